@@ -27,6 +27,7 @@ _MODULES = {
     "counters": "CallTotals Statistics StepRecord",
     "depth": "AdaptiveDepth FixedDepth MovingWindow Policy PolicySession Schedule",
     "generate": "speculate",
+    "many_prompts": "Completion generate_many",
     "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
     "outputs": "SpeculativeOutput",
     "prepacked_weights": "prepacked",

@@ -32,6 +32,8 @@ from hf_specgen.depth import Policy as Policy
 from hf_specgen.depth import PolicySession as PolicySession
 from hf_specgen.depth import Schedule as Schedule
 from hf_specgen.generate import speculate as speculate
+from hf_specgen.many_prompts import Completion as Completion
+from hf_specgen.many_prompts import generate_many as generate_many
 from hf_specgen.monitoring.monitor import Monitor as Monitor
 from hf_specgen.monitoring.monitor import MonitorSession as MonitorSession
 from hf_specgen.monitoring.monitor import SpeculationMonitor as SpeculationMonitor

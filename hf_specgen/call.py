@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -10,6 +11,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from hf_specgen.state import GenerationState
 
+Prediction = str | Sequence[int] | Sequence[str | Sequence[int] | None] | torch.Tensor
+"""The expected output: text or token ids, for all rows of a call; or one such entry for each row, None for none."""
 Compile = Literal["auto", "graphs", False] | None
 """Whether forward passes are captured as CUDA graphs: on a GPU where it works, always (or an error), or never."""
 
@@ -84,6 +87,8 @@ class Call:
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
         compiled: whether the target's forward passes after the prefill are captured as graphs.
         remembers: whether acceptance observed in earlier calls may be used, and that of this call kept.
+        prediction: the expected output, see `NgramCandidates`.
+        grammar_drafts: whether drafts obey the grammars of logits processors, see `hf_specgen.candidates.grammar`.
         seed: of the noise that the tokens are sampled with; None for torch's global random generator.
     """
 
@@ -97,6 +102,8 @@ class Call:
     encoder: EncoderInput | None = None
     compiled: Compile = False
     remembers: bool = True
+    prediction: Prediction | None = None
+    grammar_drafts: bool = True
     seed: int | None = None
 
     @property

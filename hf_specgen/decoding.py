@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.candidates.base import Candidates, ChainSession, DraftCall
+from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import RowStep, Statistics, StepPasses, StepRecord
 from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
@@ -71,22 +72,21 @@ def speculative_decode(
     assert call.model is not None
     outputs = OutputCollector(call, criteria, streamer)
     with compat.without_compilation(call.model), ExitStack() as stack:
-        loop = _Loop(call, outputs, candidates, verifier, policy or candidates.policy, monitor, stack)
+        loop = DecodingLoop(call, outputs, candidates, verifier, policy or candidates.policy, monitor, stack)
         loop.begin(input_ids, model_kwargs)
         if on_start is not None:
             on_start(loop.statistics)
         loop.prefill()
         with compat.optimized_for_decoding(call.model):
             loop.decode()
-            loop.padding.process_rest()
-        past_key_values = loop.target.finish() if loop.padding.is_visible else None
+            output = loop.complete()
     if streamer is not None:
         streamer.end()
     candidates.speculation = loop.statistics
-    return outputs.returned(loop.statistics, past_key_values)
+    return output
 
 
-class _Loop:
+class DecodingLoop:
     """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
 
     target: Target
@@ -125,7 +125,8 @@ class _Loop:
         if monitoring is not None:
             stack.callback(monitoring.end)
         self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
-        self.drafter = self._candidates.start(DraftCall.of(call, self.target, self.verification, depth))
+        draft_call = DraftCall.of(call, self.target, self.verification, depth)
+        self.drafter = with_grammar(self._candidates.start(draft_call), draft_call, self._candidates.tree)
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
@@ -152,27 +153,42 @@ class _Loop:
                 self.policy.prefilled()
 
     def decode(self) -> None:
-        """Run steps until every row has stopped, then complete the statistics."""
+        """Run steps until every row has stopped."""
         state, padding = self.state, self.padding
         while not state.all_stopped:
-            active = self._active_rows()
-            tree = self.policy.padded(self._propose(self.drafter.draft, active))
-            pending, processed = state.pending(), active
+            tree, pending = self.begin_step()
+            processed = self._active
             if padding.in_steps:
                 tree, processed = padding.add_to_step(tree, pending), [True] * state.batch
             with self.timer.part("forward"):
                 logits = self.target.forward(tree, pending, processed)
-            with self.timer.part("verify"):
-                result = self._verify(tree, logits, active)
-                self._commit(result)
-            self.drafter.observe(result)
-            rows = self.statistics.record(tree, result)
-            with self.timer.part("policy"):
-                self.policy.observe(tree, rows, self.drafter.passes)
+            self.end_step(tree, logits)
             if state.batch > 1 and not padding.is_visible:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
-        self.statistics.finish([len(tokens) for tokens in state.generated], self._tokens_from_prefill)
+
+    def begin_step(self) -> tuple[DraftTree, list[int]]:
+        """The draft and the pending tokens of the next step."""
+        self._active = self._active_rows()
+        return self.policy.padded(self._propose(self.drafter.draft, self._active)), self.state.pending()
+
+    def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
+        """Verify a draft by the logits of a step, and report the outcome to the sessions."""
+        with self.timer.part("verify"):
+            result = self._verify(tree, logits, self._active)
+            self._commit(result)
+        self.drafter.observe(result)
+        rows = self.statistics.record(tree, result)
+        with self.timer.part("policy"):
+            self.policy.observe(tree, rows, self.drafter.passes)
+
+    def complete(self) -> Any:
+        """Complete the statistics, cache and scores of a call whose rows have stopped; returns its output."""
+        lengths = [len(tokens) for tokens in self.state.generated]
+        self.statistics.finish(lengths, self._tokens_from_prefill)
         self.statistics.seconds = self.timer.stop()
+        self.padding.process_rest()
+        past_key_values = self.target.finish() if self.padding.is_visible else None
+        return self.outputs.returned(self.statistics, past_key_values)
 
     def _propose(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
         """Draft tokens for the active rows, as deep as the policy chooses."""

@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.call import Call, Compile, EncoderInput
+from hf_specgen.call import Call, Compile, EncoderInput, Prediction
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.presets import Preset, PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
@@ -56,6 +56,8 @@ class Settings:
     compile: Compile = "auto"
     pack_weights: bool = False
     memory: bool = True
+    prediction: Prediction | None = None
+    grammar_drafts: bool = True
 
     @classmethod
     def of(cls, candidate_generator: Any, verification: Any = "exact", **settings: Any) -> Settings:
@@ -67,7 +69,7 @@ class Settings:
             raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {made.monitor!r}")
         if made.compile not in ("auto", "graphs", False, None):
             raise ValueError(f'compile must be "auto", "graphs" or False, got {made.compile!r}')
-        for name in ("pack_weights", "memory"):
+        for name in ("pack_weights", "memory", "grammar_drafts"):
             if not isinstance(getattr(made, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(made, name)!r}")
         return made
@@ -81,6 +83,8 @@ class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
     _hf_specgen_speculation = True  # how `hf_specgen.patch` recognises it without importing this module
+    seed: int | None = None
+    """See `Call.seed`."""
 
     def __init__(self, settings: Settings, streamer: BaseStreamer | None = None, has_prompt: bool = False):
         self.settings, self.streamer, self._has_prompt = settings, streamer, has_prompt
@@ -90,6 +94,10 @@ class Speculation:
 
     def starting(self, statistics: Statistics) -> None:
         """Called when a call has passed all checks, before the first forward pass."""
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call that has been checked: `speculative_decode`."""
+        return speculative_decode(*args, **kwargs)
 
     def __call__(
         self,
@@ -107,6 +115,8 @@ class Speculation:
         _check_call(model, input_ids, generation_config, model_kwargs)
         settings, config = self.settings, generation_config
         candidates = settings.candidates.for_model(model)
+        if settings.prediction is not None and not candidates.uses_prediction:
+            raise ValueError(f"prediction= needs n-grams, which {candidates!r} lacks; add NgramCandidates() to it")
         mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(config)
         state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
         call = Call(
@@ -120,6 +130,9 @@ class Speculation:
             encoder=EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs),
             compiled=settings.compile,
             remembers=settings.memory,
+            prediction=settings.prediction,
+            grammar_drafts=settings.grammar_drafts,
+            seed=self.seed,
         )
 
         def start(statistics: Statistics) -> None:
@@ -127,7 +140,7 @@ class Speculation:
             if self.streamer is not None and not self._has_prompt:
                 self.streamer.put(input_ids.cpu())
 
-        return speculative_decode(
+        return self.decode(
             call,
             input_ids,
             model_kwargs,
@@ -151,6 +164,8 @@ def speculate(
     compile: Compile = "auto",
     pack_weights: bool = False,
     memory: bool = True,
+    prediction: Prediction | None = None,
+    grammar_drafts: bool = True,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
 
@@ -170,6 +185,9 @@ def speculate(
             faster with prepacked weights use them. They may round differently from plain decoding.
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of
             this call kept. It decides how much is drafted, never which tokens are generated.
+        prediction: the expected output, from which n-grams draft; see `NgramCandidates`.
+        grammar_drafts: whether the grammar of a logits processor (xgrammar, llguidance, outlines, lm-format-enforcer)
+            is used in drafting: tokens that it forces are drafted, tokens that it forbids are not.
 
     Returns:
         a callable for `custom_generate=`.
@@ -190,6 +208,8 @@ def speculate(
         compile=compile,
         pack_weights=pack_weights,
         memory=memory,
+        prediction=prediction,
+        grammar_drafts=grammar_drafts,
     )
     return Speculation(settings, streamer)
 

@@ -1,76 +1,77 @@
-"""Generation of the target's own answers, in batches with a seed each."""
+"""The target's own answers to prompts, in batches with a seed each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from corpus import chat_prompt
-
-Rows = list[dict[str, Any]]
-# Open-ended answers of a small model become repetitive with greedy decoding; see the card of the embedded model.
-DEFAULT_GENERATION: dict[str, Any] = {
-    "edit": {"do_sample": False},
-    "json": {"do_sample": False},
-    "default": {"do_sample": True, "temperature": 0.8, "top_k": 0},
-}
+from conversations import ChatFormat, Row, prompt_of
 
 
-def batches_by_domain(rows: Sequence[dict[str, Any]], batch_size: int) -> list[Rows]:
+def batches_by_domain(rows: Sequence[Row], batch_size: int) -> list[list[Row]]:
     """Batches of similar prompt length, each within one domain, as decoding settings belong to the domain."""
-    domains: dict[str, Rows] = {}
+    domains: dict[str, list[Row]] = {}
     for row in rows:
-        domains.setdefault(str(row.get("domain", "")), []).append(row)
+        domains.setdefault(str(row.get("domain") or "all"), []).append(row)
     batches = []
     for members in domains.values():
-        members = sorted(members, key=lambda row: len(row["prompt"]))
+        members = sorted(members, key=lambda row: len(str(prompt_of(row))))
         batches += [members[first : first + batch_size] for first in range(0, len(members), batch_size)]
     return batches
+
+
+def generation_of(generation: dict[str, Any], row: Row) -> dict[str, Any]:
+    """The arguments of `generate` for the domain of a row."""
+    return dict(generation.get(str(row.get("domain") or "all"), generation.get("default", {})))
+
+
+def answered(row: Row, answer: str, finished: bool) -> Row:
+    """A row with the answer after its prompt, in the format of the prompt."""
+    kept = {name: row[name] for name in ("domain", "tools") if row.get(name)}
+    if isinstance(row.get("prompt"), str) and not row.get("system"):
+        return {**kept, "prompt": row["prompt"], "response": answer, "finished": finished}
+    messages = [*prompt_of(row), {"role": "assistant", "content": answer}]
+    return {**kept, "messages": messages, "finished": finished}
 
 
 @torch.no_grad()
 def answer_batch(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Rows,
+    chat: ChatFormat,
+    rows: Sequence[Row],
     generation: dict[str, Any],
     max_new_tokens: int,
     seed: int,
-) -> Iterator[dict[str, Any]]:
+) -> list[Row]:
     """Generate the answers of one batch of one domain.
 
     Args:
         model: the target.
-        tokenizer: of the target.
-        rows: {domain, prompt}.
+        chat: its chat format.
+        rows: with prompts.
         generation: decoding settings by domain, "default" for all others.
         max_new_tokens: per answer.
         seed: of this batch; the answers do not depend on the process that generates them.
-
-    Yields:
-        rows {domain, prompt, response, finished}.
     """
-    domain = str(rows[0].get("domain", ""))
-    prompts = [chat_prompt(tokenizer, row["prompt"]) for row in rows]
-    inputs = tokenizer(
-        prompts,
-        return_tensors="pt",
-        padding=True,
-        padding_side="left",
-        add_special_tokens=not tokenizer.chat_template,
-    ).to(model.device)
+    tokenizer = chat.tokenizer
+    prompts = [chat.ids(chat.prompt(prompt_of(row), row.get("tools")), True) for row in rows]
+    width, pad = max(map(len, prompts)), tokenizer.pad_token_id or 0
+    device: Any = model.get_input_embeddings().weight.device
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     torch.manual_seed(seed)
-    ids: Any = model.generate(  # type: ignore[operator]
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
+    output: Any = model.generate(  # type: ignore[operator]
+        input_ids=ids,
+        attention_mask=mask,
         max_new_tokens=max_new_tokens,
-        pad_token_id=tokenizer.pad_token_id or 0,
-        **generation.get(domain, generation["default"]),
+        pad_token_id=pad,
+        **generation_of(generation, rows[0]),
     )
-    for row, answer in zip(rows, ids[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-        finished = tokenizer.eos_token_id in answer
-        text = str(tokenizer.decode(answer, skip_special_tokens=True))
-        yield {"domain": domain, "prompt": row["prompt"], "response": text, "finished": finished}
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
+    texts = [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in output[:, width:].tolist()]
+    finished = [not ends.isdisjoint(answer) for answer in output[:, width:].tolist()]
+    return [answered(*each) for each in zip(rows, texts, finished, strict=True)]

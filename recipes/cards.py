@@ -1,85 +1,122 @@
-"""Model cards, and the upload to the Hub."""
+"""What goes with the weights: model card, record of the training, the code that `custom_generate=` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import json
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
-from benchmarks.harness.provenance import provenance
+from conversations import ChatFormat
+from evaluation import Measured, eval_results, measured_section
+from hf_specgen.heads.medusa import chat_template_hash
+from hf_specgen.version import __version__
 
-UNRELATED = ("output", "evaluate_every", "resume", "report_to", "push_to_hub", "log_every", "save_every")
-"""Settings that do not influence the result."""
+RECORD = "training.json"
+"""File beside the weights: for which target, chat template and length they were trained."""
+USAGE = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_specgen import {module}
+
+target = AutoModelForCausalLM.from_pretrained("{target}"){adapt}
+tokenizer = AutoTokenizer.from_pretrained("{target}")
+inputs = tokenizer("Hello", return_tensors="pt")
+target.generate(**inputs, candidate_generator={usage})
+# or:
+target.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
+"""
+CUSTOM_GENERATE = '''\
+"""Speculative decoding with the drafter in this repository; the tokens are those of plain generate()."""
+
+from functools import lru_cache
+from typing import Any
+
+DRAFTER = {name!r}
 
 
-def write_card(
-    folder: str | Path,
-    *,
-    title: str,
-    base_model: str | None,
-    summary: str,
-    usage: str,
-    settings: Any,
-    measured: str,
-    losses: list[tuple[int, float]],
-    recipe: str,
-    library: str = "transformers",
-    results: Sequence[EvalResult] = (),
-    leave_out: Sequence[str] = (),
-) -> None:
-    """Write the model card, `README.md`, into an output folder.
+@lru_cache(maxsize=1)
+def candidates() -> Any:
+    """The drafter, loaded once."""
+    try:
+        from hf_specgen import AutoCandidates
+    except ImportError:
+        raise ImportError(f"{{DRAFTER}} needs hf_specgen, which is not installed: pip install hf-specgen") from None
+    return AutoCandidates.from_pretrained(DRAFTER)
+
+
+def generate(model: Any, **arguments: Any) -> Any:
+    """What `model.generate(candidate_generator=...)` returns."""
+    arguments = {{name: value for name, value in arguments.items() if value is not None}}
+    return model.generate(candidate_generator=candidates(), **arguments)
+'''
+
+
+def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], results: dict[str, Measured]) -> None:
+    """Write card, record and custom code into the output folder.
 
     Args:
-        folder: the output folder.
-        title: heading, and name of the model in its metadata.
-        base_model: the target that it was trained for; None for a model of its own.
-        summary: one or two sentences.
-        usage: Python code.
-        settings: the dataclass of the recipe.
-        measured: text of the section on measured results.
-        losses: (step, nats per token).
-        recipe: name of the script.
-        library: that loads the model.
-        results: measured results for the metadata.
-        leave_out: settings that this run did not use.
+        drafter: that was saved there.
+        chat: the format in which it read conversations.
+        history: what `Trainer` has logged.
+        results: measured, by domain.
     """
+    args, folder = drafter.args, Path(drafter.args.output_dir)
+    name = args.hub_model_id or args.output_dir
+    _write_record(args, chat, folder)
+    write_custom_generate(folder, name)
+    title = f"{folder.name}: {drafter.kind}"
     data = ModelCardData(
-        library_name=library,
+        library_name=drafter.library,
         tags=["speculative-decoding", "hf_specgen"],
-        base_model=base_model if base_model and not Path(base_model).exists() else None,  # ids of the Hub only
+        base_model=args.target if not Path(args.target).exists() else None,  # ids of the Hub only
         model_name=title if results else None,
-        eval_results=list(results) or None,
+        eval_results=eval_results(args.evaluation, results) or None,
     )
-    hidden = {*UNRELATED, *leave_out}
-    given = {name: value for name, value in asdict(settings).items() if name not in hidden and value is not None}
-    shown = {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
-    last = losses[-max(1, len(losses) // 10) :]  # the last tenth
-    final = f"Final loss: {sum(loss for _, loss in last) / len(last):.4f} nats per token." if last else ""
+    parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    usage = USAGE.format(
+        target=args.target,
+        name=name,
+        usage=drafter.usage.format(name=name),
+        module=drafter.usage.split("(")[0].split(".")[0],
+        adapt=drafter.adapt,
+    )
     sections = [
         f"---\n{data.to_yaml()}\n---",
         f"# {title}",
-        summary,
-        f"Trained for `{base_model}`; it does not fit other models." if base_model else "",
+        f"A drafter for speculative decoding of `{args.target}`, for which alone it was trained: {drafter.kind}, "
+        f"{parameters / 1e6:.1f}M trained parameters. {drafter.note}",
         f"```python\n{usage.strip()}\n```",
-        f"## Measured\n\n{measured}",
-        f"## Training\n\nSettings of hf_specgen's `recipes/{recipe}.py`:\n\n```yaml\n"
-        f"{yaml.safe_dump(shown, sort_keys=False)}```\n\n{final}",
-        "Versions: " + ", ".join(f"{name} {number}" for name, number in provenance()["versions"].items()) + ".",
+        f"## Measured\n\n{measured_section(args.evaluation, results)}",
+        f"## Training\n\nArguments of hf_specgen's `recipes/{drafter.recipe}.py`:\n\n```yaml\n"
+        f"{yaml.safe_dump(args.own_values(), sort_keys=False)}```\n\n{_final_loss(history)}",
+        f"Versions: hf-specgen {__version__}, torch {torch.__version__}, transformers {transformers.__version__}.",
     ]
-    ModelCard("\n\n".join(section for section in sections if section) + "\n").save(Path(folder) / "README.md")
+    ModelCard("\n\n".join(sections) + "\n").save(folder / "README.md")
 
 
-def push(folder: str | Path, repository: str | None) -> None:
-    """Upload an output folder, without its checkpoints and logs; does nothing if `repository` is None."""
-    if repository is None:
-        return
-    from huggingface_hub import HfApi
+def write_custom_generate(folder: Path, name: str) -> None:
+    """Write `custom_generate/generate.py` into the folder of a drafter that is loaded from `name`."""
+    path = folder / "custom_generate" / "generate.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(CUSTOM_GENERATE.format(name=name), encoding="utf-8")
 
-    api = HfApi()
-    api.create_repo(repository, exist_ok=True)
-    ignored = ["checkpoint*", "*/checkpoint*", "runs/*", "wandb/*"]
-    api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=ignored)
+
+def _write_record(args: Any, chat: ChatFormat, folder: Path) -> None:
+    record = {
+        "target": args.target,
+        "chat_template": chat_template_hash(chat.tokenizer),
+        "chat_template_kwargs": dict(args.chat_template_kwargs),
+        "max_length": args.max_length,
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _final_loss(history: list[dict[str, Any]]) -> str:
+    """The mean of the last tenth of the logged losses."""
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    last = losses[-max(1, len(losses) // 10) :]
+    return f"Final loss: {sum(last) / len(last):.4f} per token." if last else ""

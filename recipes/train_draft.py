@@ -1,13 +1,11 @@
 """Distills a small draft model from a target, on the target's own answers.
 
-    accelerate launch recipes/train_draft.py --config recipes/configs/draft_reference.yaml
-    accelerate launch recipes/train_draft.py --config recipes/configs/draft_lora.yaml --target ID --draft SMALLER_ID
-    accelerate launch recipes/train_draft.py --config recipes/configs/draft_reference.yaml --resume true
+    accelerate launch recipes/train_draft.py --target ID --draft SMALLER_ID --data answers.jsonl --output my-draft
+    accelerate launch recipes/train_draft.py --target ID --layers 0 2 3 --data answers.jsonl --output my-draft
 
 Either `layers` initializes the draft with some of the target's layers, its embeddings and its output matrix (weights
-whose shape is changed by `shape` are new), or `draft` names an existing small model with the same tokenizer, in which
-PEFT trains LoRA matrices that are merged in the end. The result is a plain model either way. The answers are those of
-build_distillation_set.py; the target's distribution is computed during training, for answers only.
+whose shape is changed by `shape` are new), or `draft` names an existing small model with the same tokenizer, which is
+trained whole, or with LoRA matrices (`--lora`) that are merged in the end or saved as an adapter (`--merge false`).
 """
 
 from __future__ import annotations
@@ -18,32 +16,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from agreement import Agreement, agreement_section, eval_results, measure_agreement
-from cards import push, write_card
-from common import Options, option, parse_config
-from corpus import Batch
-from distillation import DistillationSettings, answers, draft_states, kl_sum, load_target, target_states
-from hf_specgen.targets.model_parts import output_logits
-from training import train
-from training_setup import start
-
-DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
-USAGE = """
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from hf_specgen import DraftModelCandidates
-
-target = AutoModelForCausalLM.from_pretrained("{target}")
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-inputs = tokenizer("Hello", return_tensors="pt")
-target.generate(**inputs, candidate_generator=DraftModelCandidates("{draft}", k=4))
-"""
+from arguments import Arguments, Options, launch, option
+from conversations import IGNORED, Batch
+from drafter import Drafter
+from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state, output_logits, output_matrix
+from losses import Drafts
+from target import States, whole
+from training import run
 
 
 @dataclass(kw_only=True)
-class Settings(DistillationSettings):
+class DraftArguments(Arguments):
     """The draft model.
 
     Raises:
@@ -54,60 +39,65 @@ class Settings(DistillationSettings):
     shape: Options = option(default_factory=Options, help="fields of the config that differ from the target's")
     draft: str | None = option(default=None, help="existing small model, instead of `layers`")
     lora: Options | None = option(default=None, help="fields of PEFT's LoraConfig, for an existing model")
+    merge: bool = option(default=True, help="merge the LoRA matrices; false: save them as an adapter of `draft`")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.layers is None) == (self.draft is None):
             raise ValueError("give either `layers` of the target, or `draft`, an existing small model")
+        if self.lora is not None and self.draft is None:
+            raise ValueError("lora needs `draft`, an existing small model; a new one is trained whole")
 
 
-class Distiller(nn.Module):
-    """The draft as one module, whose forward pass is called once per batch, as data-parallel training requires."""
+class ModelDrafter(Drafter):
+    """A draft model in training."""
 
-    def __init__(self, draft: PreTrainedModel):
-        super().__init__()
-        self.draft = draft
+    recipe, kind, usage = "train_draft", "a draft model", 'DraftModelCandidates("{name}")'
+    saves_tokenizer = True
+    args: DraftArguments
 
-    def forward(self, batch: Batch, target: list[PreTrainedModel], target_hidden: torch.Tensor) -> torch.Tensor:
-        """Sum over the answers' positions of KL(target || draft); the list hides the target from DDP."""
-        states = draft_states(self.draft, batch)
-        return kl_sum(target[0], target_hidden, states, lambda hidden: output_logits(self.draft, hidden))
+    def __init__(self, args: DraftArguments, target: PreTrainedModel, rows: Any):
+        super().__init__(args, target, rows)
+        self.adapted: Any = None
+        if args.layers is not None:
+            self.model, self.copied = from_layers(target, args.layers, args.shape), args.layers
+            return
+        self.model = AutoModelForCausalLM.from_pretrained(cast(str, args.draft), dtype=torch.float32)
+        if args.lora is not None:
+            from peft import LoraConfig, get_peft_model
+
+            fields = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", **args.lora}
+            self.adapted = get_peft_model(self.model, LoraConfig(task_type="CAUSAL_LM", **fields))
+
+    @classmethod
+    def check(cls, args: Any, target: PreTrainedModel) -> None:
+        if args.layers is not None:
+            count = len(decoder_layers(target))
+            if not args.layers or not all(0 <= layer < count for layer in args.layers):
+                raise ValueError(f"layers must be indices of the target's layers, 0 to {count - 1}, got {args.layers}")
+        elif _vocabulary(args.draft) != _vocabulary(args.target):
+            raise ValueError(f"{args.draft} and {args.target} have different tokenizers; choose another draft")
+
+    def draft(self, batch: Batch, states: States) -> Drafts:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+        hidden = cast(Any, decoder(self.model))(**inputs, use_cache=False).last_hidden_state[batch["labels"] != IGNORED]
+        trained = list(output_matrix(self.model).parameters())
+        return Drafts([hidden], [lambda state, _: output_logits(self.model, state)], first=0, trained=trained)
+
+    def settings(self, with_tree: bool) -> dict[str, Any]:
+        """Chains only for a draft model with a recurrent state, from which trees cannot branch."""
+        return super().settings(with_tree and not keeps_state(self.model.config.get_text_config()))
+
+    def save(self, folder: Path) -> None:
+        if self.adapted is not None and not self.args.merge:
+            self.adapted.save_pretrained(folder)
+            return
+        plain: Any = self.model if self.adapted is None else self.adapted.merge_and_unload()
+        plain.to(self.target.dtype).save_pretrained(folder)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse, load, train, save."""
-    settings = parse_config(Settings, __doc__, arguments)
-    accelerator = start(settings, "train_draft")
-    target, tokenizer = load_target(settings.target, accelerator)
-    draft, adapted = make_draft(settings, target, tokenizer)
-    loader = answers(settings, tokenizer)
-
-    def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
-        return cast(torch.Tensor, module(batch, [target], target_states(target, batch)[0]))
-
-    progress, _ = train(accelerator, Distiller(draft), loader, loss_sum, settings)
-    if accelerator.is_main_process:
-        plain: Any = adapted.merge_and_unload() if adapted else draft
-        save(settings, plain.to(target.device, target.dtype).eval(), target, tokenizer, progress.losses)
-    accelerator.end_training()
-
-
-def make_draft(
-    settings: Settings, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> tuple[PreTrainedModel, Any]:
-    """The draft in float32, and the `PeftModel` around it if it is trained with LoRA.
-
-    Raises:
-        ValueError: if the tokenizers of draft and target differ.
-    """
-    if settings.draft is None:
-        return from_layers(target, cast(list[int], settings.layers), settings.shape), None
-    from peft import LoraConfig, get_peft_model
-
-    if AutoTokenizer.from_pretrained(settings.draft).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"{settings.draft} and {settings.target} have different tokenizers; choose another draft")
-    draft = AutoModelForCausalLM.from_pretrained(settings.draft, dtype=torch.float32)
-    return draft, get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", **(settings.lora or DEFAULT_LORA)))
+def _vocabulary(name: str) -> dict[str, int]:
+    return dict(AutoTokenizer.from_pretrained(name).get_vocab())
 
 
 def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, Any]) -> PreTrainedModel:
@@ -117,13 +107,7 @@ def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, A
         target: the target.
         layers: indices of the target's layers; the i-th initializes layer i of the draft.
         changes: fields of the config that differ from the target's.
-
-    Raises:
-        ValueError: if the target has no such layer.
     """
-    count = target.config.get_text_config().num_hidden_layers
-    if not layers or not all(0 <= layer < count for layer in layers):
-        raise ValueError(f"layers must be indices of the target's layers, 0 to {count - 1}, got {layers}")
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
     if getattr(text, "layer_types", None):
@@ -135,7 +119,7 @@ def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, A
     for name, tensor in own.items():
         source = _source_name(name, layers)
         if source in given and given[source].shape == tensor.shape:
-            tensor.copy_(given[source])
+            tensor.copy_(whole(given[source]))
     draft.generation_config = copy.deepcopy(target.generation_config)
     return cast(PreTrainedModel, draft)
 
@@ -149,43 +133,10 @@ def _source_name(name: str, layers: list[int]) -> str:
     return ".".join(parts)
 
 
-def save(
-    settings: Settings,
-    draft: PreTrainedModel,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    losses: list[tuple[int, float]],
-) -> None:
-    """Evaluate the draft, write it with its tokenizer and its card, and upload them if requested."""
-    draft.save_pretrained(settings.output)
-    tokenizer.save_pretrained(settings.output)
-    results: dict[str, Agreement] | None = None
-    if settings.evaluation:
-        results = measure_agreement(
-            target,
-            tokenizer,
-            {"draft": lambda batch: output_logits(draft, draft_states(draft, batch))},
-            settings.evaluation,
-            settings.evaluation_per_domain,
-            settings.generation,
-        )["draft"]
-    parameters = sum(parameter.numel() for parameter in draft.parameters())
-    layers = draft.config.get_text_config().num_hidden_layers
-    write_card(
-        settings.output,
-        title=f"{Path(settings.output).name}: a draft model",
-        recipe="train_draft",
-        base_model=settings.target,
-        summary=f"A draft model for speculative decoding: {layers} layers, {parameters / 1e6:.1f}M parameters, "
-        f"{str(draft.dtype).removeprefix('torch.')}, distilled from its target on the target's own answers.",
-        results=eval_results(settings.evaluation, results),
-        usage=USAGE.format(target=settings.target, draft=settings.push_to_hub or settings.output),
-        settings=settings,
-        measured=agreement_section(settings.evaluation, results),
-        losses=losses,
-    )
-    push(settings.output, settings.push_to_hub)
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, load, train, save."""
+    run(ModelDrafter, DraftArguments, __doc__, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)

@@ -1,6 +1,6 @@
-"""Trains an EAGLE-3 head on a target's own answers, with training-time test.
+"""Trains an EAGLE-3 head on a target's own answers, with training-time test; or a P-EAGLE head.
 
-    accelerate launch recipes/train_eagle.py --config recipes/configs/eagle_reference.yaml
+    accelerate launch recipes/train_eagle.py --preset 8b --target ID --data answers.jsonl --output my-head
 
 At the first draft step the head reads the target's hidden states; at each further step its own output of the step
 before, as when it drafts, together with the true next token. One pass of step s drafts from all chosen positions of the
@@ -9,150 +9,179 @@ answers (`anchors`): position i attends to the keys of the true features up to i
     keys of true features  |  step 1  |  step 2           of position i of 3, at step 2
         x  x  x            |  .  .  x |  .  .  x
 
-Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025),
-section 3.1.
+A P-EAGLE head (`--parallel true`) drafts all steps in one pass, in which a mask token and a learned state stand for the
+tokens and states that are not known yet.
+
+Sources: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025),
+section 3.1; P-EAGLE (2026), https://arxiv.org/abs/2602.01469.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from common import option, parse_config
-from corpus import Batch
-from head_saving import run
-from head_training import (
-    Drafts,
-    HeadSettings,
-    choose_anchors,
-    copied_layers,
+from arguments import launch, option
+from conversations import Batch
+from draft_heads import (
+    HeadArguments,
+    HeadDrafter,
     copy_layers,
-    initial_tap,
+    frequent_tokens,
+    nearest_state,
     new_layer,
-    start_from_tap,
+    start_from_state,
 )
+from drafter import Anchors, choose_anchors, positions_of, same_conversation
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig, eagle_layers
-from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets.model_parts import output_matrix
+from losses import Drafts
+from target import States, whole
+from training import run
 
 
 @dataclass(kw_only=True)
-class Settings(HeadSettings):
-    """The head and its training."""
+class EagleArguments(HeadArguments):
+    """The head."""
 
     draft_vocab_size: int | None = option(default=None, help="the most frequent tokens of the answers; none: all")
     norm_output: bool = option(default=False, help="feed the normalised output to the next step (EAGLE-3.1)")
     fc_norm: bool = option(default=False, help="a norm for each hidden state of the target (EAGLE-3.1)")
+    parallel: bool = option(default=False, help="draft all tokens in one pass (P-EAGLE)")
+    mask_token_id: int | None = option(default=None, help="P-EAGLE: mask token; none: the last one of the vocabulary")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse, load, train, save."""
-    settings = parse_config(Settings, __doc__, arguments)
-
-    def draft(attached: BoundHead, batch: Batch, features: torch.Tensor) -> Drafts:
-        return training_time_test(attached, batch, features, settings.anchors, settings.depth)
-
-    run(settings, "train_eagle", make_head, draft)
-
-
-def make_head(settings: Settings, target: PreTrainedModel, rows: Any) -> Eagle3Head:
-    """A new head in float32, or the one to continue with.
+class EagleDrafter(HeadDrafter):
+    """An EAGLE-3 or P-EAGLE head in training.
 
     Its output matrix consists of rows of the target's and is not trained: a small head learns faster so, and the file
     is complete for every program that serves it.
     """
-    if settings.head is not None:
-        loaded = load_head(settings.head, dtype=torch.float32)
-        if not isinstance(loaded, Eagle3Head):
-            raise ValueError(f"{settings.head!r} is a {type(loaded).__name__}, not an EAGLE-3 head")
-        head = loaded
-    else:
-        head = _new_head(settings, target, rows)
-    head.requires_grad_(True)
-    if head.lm_head is not None:
-        head.lm_head.requires_grad_(False)
-    return head.to(output_matrix(target).weight.device).train()
+
+    recipe, kind, head_class = "train_eagle", "EAGLE-3 head", Eagle3Head
+    args: EagleArguments
+
+    def new_head(self, target: PreTrainedModel, rows: Any) -> Eagle3Head:
+        args, matrix = self.args, whole(output_matrix(target).weight)
+        layers, copied = target.config.get_text_config().num_hidden_layers, self.sources(target)
+        states = tuple(args.aux_hidden_state_layers) or _default_states(layers)
+        ids = frequent_tokens(rows, args.draft_vocab_size or len(matrix), len(matrix))
+        mask = len(matrix) - 1 if args.mask_token_id is None else args.mask_token_id
+        config = EagleConfig(
+            layer=new_layer(target),
+            num_layers=len(copied),
+            hidden_size=matrix.shape[1],
+            vocab_size=len(matrix),
+            draft_vocab_size=len(ids),
+            target_hidden_size=matrix.shape[1],
+            num_aux_hidden_states=len(states),
+            aux_hidden_state_layers=states,
+            fc_norm=args.fc_norm,
+            norm_output=args.norm_output,
+            own_lm_head=True,
+            speculative_tokens=args.depth,
+            base_model=args.target,
+            num_target_layers=layers,
+            mask_token_id=mask if args.parallel else None,
+        )
+        head = Eagle3Head(config)
+        copy_layers(list(head.layers), target, copied)
+        start_from_state(head.fc, nearest_state(states, copied[0]))
+        assert isinstance(head.lm_head, torch.nn.Linear)
+        head.lm_head.weight.data = matrix[ids].float().clone()
+        if head.draft_to_target is not None:
+            head.draft_to_target.copy_(ids)
+        return head
+
+    def draft(self, batch: Batch, states: States) -> Drafts:
+        bound = self.bound()
+        anchors = choose_anchors(batch, self.args.anchors, self.step)
+        draft = parallel_drafts if self.head.config.mask_token_id is not None else training_time_test
+        outputs = draft(bound, batch, states.features.to(self.head.fc.weight.dtype), anchors, self.args.depth)
+        logits = [lambda state, _: bound.logits(state)] * len(outputs)
+        return Drafts(outputs, logits, anchors.numbers, drafted_ids=self.head.draft_to_target)
 
 
-def _new_head(settings: Settings, target: PreTrainedModel, rows: Any) -> Eagle3Head:
-    layers, matrix = target.config.get_text_config().num_hidden_layers, output_matrix(target).weight
-    taps, copied = tuple(settings.taps) or eagle_layers(layers), copied_layers(settings, target)
-    ids = frequent_tokens(rows, settings.draft_vocab_size or len(matrix), len(matrix))
-    config = EagleConfig(
-        layer=new_layer(target),
-        num_layers=len(copied),
-        hidden_size=matrix.shape[1],
-        vocab_size=len(matrix),
-        draft_vocab_size=len(ids),
-        target_hidden_size=matrix.shape[1],
-        num_aux_hidden_states=len(taps),
-        aux_hidden_state_layers=taps,
-        fc_norm=settings.fc_norm,
-        norm_output=settings.norm_output,
-        own_lm_head=True,
-        speculative_tokens=settings.depth,
-        base_model=settings.target,
-        num_target_layers=layers,
-    )
-    head = Eagle3Head(config)
-    copy_layers(list(head.layers), target, copied)
-    start_from_tap(head.fc, initial_tap(taps, copied[0]))
-    assert isinstance(head.lm_head, torch.nn.Linear)
-    head.lm_head.weight.data = matrix[ids].float().clone()
-    if head.draft_to_target is not None:
-        head.draft_to_target.copy_(ids)
-    return head
+def _default_states(num_layers: int) -> tuple[int, ...]:
+    """The states of EAGLE-3, as far as a target with few layers has them."""
+    return tuple(dict.fromkeys(min(max(layer, 1), num_layers) for layer in eagle_layers(num_layers)))
 
 
-def frequent_tokens(rows: Any, count: int, vocab: int) -> torch.Tensor:
-    """`[count]` ids of the most frequent tokens of the answers, in ascending order.
-
-    Args:
-        rows: encoded conversations.
-        count: how many.
-        vocab: size of the vocabulary; unseen tokens follow in the order of their ids.
-    """
-    if count >= vocab:
-        return torch.arange(vocab)
-    seen = Counter(dict.fromkeys(range(vocab), 0))
-    for row in rows:
-        seen.update(row["input_ids"][row["answer_start"] :])
-    return torch.tensor(sorted(token for token, _ in seen.most_common(count)))
-
-
-def training_time_test(attached: BoundHead, batch: Batch, features: torch.Tensor, anchors: int, depth: int) -> Drafts:
-    """Draft `depth` tokens from random positions of each answer.
+def training_time_test(
+    bound: BoundHead, batch: Batch, features: torch.Tensor, anchors: Anchors, depth: int
+) -> list[torch.Tensor]:
+    """Draft `depth` tokens from chosen positions; returns for each depth `[anchors, hidden]`.
 
     Args:
-        attached: the head on its target.
+        bound: the head on its target.
         batch: as from `collate`.
-        features: `[batch, length, taps * hidden]`.
-        anchors: positions of a row at most.
+        features: `[batch, length, states * hidden]`.
+        anchors: positions to draft from.
         depth: draft steps.
     """
-    head: Any = attached.head
-    ids, cache = batch["input_ids"], DynamicCache()
-    count, length = ids.shape
-    slots = torch.arange(length, device=ids.device)
-    following = attached.embed(ids.roll(-1, dims=1))
-    output = head(following, head.combine(features), slots.expand(count, -1), None, cache)
-    row = torch.arange(count, device=ids.device)[:, None]
-    roots, valid, numbers = choose_anchors(batch["predicts"], anchors)
+    head: Any = bound.head
+    cache, (roots, valid, _) = DynamicCache(), anchors
+    output, visible = _known_positions(bound, batch, features, cache, roots)
+    ids = batch["input_ids"]
+    row, length = torch.arange(len(ids), device=ids.device)[:, None], ids.shape[1]
+    positions = positions_of(batch).gather(1, roots)
     hidden, states = output.hidden[row, roots], [output.output[row, roots][valid]]
-    visible = slots <= roots[..., None]
-    own = torch.eye(roots.shape[1], dtype=torch.bool, device=ids.device).expand(count, -1, -1)
+    own = torch.eye(roots.shape[1], dtype=torch.bool, device=ids.device).expand(len(ids), -1, -1)
     for step in range(1, depth):
         visible = torch.cat([visible, own], dim=-1)
-        tokens = attached.embed(ids[row, (roots + 1 + step).clamp(max=length - 1)])
-        hidden, drafted = head(tokens, hidden, roots + step, visible[:, None], cache)
+        tokens = bound.embed(ids[row, (roots + 1 + step).clamp(max=length - 1)])
+        hidden, drafted = head(tokens, hidden, positions + step, visible[:, None], cache)
         states.append(drafted[valid])
-    return Drafts(states, numbers)
+    return states
+
+
+def parallel_drafts(
+    bound: BoundHead, batch: Batch, features: torch.Tensor, anchors: Anchors, depth: int
+) -> list[torch.Tensor]:
+    """The same for a P-EAGLE head: all mask positions of all anchors in one pass."""
+    head: Any = bound.head
+    cache, (roots, valid, _) = DynamicCache(), anchors
+    output, visible = _known_positions(bound, batch, features, cache, roots)
+    (rows, count), masked = roots.shape, depth - 1
+    states = [output.output.gather(1, roots[..., None].expand(-1, -1, output.output.shape[-1]))[valid]]
+    if not masked:
+        return states
+    device = roots.device
+    steps = torch.arange(1, depth, device=device)
+    positions = (positions_of(batch).gather(1, roots)[..., None] + steps).flatten(1)
+    chain = torch.ones(masked, masked, dtype=torch.bool, device=device).tril()
+    own = torch.block_diag(*[chain] * count).bool().to(device).expand(rows, -1, -1)
+    mask = torch.cat([visible.repeat_interleave(masked, dim=1), own], dim=-1)
+    tokens = bound.embed(torch.full((rows, count * masked), head.config.mask_token_id, device=device))
+    hidden = head.combine(head.mask_hidden.expand(rows, count * masked, -1))
+    drafted = head(tokens, hidden, positions, mask[:, None], cache).output.view(rows, count, masked, -1)[valid]
+    return [*states, *drafted.unbind(1)]
+
+
+def _known_positions(
+    bound: BoundHead, batch: Batch, features: torch.Tensor, cache: DynamicCache, roots: torch.Tensor
+) -> tuple[Any, torch.Tensor]:
+    """The head's pass over all positions, and `[batch, anchors, length]` which of them each anchor sees."""
+    head: Any = bound.head
+    length = batch["input_ids"].shape[1]
+    slots = torch.arange(length, device=roots.device)
+    together, visible = same_conversation(batch), slots <= roots[..., None]
+    mask = None
+    if together is not None:
+        mask = (together & (slots <= slots[:, None]))[:, None]
+        visible = visible & together.gather(1, roots[..., None].expand(-1, -1, length))
+    following = bound.embed(batch["input_ids"].roll(-1, dims=1))
+    return head(following, head.combine(features), positions_of(batch), mask, cache), visible
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, load, train, save."""
+    run(EagleDrafter, EagleArguments, __doc__, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)

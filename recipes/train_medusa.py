@@ -1,7 +1,7 @@
 """Trains Medusa heads on a target's own answers.
 
-    accelerate launch recipes/train_medusa.py --config recipes/configs/medusa_reference.yaml
-    accelerate launch recipes/train_medusa.py --config recipes/configs/medusa_reference.yaml --stage 2 --heads HEADS
+    accelerate launch recipes/train_medusa.py --preset 8b --target ID --data answers.jsonl --output my-heads
+    accelerate launch recipes/train_medusa.py --stage 2 --heads my-heads --target ID --data … --output my-adapter
 
 Stage 1: the target is frozen; all heads are trained on the hidden states of one forward pass without gradients.
 Stage 2: LoRA matrices in the target (PEFT) are trained together with the heads, with the target's own loss and a
@@ -12,33 +12,34 @@ model.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, PreTrainedModel
 
-from common import Options, option, parse_config
-from corpus import Batch
-from distillation import DistillationSettings, answers, draft_states, load_target, target_states
-from hf_specgen.heads.lora import load_lora
-from hf_specgen.heads.medusa import MedusaHeads
+from arguments import Arguments, Options, launch, option
+from conversations import IGNORED, Batch, collate
+from drafter import Drafter, answer_numbers
+from hf_specgen.heads.lora import FOLDER, HeadOutputs, load_lora
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaHeads
 from hf_specgen.heads.medusa_formats import load_medusa
-from hf_specgen.targets.model_parts import output_matrix
-from medusa_evaluation import Evaluation
-from medusa_lora import new_lora, output_of
-from medusa_loss import answer_loss, following_tokens, medusa_loss
-from medusa_saving import Trained, save_card, save_weights
-from training import train
-from training_setup import start
+from hf_specgen.targets.model_parts import decoder, output_logits, output_matrix
+from losses import CHUNK, Drafts, Learnt, gradient_at_once, later_pairs
+from target import States
+from training import run
 
 SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "reads_path", "lora_rank")
-DEFAULT_LORA: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+ADAPTER = "adapter"
 
 
 @dataclass(kw_only=True)
-class Settings(DistillationSettings):
+class MedusaArguments(Arguments):
     """The heads and their training.
 
     Raises:
@@ -53,7 +54,11 @@ class Settings(DistillationSettings):
     reads_token: bool = option(default=False, help="the heads also read the token that the target has just generated")
     reads_path: bool = option(default=False, help="each head also reads the draft tokens before its own (Hydra)")
     lora_rank: int = option(default=0, help="of a LoRA matrix for each head on the shared output matrix; 0: none")
-    lora: Options = option(default_factory=lambda: Options(DEFAULT_LORA), help="stage 2: fields of PEFT's LoraConfig")
+    decay: float = option(default=0.8, help="weight of each head's loss relative to the one before")
+    lora: Options = option(
+        default_factory=lambda: Options({"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}),
+        help="stage 2: fields of PEFT's LoraConfig",
+    )
     base_learning_rate: float = option(default=1e-4, help="stage 2: of the LoRA matrices in the target")
     heads_weight: float = option(default=0.2, help="stage 2: weight of the heads' loss beside the target's own")
 
@@ -64,119 +69,175 @@ class Settings(DistillationSettings):
                 f"num_heads and num_layers must be at least 1 and lora_rank at least 0, got {self.num_heads}, "
                 f"{self.num_layers} and {self.lora_rank}"
             )
+        if self.stage == 2 and (self.features or self.shard_target):
+            raise ValueError("stage 2 trains the target, which features and shard_target keep frozen; use neither")
 
 
-class HeadsTraining(nn.Module):
-    """Stage 1, as one module whose forward pass is called once per batch, as data-parallel training requires."""
+class MedusaDrafter(Drafter):
+    """A set of Medusa heads in training; in stage 2 with the adapted target."""
 
-    def __init__(self, heads: MedusaHeads, lora: Any):
-        super().__init__()
-        self.heads, self.lora = heads, lora
+    recipe, kind = "train_medusa", "Medusa heads"
+    args: MedusaArguments
 
-    def forward(self, batch: Batch, target: list[PreTrainedModel], hidden: torch.Tensor) -> torch.Tensor:
-        """The heads' loss over a batch; `hidden` as from `target_states`. The list hides the target from DDP."""
-        tokens = None
+    def __init__(self, args: MedusaArguments, target: PreTrainedModel, rows: Any):
+        super().__init__(args, target, rows)
+        self.heads, self.lora = _make_heads(args, target)
+        self.depth, self.decay = self.heads.config.num_heads, args.decay
+        self.adapted: Any = None
+        if args.stage == 2:
+            from peft import LoraConfig, get_peft_model
+
+            self.adapted = get_peft_model(target, LoraConfig(task_type="CAUSAL_LM", **args.lora))
+            self.weight, name = args.heads_weight, args.hub_model_id or args.output_dir
+            self.note = "**The target is the adapted model**, with the LoRA matrices in the folder `adapter`."
+            self.adapt = f'\ntarget.load_adapter("{name}", adapter_kwargs={{"subfolder": "{ADAPTER}"}})'
+
+    def states(self, batch: Batch) -> States:
+        if self.adapted is None:
+            return super().states(batch)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+        last = cast(Any, decoder(self.target))(**inputs, use_cache=False).last_hidden_state
+        return States(last[..., :0], last[batch["labels"] != IGNORED])
+
+    def draft(self, batch: Batch, states: States) -> Drafts:
+        tokens, count = None, self.heads.config.num_heads
         if self.heads.config.reads_token:
             with torch.no_grad():
-                tokens = cast(Any, target[0]).get_input_embeddings()(following_tokens(batch, self.heads))
-        rows = batch["predicts"].nonzero()[:, 0]
-        return medusa_loss(target[0], self.heads, self.outputs(target[0]), hidden, tokens, rows)
+                tokens = cast(Any, self.target).get_input_embeddings()(following_tokens(batch, self.heads))
+        outputs = self._outputs()
+        return Drafts(
+            [self.heads.head_state(head, states.hidden, tokens) for head in range(count)],
+            [partial(self._logits, output) for output in outputs],
+            trained=[parameter for output in outputs for parameter in output.parameters()],
+        )
 
-    def outputs(self, target: PreTrainedModel) -> list[nn.Module]:
-        """The output matrix of each head."""
-        count = range(self.heads.config.num_heads)
+    def _logits(self, matrix: nn.Module, state: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        return output_logits(self.target, state, matrix)
+
+    def _outputs(self) -> list[nn.Module]:
+        """The output matrix of each head, from hidden state to vocabulary."""
         if self.heads.config.own_outputs:
             return list(self.heads.lm_heads)
-        return [output_of(self.lora, head) if self.lora else output_matrix(target) for head in count]
+        if self.lora is not None:
+            return list(self.lora.base_model.model.heads)
+        return [output_matrix(self.target)] * self.heads.config.num_heads
+
+    def further_loss(self, batch: Batch, states: States) -> torch.Tensor | float:
+        """Stage 2: the target's own cross-entropy on the answers."""
+        if self.adapted is None:
+            return 0.0
+        tokens = batch["labels"][batch["labels"] != IGNORED]
+
+        def parts(leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+            for first in range(0, len(tokens), CHUNK):
+                logits = output_logits(self.target, leaves[0][first : first + CHUNK]).float()
+                yield cross_entropy(logits, tokens[first : first + CHUNK], reduction="sum")
+
+        return gradient_at_once(parts, [states.hidden], list(output_matrix(self.target).parameters()))
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        base = set() if self.adapted is None else {id(parameter) for parameter in self.adapted.parameters()}
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups = [{"params": [parameter for parameter in trained if id(parameter) not in base]}]
+        if base:
+            adapter = [parameter for parameter in trained if id(parameter) in base]
+            groups.append({"params": adapter, "lr": self.args.base_learning_rate})  # type: ignore[dict-item]
+        return groups
+
+    def settings(self, with_tree: bool) -> dict[str, Any]:
+        return {"tree": 32 if with_tree else [(0,) * depth for depth in range(1, self.depth + 1)]}
+
+    def save(self, folder: Path) -> None:
+        copy.deepcopy(self.heads).to(self.target.dtype).save_pretrained(folder)  # type: ignore[arg-type]
+        if self.lora is not None:
+            self.lora.save_pretrained(folder / FOLDER)
+        if self.adapted is not None:
+            self.adapted.save_pretrained(folder / ADAPTER)
+
+    @torch.no_grad()
+    def tune(self, answers: Callable[[], Any]) -> None:
+        """Store acceptance by confidence and rank, by which trees are built, in the heads' config."""
+        if self.heads.config.reads_path:
+            return  # such heads learn their acceptance while they draft
+        count, bins = self.depth, len(CONFIDENCE_EDGES) + 1
+        hits, seen = torch.zeros(count, bins, RANKS), torch.zeros(count, bins)
+        for row in answers():
+            batch = {name: tensor.to(self.target.device) for name, tensor in collate([row]).items()}
+            states = self.states(batch)
+            drafts, tokens = self.draft(batch, states), batch["labels"][batch["labels"] != IGNORED]
+            count_acceptance(drafts, Learnt(states.hidden, tokens, answer_numbers(batch)), hits, seen)
+        prior = torch.tensor(Acceptance.untuned(count).table)  # weighs as much as 10 drafts
+        rates = (hits + 10.0 * prior) / (seen.unsqueeze(-1) + 10.0)
+        self.heads.config.acceptance = rates.sort(dim=-1, descending=True).values.tolist()
+        self.save(Path(self.args.output_dir))
 
 
-class JointTraining(HeadsTraining):
-    """Stage 2: the adapted target (a `PeftModel`) is trained as well."""
+def count_acceptance(drafts: Drafts, learnt: Learnt, hits: torch.Tensor, seen: torch.Tensor) -> None:
+    """Count how often the generated token is that of each rank of each head, by the head's confidence.
 
-    def __init__(self, heads: MedusaHeads, lora: Any, adapted: Any, heads_weight: float):
-        super().__init__(heads, lora)
-        self.adapted, self.heads_weight = adapted, heads_weight
+    A head is counted where all heads before it had the generated token among their first `RANKS`: otherwise its token
+    could not have been accepted.
 
-    def forward(self, batch: Batch, *_: Any) -> torch.Tensor:
-        """The target's cross-entropy on the answers and the heads' loss, whose gradient reaches the target as well."""
-        target = self.adapted.get_base_model()
-        hidden = draft_states(target, batch)
-        following = batch["input_ids"].roll(-1, dims=1)[batch["predicts"]]
-        own = answer_loss(target, hidden, following)
-        return own + self.heads_weight * super().forward(batch, [target], hidden)
+    Args:
+        drafts: of all heads.
+        learnt: the generated tokens.
+        hits, seen: `[heads, bins, ranks]` and `[heads, bins]` counts, which are increased.
+    """
+    alive = torch.ones(len(learnt.tokens), dtype=torch.bool, device=learnt.tokens.device)
+    edges = torch.tensor(CONFIDENCE_EDGES, device=alive.device)
+    for head, state in enumerate(drafts.states):
+        index, later = later_pairs(learnt.answers, head + 1)
+        index, later = index[alive[index]], later[alive[index]]
+        confidence, tokens = drafts.logits[head](state[index], index).float().softmax(-1).topk(RANKS)
+        bins = torch.bucketize(confidence[:, 0], edges, right=True).cpu()
+        found = (tokens == learnt.tokens[later, None]).float()
+        seen[head].index_add_(0, bins, torch.ones(len(bins)))
+        hits[head].index_add_(0, bins, found.cpu())
+        alive = torch.zeros_like(alive).index_fill(0, index[found.any(dim=1)], True)
+
+
+def _make_heads(args: MedusaArguments, target: PreTrainedModel) -> tuple[MedusaHeads, Any]:
+    """Heads and the `PeftModel` of their LoRA matrices (or None), in float32, which small updates need."""
+    matrix = output_matrix(target)
+    lora: Any = None
+    if args.heads is not None:
+        heads = cast(Any, load_medusa(args.heads, target).float()).to(matrix.weight.device)
+        if heads.config.lora_rank:
+            lora = load_lora(matrix, heads.config.num_heads, args.heads)
+    else:
+        shape = {name: getattr(args, name) for name in SHAPE}
+        heads = MedusaHeads.from_target(target, AutoTokenizer.from_pretrained(args.target), **shape)
+        if args.lora_rank:
+            lora = new_lora(matrix, args.num_heads, args.lora_rank)
+    for name, parameter in () if lora is None else lora.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_()
+    return heads.train(), lora
+
+
+def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
+    """A `PeftModel` around `HeadOutputs` with new matrices, whose products are zero."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=r"heads\.\d+")
+    return get_peft_model(cast(Any, HeadOutputs(matrix, num_heads)), config)
+
+
+def following_tokens(batch: Batch, heads: MedusaHeads) -> torch.Tensor:
+    """`[positions, tokens]` the tokens after each predicting position, as many as the heads read.
+
+    Those beyond the end of a row are arbitrary: no head that reads them has a token to predict.
+    """
+    read = max(1, heads.config.tokens_read(heads.config.num_heads - 1))
+    ids, predicts = batch["input_ids"], batch["labels"] != IGNORED
+    return torch.stack([ids.roll(-after, dims=1)[predicts] for after in range(1, read + 1)], dim=1)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, load, train, save."""
-    settings = parse_config(Settings, __doc__, arguments)
-    accelerator = start(settings, "train_medusa")
-    target, tokenizer = load_target(settings.target, accelerator)
-    heads, lora = make_heads(settings, target, tokenizer)
-    settings = replace(settings, **{name: getattr(heads.config, name) for name in SHAPE})  # of loaded heads
-    loader = answers(settings, tokenizer)
-    module, optimizers = prepare(settings, target, heads, lora)
-
-    def loss_sum(module: nn.Module, batch: Batch) -> torch.Tensor:
-        states = target_states(target, batch)[0] if settings.stage == 1 else None
-        return cast(torch.Tensor, module(batch, [target], states))
-
-    evaluation = Evaluation(settings, heads, lora, target, tokenizer) if settings.evaluation else None
-    summary = evaluation.summary if evaluation else None
-    progress, weights = train(accelerator, module, loader, loss_sum, settings, optimizers, evaluate=summary)
-    if accelerator.is_main_process:
-        heads, lora = make_heads(settings, target, tokenizer)  # the trained ones may be wrapped or sharded
-        HeadsTraining(heads, lora).load_state_dict(weights, strict=False)
-        adapter = {name.removeprefix("adapted."): weights[name] for name in weights if name.startswith("adapted.")}
-        adapted = module.adapted if isinstance(module, JointTraining) else None
-        trained = Trained(cast(Any, copy.deepcopy(heads)).to(target.dtype), lora, adapted, adapter)
-        save_weights(settings, trained)  # before the evaluation, which takes a while
-        results = {}
-        if settings.evaluation:
-            final = Evaluation(settings, heads, lora, target, tokenizer)
-            if not heads.config.reads_path:
-                final.tune()
-            results = final.measure()
-            trained.heads.config = heads.config  # with the acceptance that was measured
-            save_weights(settings, trained)
-        save_card(settings, trained, results, progress.losses)
-    accelerator.end_training()
-
-
-def make_heads(settings: Settings, target: PreTrainedModel, tokenizer: Any) -> tuple[MedusaHeads, Any]:
-    """Heads and the `PeftModel` of their LoRA matrices (or None), in float32, which small updates need."""
-    matrix = output_matrix(target)
-    if settings.heads is not None:
-        heads = load_medusa(settings.heads, target).float().to(matrix.weight.device)
-        count, rank = heads.config.num_heads, heads.config.lora_rank
-        lora = load_lora(matrix, count, settings.heads) if rank else None
-    else:
-        shape = {name: getattr(settings, name) for name in SHAPE}
-        heads = MedusaHeads.from_target(target, tokenizer, **shape)
-        lora = new_lora(matrix, settings.num_heads, settings.lora_rank) if settings.lora_rank else None
-    if lora is not None:
-        for name, parameter in lora.named_parameters():
-            if "lora_" in name:
-                parameter.data = parameter.data.float()
-                parameter.requires_grad_()
-    return heads.train(), lora
-
-
-def prepare(settings: Settings, target: PreTrainedModel, heads: MedusaHeads, lora: Any) -> tuple[Any, Any]:
-    """The module of the stage, and its optimizers; None for one AdamW for all parameters."""
-    if settings.stage == 1:
-        return HeadsTraining(heads, lora), None
-    from peft import LoraConfig, get_peft_model
-
-    adapted = get_peft_model(target, LoraConfig(task_type="CAUSAL_LM", **settings.lora))
-    module = JointTraining(heads, lora, adapted, settings.heads_weight)
-    decay = settings.weight_decay
-    base = {id(parameter) for parameter in adapted.parameters()}
-    groups = [
-        ([p for p in module.parameters() if p.requires_grad and id(p) not in base], settings.learning_rate),
-        ([p for p in adapted.parameters() if p.requires_grad], settings.base_learning_rate),
-    ]
-    return module, [torch.optim.AdamW(group, lr=rate, betas=(0.9, 0.95), weight_decay=decay) for group, rate in groups]
+    run(MedusaDrafter, MedusaArguments, __doc__, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    launch(main)

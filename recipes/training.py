@@ -1,232 +1,311 @@
-"""The training loop shared by all recipes, on top of `accelerate`.
-
-Up to rounding, the result does not depend on the number of processes or the size of micro-batches: a step reads the
-same conversations, and its loss is a sum divided once by the number of answer tokens in the whole batch. Streaming is
-an exception after the first epoch, at whose end the rows that do not fill a micro-batch are left out.
-"""
+"""Runs a recipe: checks, data, the target's states, `Trainer`, the result with its card."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from itertools import islice
+import json
+import math
+import time
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
-from transformers import get_cosine_schedule_with_warmup
+from accelerate import PartialState
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoTokenizer, EvalPrediction, Trainer, TrainerCallback, set_seed
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-from corpus import Batch
-from training_setup import TrainingSettings, accumulation
+from arguments import Arguments, parse
+from cards import write_card
+from conversations import (
+    ChatFormat,
+    StepSampler,
+    check_row_count,
+    collate,
+    encoded,
+    messages_of,
+    prompt_of,
+    read_rows,
+    rows_by_domain,
+)
+from drafter import Drafter
+from evaluation import measure, target_answers
+from target import (
+    StoredStates,
+    check_target,
+    describe_states,
+    has_states,
+    is_stored,
+    load_target,
+    store_states,
+    target_without_layers,
+)
 
-SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+RUN = "run.json"
+"""File in the output folder: the arguments that decide the result."""
+RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors")
 
 
-@dataclass
-class Progress:
-    """Progress of a run; part of every checkpoint."""
-
-    step: int = 0
-    epoch: int = 0
-    batches: int = 0  # micro-batches of this epoch, in this process
-    losses: list[tuple[int, float]] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For `accelerator.save_state`."""
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For `accelerator.load_state`."""
-        self.__dict__.update(state)
-
-
-def train(
-    accelerator: Accelerator,
-    module: nn.Module,
-    loader: DataLoader,
-    loss_sum: Callable[[nn.Module, Batch], torch.Tensor],
-    settings: TrainingSettings,
-    optimizers: Sequence[Optimizer] | None = None,
-    evaluate: Callable[[], dict[str, float]] | None = None,
-) -> tuple[Progress, dict[str, torch.Tensor]]:
-    """Train `module` in place for `settings.steps` steps.
+def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | None, argv: list[str] | None) -> None:
+    """Everything that a recipe's script does: parse, check, load, train, save, measure.
 
     Args:
-        accelerator: as from `start`.
-        module: its parameters that require a gradient are trained.
-        loader: as from `shared_batches`.
-        loss_sum: returns the loss of one batch, summed over its predicting positions; it calls the module that it
-            receives, which is `module` prepared for several processes.
-        settings: steps, learning rate, checkpoints.
-        optimizers: one AdamW for all trained parameters if None.
-        evaluate: called every `evaluate_every` steps in the main process, unless the weights are sharded; the returned
-            values are logged.
-
-    Returns:
-        The progress, with the loss per answer token every `log_every` steps; and the complete weights of `module` (in
-        the main process), also where they were sharded.
-    """
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizers = optimizers or [_adamw(trained, settings)]
-    warmup, steps = settings.warmup_steps, settings.steps
-    schedules = [get_cosine_schedule_with_warmup(optimizer, warmup, steps) for optimizer in optimizers]
-    order = loader.batch_sampler
-    module, loader, *optimizers = accelerator.prepare(module, loader, *optimizers)
-    progress, checkpoint = Progress(), Path(settings.output) / "checkpoint"
-    accelerator.register_for_checkpointing(progress, *schedules)
-    _resume(accelerator, checkpoint, settings)
-    stream = _endless(accelerator, loader, order, progress)
-    bar = _progress_bar(accelerator, trained, progress, steps)
-    module.train()
-    since_log: list[torch.Tensor] = []
-    while progress.step < steps:
-        micro_batches = list(islice(stream, accumulation(settings, accelerator.num_processes)))
-        since_log.append(_gradients(accelerator, module, micro_batches, loss_sum))
-        accelerator.clip_grad_norm_(trained, settings.max_grad_norm)
-        _update(optimizers, schedules)
-        progress.step += 1
-        bar.update()
-        if _is_due(settings.log_every, progress.step, steps):
-            _log(accelerator, progress, since_log, schedules[0], bar)
-        if evaluate and settings.evaluate_every and progress.step % settings.evaluate_every == 0:
-            _evaluate(accelerator, evaluate, progress.step)
-        if _is_due(settings.save_every, progress.step, steps):
-            _save(accelerator, checkpoint)
-    bar.close()
-    module.eval()
-    return progress, accelerator.get_state_dict(module)
-
-
-def _progress_bar(accelerator: Accelerator, trained: list[nn.Parameter], progress: Progress, steps: int) -> Any:
-    """Print what is trained, and start the progress bar of the main process."""
-    accelerator.print(
-        f"processes: {accelerator.num_processes}, precision: {accelerator.mixed_precision}, "
-        f"trained parameters: {sum(parameter.numel() for parameter in trained):,}, from step {progress.step}"
-    )
-    return tqdm(total=steps, initial=progress.step, disable=not accelerator.is_main_process, unit="step")
-
-
-def _adamw(trained: list[nn.Parameter], settings: TrainingSettings) -> Optimizer:
-    rate, decay = settings.learning_rate, settings.weight_decay
-    return torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
-
-
-def _resume(accelerator: Accelerator, checkpoint: Path, settings: TrainingSettings) -> None:
-    """Load the checkpoint of an earlier run if the settings say so.
+        recipe: the drafter.
+        arguments_class: a subclass of `Arguments`.
+        documentation: shown by `--help`.
+        argv: the command line; that of this process if None.
 
     Raises:
-        ValueError: if this run would replace it otherwise.
+        ValueError: for arguments, a target or data that cannot be used, before anything is trained.
     """
-    _replace_by_new(accelerator, checkpoint)
-    if not checkpoint.exists():
+    args = parse(arguments_class, documentation, argv)
+    check_arguments(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    chat = ChatFormat(tokenizer, args.chat_template_kwargs)
+    source = read_rows(args.data, args.data_split, args.data_config, args.streaming)
+    messages_of(next(iter(source)))  # refuses other columns now, and below not after the training
+    prompts = rows_by_domain(read_rows(args.evaluation), args.evaluation_per_domain) if args.evaluation else {}
+    for row in (row for rows in prompts.values() for row in rows):
+        prompt_of(row)
+    needs_answers = bool(prompts) and (args.eval_strategy != "no" or args.simulate)
+    is_complete = has_states(args.features, needs_answers)
+    target = target_without_layers(args) if is_complete else load_target(args)
+    if not is_complete:
+        check_target(target, args.packing)
+    recipe.check(args, target)
+    rows = encoded(source, chat, args.max_length, args.packing)
+    check_row_count(rows, args.rows_per_step)
+    set_seed(args.seed)
+    drafter = recipe(args, target, rows)
+    held_out = None
+    if needs_answers:
+        held_out = encoded(target_answers(args, target, chat, prompts), chat, args.max_length)
+    del target
+    if args.features:
+        rows, held_out = stored(args, drafter, rows, held_out)
+    trainer = DrafterTrainer(args, drafter, tokenizer, rows, held_out)
+    if args.simulate:
+        print_acceptance(trainer.evaluate())
         return
-    if settings.resume:
-        accelerator.load_state(str(checkpoint))
-    elif settings.save_every:
-        raise ValueError(
-            f"{checkpoint} is the checkpoint of an earlier run, which this one would replace: continue it with "
-            "--resume, or give another --output"
+    if args.dry_run:
+        trainer.dry_run()
+        return
+    if PartialState().is_main_process:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        (Path(args.output_dir) / RUN).write_text(json.dumps(args.own_values(), indent=2) + "\n", encoding="utf-8")
+    trainer.train(resume_from_checkpoint=last_checkpoint(args) if args.resume else None)
+    finish(recipe, trainer, rows, chat, prompts)
+
+
+def check_arguments(args: Arguments) -> None:
+    """Refuse what would fail, or overwrite something, after hours of training.
+
+    Raises:
+        ValueError: for a folder with another result, a missing library, or a repository that cannot be written.
+    """
+    folder = Path(args.output_dir)
+    checkpoint, record = last_checkpoint(args), folder / RUN
+    if args.resume and checkpoint and record.exists():
+        recorded, now = json.loads(record.read_text(encoding="utf-8")), args.own_values()
+        changed = [name for name in now if name in recorded and recorded[name] != now[name]]
+        changed = [name for name in changed if name not in ("max_steps", "num_train_epochs")]
+        if changed:
+            named = ", ".join(f"{name} {recorded[name]!r:.60} (now {now[name]!r:.60})" for name in changed)
+            raise ValueError(
+                f"{folder} has a run with {named}; resume it with the same settings, or give another --output"
+            )
+    elif not (args.resume or args.overwrite or args.dry_run or args.simulate):
+        if any((folder / name).exists() for name in RESULTS):
+            raise ValueError(f"{folder} holds an earlier result; give another --output, or --overwrite true")
+        if checkpoint:
+            raise ValueError(
+                f"{folder} holds a checkpoint of an earlier run: continue it with --resume true, start anew with "
+                "--overwrite true, or give another --output"
+            )
+    for callback in get_reporting_integration_callbacks(args.report_to):
+        try:
+            callback()
+        except (RuntimeError, ImportError) as error:
+            raise ValueError(f"report_to={' '.join(args.report_to)}: {error}") from None
+    if args.push_to_hub:
+        try:
+            HfApi(token=args.hub_token).create_repo(
+                cast(str, args.hub_model_id), exist_ok=True, private=args.hub_private_repo
+            )
+        except (HfHubHTTPError, OSError, ValueError) as error:
+            raise ValueError(f"push_to_hub: {args.hub_model_id} cannot be written: {error}") from None
+        args.push_to_hub = False  # `Trainer` would upload its checkpoints; the result is uploaded in the end
+        args.hub_always_push = True
+    if args.streaming and (args.features or args.packing or args.max_steps < 1):
+        raise ValueError("streaming needs max_steps, and cannot be combined with features or packing")
+    args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]  # streamed batches differ in width
+
+
+def last_checkpoint(args: Arguments) -> str | None:
+    """The last complete checkpoint in the output folder; `Trainer` writes its state last."""
+    found = Path(args.output_dir).glob("checkpoint-*/trainer_state.json")
+    return str(max((path.parent for path in found), key=lambda path: int(path.name.split("-")[1]), default="")) or None
+
+
+def stored(args: Arguments, drafter: Drafter, rows: Any, held_out: Any) -> tuple[Any, Any]:
+    """The rows with the target's states from the folder of states, which are computed first where they are missing.
+
+    The drafter's target is replaced by one without layers.
+    """
+    assert args.features is not None
+    found = []
+    for name, some in (("train", rows), ("evaluation", held_out)):
+        folder, description = Path(args.features) / name, describe_states(some, args, drafter.layers) if some else None
+        if description and not is_stored(folder, description):
+            store_states(drafter.target, some, folder, description, args, drafter.copied)
+        found.append(StoredStates(some, folder) if some else None)
+    drafter.replace_target(target_without_layers(args))
+    return found[0], found[1]
+
+
+class DrafterTrainer(Trainer):
+    """`Trainer` for a drafter: its order of rows, its parameter groups, checkpoints of what is trained only."""
+
+    def __init__(self, args: Arguments, drafter: Drafter, tokenizer: Any, rows: Any, held_out: Any):
+        pad = tokenizer.pad_token_id or 0
+        super().__init__(
+            model=drafter,
+            args=args,
+            data_collator=lambda members: collate(members, pad),
+            train_dataset=rows,
+            eval_dataset=held_out,
+            compute_metrics=acceptance_metrics,
+            callbacks=[_Steps(drafter)],
+        )
+        self.drafter = drafter
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        if not hasattr(rows, "__len__"):
+            return None
+        lengths = rows.lengths if isinstance(rows, StoredStates) else rows["length"][:]
+        return StepSampler(lengths, cast(Arguments, self.args).rows_per_step, self.args.seed)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
+            self.optimizer = optimizer_class(
+                self.drafter.parameter_groups(), weight_decay=self.args.weight_decay, **kwargs
+            )
+        return self.optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        state = self.drafter.state_dict() if state_dict is None else state_dict
+        trained = {name for name, parameter in self.drafter.named_parameters() if parameter.requires_grad}
+        super()._save(output_dir, {name: tensor for name, tensor in state.items() if name in trained})
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Frozen parameters are not in checkpoints."""
+
+    def trained_weights(self) -> dict[str, torch.Tensor]:
+        """The complete trained weights on the CPU, also where they are sharded; in the main process."""
+        state = self.accelerator.get_state_dict(self.model_wrapped)
+        trained = {name for name, parameter in self.drafter.named_parameters() if parameter.requires_grad}
+        return {name: tensor.cpu() for name, tensor in (state or {}).items() if name in trained}
+
+    def dry_run(self) -> None:
+        """Train three steps and print what the whole run would take."""
+        args = cast(Arguments, self.args)
+        per_epoch = len(cast(Any, self.train_dataset)) // args.rows_per_step if not args.streaming else 0
+        steps = args.max_steps if args.max_steps > 0 else math.ceil(per_epoch * args.num_train_epochs)
+        args.max_steps, args.save_strategy, args.eval_strategy, args.report_to = 3, "no", "no", []
+        clock = _Clock()
+        self.add_callback(clock)
+        self.train()
+        seconds = (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1)
+        tokens = clock.tokens(self) / len(clock.times)
+        parameters = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
+        is_gpu = args.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated() if is_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+        PartialState().print(
+            f"trained parameters: {parameters:,}\nmemory: {memory / 2**30:.2f} GiB per process\n"
+            f"steps: {steps:,} of {args.rows_per_step} rows\n"
+            f"time: {seconds:.3f} s per step, {tokens / seconds:,.0f} tokens per second, "
+            f"{steps * seconds / 3600:.2f} hours in all"
         )
 
 
-def _update(optimizers: Sequence[Optimizer], schedules: Sequence[LambdaLR]) -> None:
-    """Change the weights by the gradients, and the learning rates of the next step."""
-    for optimizer, schedule in zip(optimizers, schedules, strict=True):
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+class _Steps(TrainerCallback):
+    """Tells the drafter the step, from which it draws random positions."""
+
+    def __init__(self, drafter: Drafter):
+        self._drafter = drafter
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._drafter.step = state.global_step
 
 
-def _is_due(every: int, step: int, steps: int) -> bool:
-    """Whether something that is done every so many steps (0: never), and after the last one, is done now."""
-    return every > 0 and (step % every == 0 or step == steps)
+class _Clock(TrainerCallback):
+    """Times of the ends of steps."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def tokens(self, trainer: DrafterTrainer) -> int:
+        """Tokens of the steps so far."""
+        rows, sampler = cast(Any, trainer.train_dataset), trainer._get_train_sampler()
+        count = len(self.times) * cast(Arguments, trainer.args).rows_per_step
+        numbers = range(count) if sampler is None else list(sampler)[:count]
+        return sum(len(rows[number]["input_ids"]) for number in numbers) if sampler else 0
 
 
-def _gradients(
-    accelerator: Accelerator,
-    module: nn.Module,
-    micro_batches: list[Batch],
-    loss_sum: Callable[[nn.Module, Batch], torch.Tensor],
-) -> torch.Tensor:
-    """Compute the gradients of one step; returns this process's share of the loss."""
-    mine = torch.stack([batch["predicts"].sum() for batch in micro_batches]).sum()
-    tokens = cast(torch.Tensor, accelerator.reduce(mine, reduction="sum")).clamp(min=1)
-    total = torch.zeros((), device=accelerator.device)
-    for i, batch in enumerate(micro_batches):
-        with accelerator.no_sync(module) if i < len(micro_batches) - 1 else nullcontext():
-            loss = loss_sum(module, batch) / tokens
-            accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
-        total += loss.detach()
-    return total
+def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Acceptance by depth and tokens per step of greedy chains, of `[rows, depths, 4]` counts."""
+    drafts, hits, chains, overlaps = torch.as_tensor(cast(Any, prediction.predictions)).sum(dim=0).unbind(-1)
+    drafts = drafts.clamp(min=1)
+    metrics = {"tokens_per_step": 1 + float((chains / drafts).sum())}
+    for depth in range(len(drafts)):
+        metrics[f"agreement_{depth + 1}"] = float(hits[depth] / drafts[depth])
+        metrics[f"acceptance_{depth + 1}"] = float(overlaps[depth] / drafts[depth])
+    return metrics
 
 
-def _endless(accelerator: Accelerator, loader: Any, order: Any, progress: Progress) -> Iterator[Batch]:
-    """Micro-batches of epoch after epoch, each in another order, starting from `progress`."""
-    while True:
-        if hasattr(order, "epoch"):
-            order.epoch = progress.epoch
-        elif hasattr(loader, "set_epoch"):
-            loader.set_epoch(progress.epoch)
-        skipped = accelerator.skip_first_batches(loader, progress.batches) if progress.batches else loader
-        for batch in skipped:
-            progress.batches += 1
-            yield batch
-        progress.epoch, progress.batches = progress.epoch + 1, 0
+def print_acceptance(metrics: dict[str, float]) -> None:
+    """Print the result of `--simulate`."""
+    PartialState().print(f"loss: {metrics['eval_loss']:.4f}\ntokens per step: {metrics['eval_tokens_per_step']:.3f}")
+    PartialState().print("depth  same top-1 token  acceptance rate at temperature 1")
+    for depth in range(1, sum(name.startswith("eval_agreement") for name in metrics) + 1):
+        agreement, acceptance = metrics[f"eval_agreement_{depth}"], metrics[f"eval_acceptance_{depth}"]
+        PartialState().print(f"{depth:5}  {agreement:16.1%}  {acceptance:32.1%}")
 
 
-def _log(
-    accelerator: Accelerator, progress: Progress, since_log: list[torch.Tensor], schedule: LambdaLR, bar: Any
-) -> None:
-    """Log the mean loss since the last log; a single step's loss is noisy, as it depends on the answers' lengths."""
-    mean = torch.stack(since_log).mean()
-    since_log.clear()
-    value = float(cast(torch.Tensor, accelerator.reduce(mean, reduction="sum")))
-    progress.losses.append((progress.step, value))
-    bar.set_postfix(loss=f"{value:.4f}")
-    accelerator.log({"loss": value, "learning_rate": schedule.get_last_lr()[0]}, step=progress.step)
-
-
-def _evaluate(accelerator: Accelerator, evaluate: Callable[[], dict[str, float]], step: int) -> None:
-    """Evaluate in the main process and log the values; not where the weights are sharded."""
-    if accelerator.distributed_type in SHARDED:
-        return
-    values = evaluate() if accelerator.is_main_process else {}
-    accelerator.wait_for_everyone()
-    accelerator.print(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
-    accelerator.log(values, step=step)
-
-
-def _save(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Write a new checkpoint and then replace the old one, so that one of them is always complete.
-
-    It is written to `checkpoint.part`, and renamed to `checkpoint.new` once it is complete. A run that is interrupted
-    in the replacement leaves `checkpoint.new`, and the next run completes it.
-    """
-    part = _beside(checkpoint, ".part")
-    accelerator.save_state(str(part))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        part.rename(_beside(checkpoint, ".new"))
-    _replace_by_new(accelerator, checkpoint)
-
-
-def _replace_by_new(accelerator: Accelerator, checkpoint: Path) -> None:
-    """Replace the checkpoint by `checkpoint.new`, which is complete and newer, if there is one."""
-    new = _beside(checkpoint, ".new")
-    if accelerator.is_main_process and new.exists():
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        new.rename(checkpoint)
-    accelerator.wait_for_everyone()
-
-
-def _beside(checkpoint: Path, suffix: str) -> Path:
-    return checkpoint.with_name(checkpoint.name + suffix)
+def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: ChatFormat, prompts: Any) -> None:
+    """Save the result, then measure it as it is loaded, write the card, upload."""
+    args = cast(Arguments, trainer.args)
+    folder = Path(args.output_dir)
+    weights = trainer.trained_weights()
+    state = PartialState()
+    drafter = trainer.drafter
+    if any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in drafter.parameters()):
+        drafter = recipe(args, drafter.target, rows)  # the trained one is sharded
+    if state.is_main_process:
+        drafter.load_state_dict(weights, strict=False)
+        drafter.eval().save(folder)
+        if drafter.saves_tokenizer:
+            chat.tokenizer.save_pretrained(folder)
+        write_card(drafter, chat, trainer.state.log_history, {})
+    state.wait_for_everyone()
+    if prompts:
+        target = load_target(args) if args.features else drafter.target
+        drafter.replace_target(target)
+        if state.is_main_process and not args.shard_target:
+            drafter.tune(lambda: encoded(target_answers(args, target, chat, prompts), chat, args.max_length))
+        results = measure(args, target, chat, prompts, folder, drafter.settings)
+        if state.is_main_process:
+            write_card(drafter, chat, trainer.state.log_history, results)
+    if args.hub_always_push and state.is_main_process:
+        HfApi(token=args.hub_token).upload_folder(
+            repo_id=cast(str, args.hub_model_id),
+            folder_path=folder,
+            ignore_patterns=["checkpoint*", "*/checkpoint*", "runs/*", "wandb/*", "training_args.bin"],
+        )
+    state.wait_for_everyone()

@@ -149,7 +149,9 @@ def _layer_skip(source: str, model: PreTrainedModel) -> Strategy:
 
 def _medusa(source: str, model: PreTrainedModel) -> Strategy:
     heads = load_medusa(source, model)
-    return Strategy("Medusa", lambda tree, policy: MedusaCandidates(heads, tree, policy=policy), MEDUSA_NODES, "tree")
+    return Strategy(
+        "Medusa", lambda tree, policy: MedusaCandidates(heads, tree=tree, policy=policy), MEDUSA_NODES, "tree"
+    )
 
 
 def _heads(source: str, model: PreTrainedModel) -> Strategy:

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.harness.variants import PLAIN, check_level
@@ -26,6 +30,7 @@ from hf_specgen import (
     FixedDepth,
     NgramCandidates,
 )
+from hf_specgen.decoding import DecodingLoop
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
@@ -38,6 +43,7 @@ from hf_specgen.evaluation.workloads import (
     load,
     load_model,
 )
+from hf_specgen.targets.graphs import CapturedFunctions, move_captured
 
 PARAMETERS, LAYERS = 8 * 10**9, 32
 """Of a target like Llama 3.1 8B: a pass takes as long as reading so many parameters, or the launch overhead of so many
@@ -64,9 +70,19 @@ def large_target(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Speed of passes captured as CUDA graphs; needs a GPU."""
+    """Speed without and with CUDA graphs, and the milliseconds of a step: target pass, drafter passes, rest.
+
+    The limit is the time in which the target's weights can be read from memory. Without a GPU nothing is captured.
+    """
     setup = _setup(quick)
-    return _measure(setup, _captured(setup.draft), repeats, quick)
+    limit = 1e3 * _read_bytes(setup.model) / bandwidth(setup.device)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, mode in (("eager", False), ("graphs", "graphs" if setup.device == "cuda" else "auto")):
+        variants = _variants(setup.draft, name, mode)
+        rows |= {row["variant"]: row for row in _measure(setup, [PLAIN, *variants], repeats, quick)}
+        for variant in variants:
+            rows[variant.name] |= {**_split_steps(setup, variant, quick), "limit, ms": limit}
+    return list(rows.values())
 
 
 def large_target_latency(repeats: int, quick: bool) -> list[dict[str, Any]]:
@@ -162,33 +178,132 @@ def _eager(draft: PreTrainedModel) -> list[Variant]:
         "n-grams": NgramCandidates,
         "n-grams + recycling": CombinedCandidates,
         "EAGLE-3": lambda: EagleCandidates(str(EMBEDDED_EAGLE)),
-        "draft model": lambda: DraftModelCandidates(draft),
-        "n-grams + draft model": lambda: CombinedCandidates([NgramCandidates(), DraftModelCandidates(draft)]),
+        "draft model": lambda: DraftModelCandidates(draft, compile=False),
+        "n-grams + draft model": lambda: CombinedCandidates(
+            [NgramCandidates(), DraftModelCandidates(draft, compile=False)]
+        ),
     }
     return [
         PLAIN,
         Variant("prompt_lookup_num_tokens", lambda: {"prompt_lookup_num_tokens": 10}),
         Variant("assistant_model", lambda: {"assistant_model": draft}),
-        *(Variant(name, partial(dict, candidate_generator=build())) for name, build in strategies.items()),
+        *(
+            Variant(name, partial(dict, candidate_generator=build(), compile=False))
+            for name, build in strategies.items()
+        ),
     ]
 
 
-def _captured(draft: PreTrainedModel) -> list[Variant]:
-    draft_model = DraftModelCandidates(draft, compile="graphs")
+def _variants(draft: PreTrainedModel, name: str, mode: Any) -> list[Variant]:
+    """Strategies with eager or with captured passes."""
     strategies: dict[str, Candidates] = {
         "no drafts": NgramCandidates(policy=FixedDepth(0)),
-        "n-grams": NgramCandidates(),
         "n-grams + recycling": CombinedCandidates(),
         "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE)),
-        "draft model": draft_model,
-        "n-grams + EAGLE-3": CombinedCandidates([NgramCandidates(), EagleCandidates(str(EMBEDDED_EAGLE))]),
-        "n-grams + draft model": CombinedCandidates([NgramCandidates(), draft_model]),
+        "draft model": DraftModelCandidates(draft, compile=mode),
     }
-    captured = (
-        Variant(f"{name}, graphs", partial(dict, candidate_generator=strategy, compile="graphs"))
-        for name, strategy in strategies.items()
-    )
-    return [PLAIN, *captured]
+    return [
+        Variant(f"{strategy}, {name}", partial(dict, candidate_generator=candidates, compile=mode))
+        for strategy, candidates in strategies.items()
+    ]
+
+
+def _split_steps(setup: Setup, variant: Variant, quick: bool) -> dict[str, float]:
+    """Milliseconds of a step after the prompt, and of its passes, on a prompt of each domain.
+
+    The time of a step is that of an ordinary call. The passes are timed in a second call, which waits for the GPU
+    before and after each of them, so that the rest includes what the first call overlaps.
+    """
+    clock, seconds, steps = PassClock(setup.model), 0.0, 0
+    for domain, texts in domain_prompts(WorkloadSettings(prompts_per_domain=1)).items():
+        inputs = {name: one.to(setup.device) for name, one in next(encode(setup.tokenizer, texts, 1)).items()}
+        call = {**inputs, "max_new_tokens": 16 if quick else NEW_TOKENS, **DOMAINS[domain], **variant.arguments()}
+        for timed in (False, True):
+            torch.manual_seed(0)
+            with clock if timed else nullcontext():
+                cast(Any, setup.model).generate(**call)
+            statistics = call["candidate_generator"].speculation
+            if not timed:
+                seconds += sum(statistics.seconds[part] for part in ("draft", "forward", "verify", "policy"))
+                steps += len(statistics.passes)
+        if quick:
+            break
+    total, target, drafter = (1e3 * value / max(1, steps) for value in (seconds, clock.target, clock.drafter))
+    rest = total - target - drafter
+    return {"step, ms": total, "target pass, ms": target, "drafter passes, ms": drafter, "rest, ms": rest}
+
+
+class PassClock:
+    """Times the forward passes of decoding steps, those of the target and others apart; waits for the GPU around each.
+
+    A pass is an outermost call of a module, or of a captured function.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        self.target = self.drafter = 0.0
+        self._model, self._is_inside, self._is_prefilled = target, False, False
+        self._patches = ExitStack()
+
+    def __enter__(self) -> None:
+        self._is_prefilled = False
+        call, run, decode = nn.Module.__call__, CapturedFunctions.run, DecodingLoop.decode
+
+        def replay(functions: Any, function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            timed = run if function is move_captured else partial(self._timed, run, module)
+            return timed(functions, function, module, *args, **kwargs)
+
+        def decode_timed(loop: Any) -> None:
+            self._is_prefilled = True
+            decode(loop)
+
+        def call_timed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._timed(call, module, module, *args, **kwargs)
+
+        self._patches.enter_context(patch.object(nn.Module, "__call__", call_timed))
+        self._patches.enter_context(patch.object(CapturedFunctions, "run", replay))
+        self._patches.enter_context(patch.object(DecodingLoop, "decode", decode_timed))
+
+    def __exit__(self, *exception: object) -> None:
+        self._patches.close()
+
+    def _timed(self, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside or not self._is_prefilled:
+            return function(*args, **kwargs)
+        self._is_inside, begin = True, _synchronized()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds, self._is_inside = _synchronized() - begin, False
+            if module is self._model:
+                self.target += seconds
+            else:
+                self.drafter += seconds
+
+
+def _synchronized() -> float:
+    """The time once the GPU, if there is one, has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return perf_counter()
+
+
+def bandwidth(device: str) -> float:
+    """Bytes per second that the device reads: of copies between two buffers, the fastest of a few."""
+    source = torch.zeros(2**28 if device == "cuda" else 2**24, dtype=torch.uint8, device=device)
+    destination, times = torch.empty_like(source), []
+    for _ in range(10):
+        begin = _synchronized()
+        destination.copy_(source)
+        times.append(_synchronized() - begin)
+    return 2 * source.numel() / min(times)
+
+
+def _read_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a pass reads: without the table of embeddings, unless it is the output matrix too."""
+    embeddings = cast(Any, model.get_input_embeddings()).weight
+    is_shared = embeddings is cast(Any, model.get_output_embeddings()).weight
+    weights = [one for one in model.parameters() if is_shared or one is not embeddings]
+    return sum(one.numel() * one.element_size() for one in weights)
 
 
 def _row(name: str, samples: dict[str, list[tuple[Sample, Sample]]], best_plain: float) -> dict[str, Any]:

@@ -27,12 +27,13 @@ from hf_specgen import (
     DFlashCandidates,
     DraftModelCandidates,
     EagleCandidates,
+    FixedDepth,
     MedusaCandidates,
     NgramCandidates,
     RecyclingCandidates,
 )
 from hf_specgen.candidates.head_sessions import DEFAULT_NODES
-from hf_specgen.decoding import PolicyRunner, _Loop
+from hf_specgen.decoding import DecodingLoop, PolicyRunner
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_DFLASH,
@@ -70,7 +71,7 @@ def _combined() -> Candidates:
 STRATEGIES = (
     Strategy("n-grams k=8", lambda: NgramCandidates(k=8), 27, 4),
     Strategy("n-grams + recycling", _combined, 45, 4),
-    Strategy("Medusa", lambda: MedusaCandidates(EMBEDDED_HEADS, tree=DEFAULT_NODES), 60),
+    Strategy("Medusa", lambda: MedusaCandidates(EMBEDDED_HEADS, tree=DEFAULT_NODES, policy=FixedDepth()), 60),
     Strategy("DFlash", lambda: DFlashCandidates(EMBEDDED_DFLASH, k=7, tree=DEFAULT_NODES), 60),
     Strategy("draft model k=5", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=5), 80),
     Strategy("draft model tree=32 k=6", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=6, tree=32), 120),
@@ -140,9 +141,9 @@ def _times(model: PreTrainedModel, call: dict[str, Any], candidates: Candidates)
 def each_step(read: Callable[[], T]) -> Iterator[list[T]]:
     """What `read` returns when the prefill of a call is over, then after each step."""
     marks: list[T] = []
-    decode, observe = _Loop.decode, PolicyRunner.observe
+    decode, observe = DecodingLoop.decode, PolicyRunner.observe
 
-    def decode_from_here(loop: _Loop) -> None:
+    def decode_from_here(loop: DecodingLoop) -> None:
         marks[:] = [read()]
         decode(loop)
 
@@ -150,5 +151,8 @@ def each_step(read: Callable[[], T]) -> Iterator[list[T]]:
         observe(runner, *args)
         marks.append(read())
 
-    with patch.object(_Loop, "decode", decode_from_here), patch.object(PolicyRunner, "observe", observe_and_mark):
+    with (
+        patch.object(DecodingLoop, "decode", decode_from_here),
+        patch.object(PolicyRunner, "observe", observe_and_mark),
+    ):
         yield marks

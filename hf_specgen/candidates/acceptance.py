@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hf_specgen.candidates.base import DraftCall, DraftSession
-from hf_specgen.candidates.tree_search import Floats
+from hf_specgen.candidates.growth import Floats
 from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, verified_nodes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.candidates.medusa import MedusaCandidates
-from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint
+from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint, read_json
 from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
 from hf_specgen.heads.head_file import speculators_type
 from hf_specgen.heads.head_formats import FORMATS, head_format
+from hf_specgen.heads.lora import base_of_adapter
+from hf_specgen.heads.medusa import other_chat_template
 from hf_specgen.heads.medusa_formats import holds_medusa
 
+logger = logging.getLogger("hf_specgen")
 Build = Callable[..., Candidates]
 
 
@@ -40,6 +44,8 @@ class AutoCandidates:
         token: str | bool | None = None,
         subfolder: str | None = None,
         cache_dir: str | Path | None = None,
+        tokenizer: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Candidates:
         """The strategy that drafts with a checkpoint, determined from its config.json and its tensors.
@@ -47,6 +53,8 @@ class AutoCandidates:
         Args:
             name_or_path: a folder, or a repository of the Hub.
             revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
+            tokenizer, chat_template_kwargs: with which prompts are written; a warning says if the drafter was trained
+                with another chat template, or in another mode such as `{"enable_thinking": False}`.
             settings: of the strategy, such as `k=4` or `tree=16`; `trust_remote_code=True` for draft models with code.
 
         Returns:
@@ -64,6 +72,8 @@ class AutoCandidates:
         """
         source = Source(str(name_or_path), revision, token, subfolder, None if cache_dir is None else str(cache_dir))
         build = _strategy(source)
+        if tokenizer is not None and (warning := other_chat_format(source, tokenizer, chat_template_kwargs or {})):
+            logger.warning("%s: %s", source, warning)
         return build(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
 
 
@@ -71,6 +81,8 @@ def _strategy(source: Source) -> Build:
     """What builds the strategy from the folder or name of the checkpoint."""
     if source.file(EXIT_CONFIG) is not None:
         return _exit_adapter
+    if (base := base_of_adapter(source)) is not None:  # of a head or a draft model, which it is loaded with
+        return _strategy(Source(base, token=source.token, cache_dir=source.cache_dir))
     if holds_medusa(source):
         return MedusaCandidates
     checkpoint = open_checkpoint(source)
@@ -82,6 +94,18 @@ def _strategy(source: Source) -> Build:
             return DraftModelCandidates
         known = "; ".join(("exit adapters", *(format.name for format in FORMATS), "causal language models"))
         raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
+
+
+def other_chat_format(source: Source, tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
+    """A warning if a drafter was trained with another chat format, of which its `training.json` has a record."""
+    path = source.file("training.json")
+    record = {} if path is None else read_json(path)
+    if (warning := other_chat_template(record, tokenizer)) is not None:
+        return warning
+    trained, given = record.get("chat_template_kwargs"), dict(chat_template_kwargs)
+    if trained is None or trained == given:
+        return None
+    return f"it was trained with chat_template_kwargs {trained}, not {given}: fewer draft tokens are accepted"
 
 
 def _is_causal_model(checkpoint: Checkpoint) -> bool:

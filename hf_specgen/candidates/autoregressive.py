@@ -18,8 +18,10 @@ from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import FINE_CENTERS, FINE_EDGES, RANKS, CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.base import DraftCall
-from hf_specgen.candidates.tree_search import MAX_CHILDREN, Growth, TreeSize, tree_size
-from hf_specgen.tree import DraftTree, GrownTree
+from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
+from hf_specgen.grown_tree import GrownTree
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
 
@@ -48,6 +50,7 @@ class AutoregressiveSession(CalibratedSession):
         self._k, self._size, self._vocab = k, None if chains_only else tree, vocab
         self._threshold = confidence_threshold
         self._qs: list[torch.Tensor] = []
+        self._expanded = 0  # nodes of each row that were expanded in the current draft
         self.max_depths: Sequence[int] = ()
         self.passes: list[int] = []
 
@@ -72,7 +75,7 @@ class AutoregressiveSession(CalibratedSession):
         """
 
     @abstractmethod
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         """Run the drafter on the last `new` nodes of each row; `[batch, new, vocab]` logits after each of them."""
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
@@ -90,53 +93,50 @@ class AutoregressiveSession(CalibratedSession):
         tree = self._tree
         if not isinstance(tree, GrownTree):
             return
-        values = [np.array(row, dtype=np.int64).reshape(-1, 2) for row in tree.node_values]
-        bins = len(FINE_CENTERS)
+        values, bins = tree.node_values, len(FINE_CENTERS)
         self._features = [(row[:, 0] // bins, FINE_CENTERS[row[:, 0] % bins], row[:, 0]) for row in values]
         super().observe(result)
-        # The nodes of a path that were expanded come first: a child is expanded after its parent.
-        places = [[int(row[node, 1]) for node in path or ()] for row, path in zip(values, result.paths, strict=True)]
-        if self._has_expanded:
-            self.commit([[place - 1 for place in row if place] for row in places])
+        if self._expanded:
+            # The nodes of a path that were expanded come first: a child is expanded after its parent.
+            numbers = [row[path or [], 1].tolist() for row, path in zip(values, result.paths, strict=True)]
+            self.commit([[number - 1 for number in row if number <= self._expanded] for row in numbers])
 
     @torch.no_grad()
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
-        self.max_depths, self.passes, self._qs, self._has_expanded = max_depths, [], [], False
+        self.max_depths, self.passes, self._qs, self._expanded = max_depths, [], [], 0
         depths = [min(self._k, depth, self.max_draft_tokens(row)) for row, depth in enumerate(max_depths)]
         active = sum(depth > 0 for depth in depths)
         if not active:
             return self.not_drafted(len(depths))
         size = self.tree_size(tree, depths, children)
-        growth = Growth(depths, min(size.children, self._vocab))
-        self._add(growth, self.first_scores()[:, None], None)
+        logits = self.first_scores()[:, None]
+        last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
+        host = np.concatenate([np.array(last_tokens, dtype=np.float32).ravel(), self.calibrations[0].log_table()])
+        on_device = torch.from_numpy(host).to(logits.device)
+        growth = Growth(depths, min(size.children, self._vocab), on_device[: len(depths), None])
+        self._table = on_device[len(depths) :]
+        self._add(growth, logits)
         while width := size.width(growth):
             expanded = growth.expand(width)
-            logits = self.next_scores(expanded, width)
+            self._add(growth, self.next_scores(expanded, width))
             self.passes.append(active * width)
-            self._add(growth, logits, expanded)
-        self._has_expanded = growth.expanded > 0
-        first = self.expanded_nodes_first
-        draft, source = growth.best(max(size.nodes(growth), growth.expanded if first else 0), first)
+        self._expanded, first = growth.expanded, self.expanded_nodes_first
+        draft, parents = growth.best(max(size.nodes(growth), growth.expanded if first else 0), first)
         if self.wants_q and draft.nodes:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
-            draft = draft.with_q(q.gather(1, source[..., None].expand(-1, -1, q.shape[-1])))
+            draft = draft.with_q(q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
         self._tree = draft
         return draft
 
-    def _add(self, growth: Growth, logits: torch.Tensor, expanded: GrownTree | None) -> None:
-        """Add the most likely tokens after each node of a pass.
-
-        Args:
-            logits: `[batch, nodes, vocab]` after each node.
-            expanded: the tree that ends with these nodes; None for each row's last token.
-        """
+    def _add(self, growth: Growth, logits: torch.Tensor) -> None:
+        """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, vocab]` after them."""
         verification, scores = self.call.verification, logits[..., : self._vocab].float()
         if verification is None:
             weights = scores.softmax(dim=-1)
         else:
             scores = verification.processors.warp(scores.flatten(0, 1)).view(scores.shape)
-            steps = [range(len(text), len(text) + 1 + growth.levels) for text in self.call.state.generated]
-            weights = verification.draft_weights(scores, steps, self._depths_of(expanded, logits))
+            steps = [[len(text) + growth.levels] for text in self.call.state.generated]
+            weights = verification.draft_weights(scores, steps)
         best, tokens = weights.topk(min(growth.children, weights.shape[-1]), dim=-1)
         confidence, expandable = best, None
         if self.call.do_sample:
@@ -148,18 +148,16 @@ class AutoregressiveSession(CalibratedSession):
                 self._qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
                 confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
         edges, ranks = _bins(logits.device, best.shape[-1])
-        if expanded is None:
-            self._table = torch.from_numpy(self.calibrations[0].log_table()).to(logits.device)
         features = torch.bucketize(self.confidences(confidence), edges) + ranks
         growth.add(tokens, self._table[features], features, expandable)
 
-    def _depths_of(self, expanded: GrownTree | None, logits: torch.Tensor) -> torch.Tensor | None:
-        """`[batch, nodes]` the depth of each node of a pass, where a token's weight depends on it."""
-        if not self.call.do_sample:
-            return None
-        if expanded is None:
-            return torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device)
-        return expanded.structure().depths[:, -logits.shape[1] :].to(logits.device)
+
+def last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """`[batch, tokens, …]` to `[batch, …]`: of row ``b`` those of token ``counts[b] - 1``; of token 0 where it is 0."""
+    if len(set(counts)) == 1:
+        return values[:, max(0, counts[0] - 1)]
+    last = torch.tensor([max(0, count - 1) for count in counts], device=values.device)
+    return values[torch.arange(len(counts), device=values.device), last]
 
 
 @lru_cache(maxsize=16)

@@ -156,6 +156,8 @@ class Candidates(CandidateGenerator, ABC):
     """Chooses before each step how much of k is used."""
     negligible_draft_cost: bool = False
     """Whether drafting takes a negligible time, so that a draft that is not used costs nothing."""
+    uses_prediction: bool = False
+    """Whether the strategy drafts from the expected output, `generate(prediction=…)`."""
     adaptive_tree: bool = False
     """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
     tree: Any = None

@@ -11,11 +11,13 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, reduce
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
+from hf_specgen.call import Prediction
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
@@ -40,12 +42,13 @@ class CombinedCandidates(Candidates):
 
     Args:
         strategies: the members. Left out, they are n-grams and Token Recycling, which need no model and no training.
-        tree: how many draft tokens are verified: "auto" the tree with the highest expected tokens per second, if the
-            policy has a latency model; a number is the size of every tree; None all that is proposed.
+        tree: how many draft tokens are verified: "auto", also if left out, the tree with the highest expected tokens
+            per second, or all that is proposed if the policy has no latency model; a number is the size of every tree.
+        prediction: the expected output, for the n-grams among the members; see `NgramCandidates`.
         policy: chooses the depth of all members, step by step.
 
     Raises:
-        ValueError: if there are none, or two of them run the target in different ways.
+        ValueError: if there are none, two of them run the target in different ways, or none uses a prediction.
         TypeError: if one of them is no strategy.
 
     Example:
@@ -54,7 +57,12 @@ class CombinedCandidates(Candidates):
     """
 
     def __init__(
-        self, strategies: Sequence[Candidates] | None = None, *, tree: Tree = "auto", policy: Policy | None = None
+        self,
+        strategies: Sequence[Candidates] | None = None,
+        *,
+        tree: Tree = None,
+        prediction: Prediction | None = None,
+        policy: Policy | None = None,
     ):
         if strategies is None:
             strategies = [NgramCandidates(), RecyclingCandidates()]
@@ -65,7 +73,11 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
-        self._set_tree(tree, self.k)
+        self._set_tree(tree, "auto")
+        self.prediction = prediction
+        self.uses_prediction = any(strategy.uses_prediction for strategy in strategies)
+        if prediction is not None and not self.uses_prediction:
+            raise ValueError("prediction= needs n-grams among the strategies; add NgramCandidates()")
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
@@ -90,6 +102,8 @@ class _CombinedSession(DraftSession):
     """The sessions of the members, those without a forward pass first, and their drafts of the current step."""
 
     def __init__(self, settings: CombinedCandidates, call: DraftCall):
+        if settings.prediction is not None:
+            call = replace(call, prediction=settings.prediction)
         super().__init__(call)
         strategies = sorted(settings.strategies, key=lambda strategy: not strategy.negligible_draft_cost)
         self._size = settings.tree
@@ -197,7 +211,7 @@ class _RowSearch:
     ):
         self._first_network, self._recycling = first_network, recycling
         self.root = _Origin(last_token, (-1,) * len(drafts))
-        self._children = [_children(draft, row) for draft in drafts]
+        self._children = [node_children(draft, row) for draft in drafts]
 
     def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
@@ -230,7 +244,7 @@ class _RowSearch:
         return sorted(copied + recycled, key=lambda child: -child[1])
 
 
-def _children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
+def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
     """For each node of a row's draft (-1 for the last token), its children: node, token, acceptance."""
     tokens, parents = draft.token_lists()[row], draft.parents[row]
     path = None if draft.probability is None else draft.probability[row]
@@ -283,7 +297,7 @@ def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
             part = drafts[draft].q
             if part is not None:
                 q[row, node, : part.shape[-1]] = part[row, source]
-    return DraftTree(merged.tokens, merged.parents, q)
+    return DraftTree(merged.token_lists(), merged.parents, q)
 
 
 def _merge_row(

@@ -23,9 +23,10 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.call import Compile
-from hf_specgen.candidates.autoregressive import AutoregressiveSession
+from hf_specgen.candidates.autoregressive import AutoregressiveSession, last_of
 from hf_specgen.candidates.base import DraftCall, Tree, vocabulary_size
 from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size, known_tokens
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.requirements import TargetRequirements, make_target
@@ -71,7 +72,7 @@ class CrossTokenizerSession(AutoregressiveSession):
         self._seen = [0] * call.state.batch  # generated tokens of each row that its text contains
         self._is_complete = [True] * call.state.batch
         self._drafts = [True] * call.state.batch  # the rows that draft in this step
-        self._tree_tokens: list[list[int]] = []  # the draft's tokens of the nodes of this step's tree
+        self._tree_tokens = torch.zeros(0)  # the draft's tokens of the nodes of this step's tree
         size = None if self._reader.verifies_chains_only else tree
         super().__init__(call, k, size, confidence_threshold, vocabulary_size(call.model))
 
@@ -108,21 +109,21 @@ class CrossTokenizerSession(AutoregressiveSession):
         self._reader.commit([list(range(len(tokens) - 1)) if tokens else None for tokens in uncached])
         for cached, tokens in zip(self._cached, uncached, strict=True):
             cached += tokens
-        last = torch.tensor([max(0, len(tokens) - 1) for tokens in uncached], device=logits.device)
-        after = logits[torch.arange(batch, device=logits.device), last]
+        after = last_of(logits, [len(tokens) for tokens in uncached])
         is_new = torch.tensor(runs, device=logits.device)[:, None]
         return self._shared.target_logits(torch.where(is_new, after, self._prompt_logits))
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        draft_tree = DraftTree(self._shared.draft_tokens(tree.input_tokens(tree.tokens.device)), tree.parents)
-        self._tree_tokens = draft_tree.tokens.tolist()
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
+        self._tree_tokens = self._shared.draft_tokens(tree.tokens)
+        draft_tree = tree.with_tokens(self._tree_tokens)
         return self._shared.target_logits(self._reader.grow(draft_tree, new, self._drafts))
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep a path of the last tree in each row's cache."""
         self._reader.commit(paths)
+        tokens = self._tree_tokens.tolist()
         for row, path in enumerate(paths):
-            self._cached[row] += [self._tree_tokens[row][node] for node in path]
+            self._cached[row] += [tokens[row][node] for node in path]
 
     def _retokenize(self, max_depths: Sequence[int]) -> None:
         """Add what was generated since the last draft to the texts, unless no row drafts."""
@@ -256,7 +257,7 @@ class SharedVocabulary:
     def __init__(self, draft_ids: Sequence[int], target_size: int, draft_size: int):
         known = [index if index < draft_size else -1 for index in draft_ids[:target_size]]
         self._draft_ids = known + [-1] * (target_size - len(known))
-        self._index = self._index_on_device = torch.tensor(self._draft_ids)
+        self._index = torch.tensor(self._draft_ids)
 
     def draft_token(self, token: int) -> int | None:
         """The draft's token for a token of the target; None where it has none."""
@@ -265,13 +266,17 @@ class SharedVocabulary:
 
     def draft_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """The draft's tokens for those of the target, of any shape; 0 where it has none."""
-        return self._index[tokens.cpu()].clamp(min=0).to(tokens.device)
+        return self._on(tokens.device)[tokens].clamp(min=0)
+
+    def _on(self, device: torch.device) -> torch.Tensor:
+        """The draft's ids on a device."""
+        if self._index.device != device:
+            self._index = self._index.to(device)
+        return self._index
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The draft's logits over the target's vocabulary: `[…, draft vocab]` to `[…, target vocab]`, float32."""
-        index = self._index_on_device
-        if index.device != logits.device:
-            index = self._index_on_device = self._index.to(logits.device)
+        index = self._on(logits.device)
         # Finite, so that scores stay valid if a processor suppresses all others; its exponential is 0.
         return logits[..., index.clamp(min=0)].float().masked_fill_(index < 0, -1e9)
 

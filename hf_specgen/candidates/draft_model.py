@@ -28,26 +28,22 @@ from transformers import (
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import (
     Depth,
     DraftCall,
     DraftSession,
     PretrainedCandidates,
     Tree,
-    vocabulary_size,
 )
 from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
 from hf_specgen.candidates.draft_heads import number_of
+from hf_specgen.candidates.draft_sessions import DraftModelSession, ParallelDraft, ParallelDraftSession
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
 from hf_specgen.heads.checkpoint import first_line
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
 from hf_specgen.targets.support import check_model, position_table
-from hf_specgen.targets.target import Target
-from hf_specgen.tree import DraftTree
 
 logger = logging.getLogger("hf_specgen")
 
@@ -119,6 +115,12 @@ class DraftModelCandidates(PretrainedCandidates):
         if trust_remote_code:
             self._loading["trust_remote_code"] = True
 
+    def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        """The hidden states that a PARD-2 draft reads."""
+        draft = self._load(model)
+        parallel = None if draft.config.is_encoder_decoder else ParallelDraft.of(draft)
+        return TargetRequirements(parallel.layers_of(model) if parallel is not None and parallel.layers else ())
+
     def start(self, call: DraftCall) -> DraftSession:
         draft = self._load(call.model)
         check_pair(draft, call)
@@ -147,7 +149,12 @@ class DraftModelCandidates(PretrainedCandidates):
         check_computation(draft, TargetRequirements(), *prompt)
         if not is_same_vocabulary:
             return CrossTokenizerSession(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
-        reader = make_target(TargetRequirements(), draft, *prompt, compile=self.compile)
+        parallel = ParallelDraft.of(draft)
+        # Captured passes run without the hook that adds the target's hidden states.
+        compile: Compile = False if parallel is not None and parallel.layers else self.compile
+        reader = make_target(TargetRequirements(), draft, *prompt, compile=compile)
+        if parallel is not None:
+            return ParallelDraftSession(call, draft, reader, parallel, self.k, self.tree)
         return DraftModelSession(call, draft, reader, self.k, self.tree, self.confidence_threshold)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
@@ -179,76 +186,6 @@ class DraftModelCandidates(PretrainedCandidates):
             compile=None if self.compile == "auto" else self.compile,
         )
         return f"DraftModelCandidates({self._name!r}, k={self.k}{settings})"
-
-
-class DraftModelSession(AutoregressiveSession):
-    """Drafts for one call with a model that has the target's tokenizer."""
-
-    def __init__(
-        self,
-        call: DraftCall,
-        draft: PreTrainedModel,
-        reader: Target,
-        k: int,
-        tree: Tree,
-        confidence_threshold: float,
-    ):
-        tree = None if reader.verifies_chains_only else tree
-        super().__init__(call, k, tree, confidence_threshold, vocabulary_size(call.model or draft))
-        self._state, self._reader = call.state, reader
-        self._embedded = embedding_size(draft)
-        self._max_positions = position_table(text_config(draft))
-        self._is_prefilled = False
-        self._cached = [0] * call.state.batch  # generated tokens of each row in the draft model's cache
-        self._drafts = [True] * call.state.batch  # the rows that draft in this step
-
-    def max_draft_tokens(self, row: int) -> int:
-        """How many positions the draft model has left; none where its cache slots may run out."""
-        state = self._state
-        longest = max(map(len, state.prompts)) + max(map(len, state.generated))
-        if longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
-            return 0
-        return max(0, self._max_positions - len(self._state.prompts[row]) - len(self._state.generated[row]))
-
-    def first_scores(self) -> torch.Tensor:
-        """Run the model on what was generated since the last draft, in the rows that draft now.
-
-        The prefill is made before the first draft, so that a call that never drafts has none.
-        """
-        if not self._is_prefilled:
-            logits = self._reader.prefill(DraftTree.empty(len(self._cached)))
-            self._is_prefilled = True
-            if not any(self._state.generated):
-                self._drafts = [True] * len(self._cached)
-                return logits[:, -1]
-        uncached = self._uncached()
-        tree = DraftTree.chains([tokens[1:] for tokens in uncached])
-        self.passes.append(sum(self._drafts) * (1 + tree.nodes))
-        logits = self._reader.forward(tree, [tokens[0] for tokens in uncached], self._drafts)
-        kept = zip(uncached, self._drafts, strict=True)
-        self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
-        for row, tokens in enumerate(uncached):
-            self._cached[row] += len(tokens) if self._drafts[row] else 0
-        last = torch.tensor([len(tokens) - 1 for tokens in uncached], device=logits.device)
-        return logits[torch.arange(len(uncached), device=logits.device), last]
-
-    def _uncached(self) -> list[list[int]]:
-        """The tokens of each row that the draft model has not read, in the rows that draft; otherwise the last one."""
-        rows = range(len(self._cached))
-        self._reader.drop_rows([not self._state.has_ended(row) for row in rows])
-        self._drafts = [self.max_depths[row] > 0 and self.max_draft_tokens(row) > 0 for row in rows]
-        texts = zip(self._state.generated, self._cached, self._drafts, strict=True)
-        return [known_tokens(text[read:] if drafts else text[-1:], self._embedded) for text, read, drafts in texts]
-
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        return self._reader.grow(tree, new, self._drafts)
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep accepted nodes in the cache; the next `first_scores` computes those that were not expanded."""
-        self._reader.commit(list(paths))
-        for row, path in enumerate(paths):
-            if self._drafts[row]:
-                self._cached[row] += len(path)
 
 
 def _auto_class(target: PreTrainedModel | None) -> Any:

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
-from hf_specgen.candidates.tree_search import Floats, Ints, TreeSize, draft_of, tree_size
+from hf_specgen.candidates.growth import Floats
+from hf_specgen.candidates.tree_search import TreeSize, draft_of, tree_size
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
@@ -38,10 +42,8 @@ DEFAULT_NODES = 16
 class FeatureQueue:
     """The inputs of a head: hidden states of accepted tokens that it has not processed, and the token after each."""
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead):
-        self._state, self._target, self._layers = call.state, target, bound.aux_hidden_state_layers
-        config = bound.head.config
-        self._width = config.num_aux_hidden_states * config.target_hidden_size
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, layers: Sequence[int]):
+        self._state, self._target, self._layers = call.state, target, layers
         self._features: list[list[torch.Tensor]] = []
         self._processed: list[int] = []
         """The position in each row's text of the first feature in the queue."""
@@ -70,21 +72,20 @@ class FeatureQueue:
             lengths = [len(prompt) + len(generated) - 1 for prompt, generated in texts]
             states = [row[max(0, len(row) - length) :] for row, length in zip(states, lengths, strict=True)]
             self._processed = [length - len(row) for row, length in zip(states, lengths, strict=True)]
-            self._features = [[] for _ in states]
+            self._features, self._nothing = [[] for _ in states], states[0][:0]
         for features, new in zip(self._features, states, strict=True):
             features.append(new)
 
     def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
         """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions."""
-        nothing = self._target.pass_states.new_zeros(0, self._width)
         features: list[torch.Tensor] = []
         tokens: list[list[int]] = []
         for row, queued in enumerate(self._features):
             if drafting is not None and not drafting[row]:
-                features.append(nothing)
+                features.append(self._nothing)
                 tokens.append([])
                 continue
-            features.append(nothing if self._state.has_ended(row) else torch.cat([nothing, *queued]))
+            features.append(self._nothing if self._state.has_ended(row) else _joined(queued or [self._nothing]))
             tokens.append(self._next_tokens(row, len(features[row])))
             self._processed[row] += len(tokens[row])
             queued.clear()
@@ -96,6 +97,10 @@ class FeatureQueue:
         first = self._processed[row] + 1
         begin, end = (max(0, position - len(prompt)) for position in (first, first + count))
         return prompt[first : first + count] + generated[begin:end]
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class EagleSession(AutoregressiveSession):
@@ -121,7 +126,7 @@ class EagleSession(AutoregressiveSession):
         captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
         captures = captures and not torch.is_autocast_enabled(device)
         self.runner = runner or EagleRunner(bound, call.state.batch, call.compiled if captures else False)
-        self._queue = FeatureQueue(call, target, bound)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
         self._has_prefilled = False
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
@@ -148,7 +153,7 @@ class EagleSession(AutoregressiveSession):
         self._has_prefilled = True
         return self.runner.first_logits(features, tokens, self._queue.active_rows())
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self.runner.next_logits(tree, new)
 
 
@@ -170,7 +175,7 @@ class AssistantSession(AutoregressiveSession):
         self.passes.append(len(self._target.rows))
         return self._runner.start(self._target.states_of(self._layers), self.call.state.pending())
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self._runner.expand(tree, new)
 
 
@@ -191,9 +196,8 @@ class IndependentHeadsSession(CalibratedSession):
         depths = [min(depth, len(self.calibrations)) for depth in max_depths]
         if max(depths) == 0:
             return self.not_drafted(len(max_depths))
-        scores, tokens, confidence = self.ranked_tokens(self.depth_logits(max(depths)))
+        scores, ranked, confidence = self.ranked_tokens(self.depth_logits(max(depths)))
         size, acceptance = self.tree_size(depths), self.acceptance(confidence)
-        ranked = tokens.cpu().numpy()
         trees = [best_combinations(ranked[row], acceptance[row], depth, size) for row, depth in enumerate(depths)]
         nodes = size.best_size([tree.probability for tree in trees])
         draft, tags = draft_of(trees, nodes), [np.array(tree.tags[:nodes], dtype=int).reshape(-1, 2) for tree in trees]
@@ -210,7 +214,7 @@ class IndependentHeadsSession(CalibratedSession):
         has_latency = self.call.depth is not None and self.call.depth.latency is not None
         return tree_size(DEFAULT_NODES if self._size == "auto" and not has_latency else self._size, self.call, depths)
 
-    def ranked_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Floats]:
+    def ranked_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, NDArray[np.integer[Any]], Floats]:
         """The most preferred tokens of each depth.
 
         Args:
@@ -229,7 +233,9 @@ class IndependentHeadsSession(CalibratedSession):
         probability = best / weights.sum(dim=-1, keepdim=True)
         if self.wants_q:
             probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), self.ranks)
-        return scores, tokens, probability.cpu().numpy().astype(np.float64)
+        # In one transfer; token ids below 2**24 are exact.
+        read = torch.cat([tokens, probability], dim=-1).cpu().numpy().astype(np.float64)
+        return scores, read[..., : self.ranks].astype(int), read[..., self.ranks :]
 
     def acceptance(self, confidence: Floats) -> Floats:
         """`[batch, depths, ranks]` acceptance probabilities of confidences."""
@@ -237,7 +243,9 @@ class IndependentHeadsSession(CalibratedSession):
         return np.stack([one.acceptance(confidence[:, depth]) for depth, one in enumerate(calibrations)], axis=1)
 
 
-def best_combinations(tokens: Ints, acceptance: Floats, depth: int, size: TreeSize) -> SearchTree[tuple[int, int]]:
+def best_combinations(
+    tokens: NDArray[np.integer[Any]], acceptance: Floats, depth: int, size: TreeSize
+) -> SearchTree[tuple[int, int]]:
     """The most probable tree of a row whose tokens at a depth do not depend on the path; tags are depth and rank.
 
     Args:
@@ -261,7 +269,7 @@ def with_q(draft: DraftTree, depths: Sequence[Sequence[int]], scores: torch.Tens
     """The draft with the probabilities of each node's depth; `scores` are `[batch, depths, vocab]`."""
     sources = [[*row, *[0] * (draft.nodes - len(row))] for row in depths]
     index = torch.tensor(sources, device=scores.device)[..., None].expand(-1, -1, scores.shape[-1])
-    return DraftTree(draft.tokens, draft.parents, scores.softmax(dim=-1).gather(1, index))
+    return DraftTree(draft.token_lists(), draft.parents, scores.softmax(dim=-1).gather(1, index))
 
 
 class ParallelSession(IndependentHeadsSession):
@@ -278,7 +286,7 @@ class ParallelSession(IndependentHeadsSession):
     ):
         super().__init__(call, depth, tree, min(RANKS, bound.head.config.draft_vocab_size))
         self.runner = runner
-        self._queue = FeatureQueue(call, target, bound)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
         self.passes: list[int] = []
         self._drafting: list[bool] = []
 

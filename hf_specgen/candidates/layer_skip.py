@@ -16,10 +16,10 @@ from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.draft_heads import BoundModules, number_of
 from hf_specgen.depth import Policy
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
-from hf_specgen.tree import DraftTree
 
 
 class LayerSkipCandidates(Candidates):
@@ -127,7 +127,7 @@ class _LayerSkipSession(AutoregressiveSession):
         active = [not state.has_ended(row) for row in range(state.batch)]
         return self._scores(*self._target.run_early(pending, active, with_logits=self._head is None))[:, -1]
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self._scores(*self._target.grow_early(tree, new, with_logits=self._head is None))
 
     def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:

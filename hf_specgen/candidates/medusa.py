@@ -15,18 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
-from hf_specgen.candidates.base import DraftCall, DraftSession, PretrainedCandidates
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_heads import BoundModules, check_head, number_of
+from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.head_sessions import DEFAULT_NODES, IndependentHeadsSession, with_q
-from hf_specgen.candidates.tree_search import Floats
 from hf_specgen.depth import Policy
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.lora import load_lora
 from hf_specgen.heads.medusa import (
     RANKS,
@@ -51,39 +52,43 @@ class MedusaCandidates(PretrainedCandidates):
 
     Args:
         heads: loaded heads, or a folder or Hub id of heads in any known format (our own, Medusa v1 and v2, TGI, vLLM).
-        tree: "auto" verifies in each step the tree with the highest expected tokens per second, by the confidence of
-            the heads and the latency model. A number is how many draft tokens to verify in each step. A list of paths
-            such as `[[0], [0, 0], [1]]` is a fixed tree: each path names the rank of a token of head 0, of head 1, …
+        k: maximum depth of a draft, in tokens, up to the number of heads; "auto" adapts it to acceptance and latency.
+        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
+            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
+            k the draft is a chain of k tokens. A list of paths such as `[[0], [0, 0], [1]]` is a fixed tree: each path
+            names the rank of a token of head 0, of head 1, …
         lora: the `PeftModel` of deltas on the output matrix, for heads that are given loaded and were trained so.
-        policy: how deep the tree may be, step by step; see `hf_specgen.depth`. The default, `Controller`, provides the
-            latency model, and makes plain steps where no tree is faster.
+        policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
         TypeError: if `heads` are neither loaded heads nor a path.
         ValueError: for an invalid tree; at the first call, if the heads do not fit the target.
 
     Example:
-        >>> MedusaCandidates("org/medusa-heads", tree=[[0], [1], [0, 0]])
-        MedusaCandidates('org/medusa-heads', tree=[[0], [1], [0, 0]])
+        >>> MedusaCandidates("org/medusa-heads", k=3, tree=[[0], [1], [0, 0]])
+        MedusaCandidates('org/medusa-heads', k=3, tree=[[0], [1], [0, 0]])
     """
-
-    adaptive_tree = True
 
     def __init__(
         self,
         heads: MedusaHeads | str | Path,
-        tree: str | int | Paths = "auto",
+        k: Depth = "auto",
         *,
+        tree: Tree | Paths = None,
         lora: Any = None,
         policy: Policy | None = None,
     ):
-        _check_tree(tree)
         check_head("MedusaCandidates", heads, MedusaHeads)
-        self.tree = tree
         self._heads = heads if isinstance(heads, MedusaHeads) else None
         self._name = str(heads if self._heads is None else self._heads.name_or_path)
         depth = 8 if self._heads is None else self._heads.config.num_heads  # published sets have at most 5 heads
-        super().__init__("auto" if tree == "auto" else depth, policy, max_k=depth)
+        super().__init__(k, policy, max_k=depth)
+        if tree is None or isinstance(tree, str | int):
+            self._set_tree(tree, k)
+        else:
+            RankTree.from_paths(tree)
+            self.tree = tree
+        self.adaptive_tree = True  # one pass drafts all depths
         self._lora = lora
         self._bound: BoundModules[MedusaRunner] = BoundModules()
 
@@ -96,9 +101,11 @@ class MedusaCandidates(PretrainedCandidates):
         if call.model is None or not isinstance(call.target, HiddenStateTarget):
             raise ValueError("MedusaCandidates works with generate(candidate_generator=…) only")
         runner = self._on(call.model)
-        if isinstance(self.tree, str | int) and runner.heads.config.reads_path:
-            return HydraSession(call, call.target, runner, self.tree)
-        return MedusaSession(call, call.target, runner, self.tree)
+        config, tree = runner.heads.config, self.tree
+        if config.reads_path and (tree is None or isinstance(tree, str | int)):
+            return HydraSession(call, call.target, runner, cast(Tree, tree))
+        chain = [[0] * depth for depth in range(1, 1 + min(self.k, config.num_heads))]
+        return MedusaSession(call, call.target, runner, chain if tree is None else tree)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; heads that were given loaded may be any, and are identified by the object."""
@@ -120,7 +127,7 @@ class MedusaCandidates(PretrainedCandidates):
         return MedusaRunner(heads.to(device=weight.device, dtype=weight.dtype).eval(), model, lora)
 
     def __repr__(self) -> str:
-        return f"MedusaCandidates({self._name!r}, tree={self.tree!r}{self._show()})"
+        return f"MedusaCandidates({self._name!r}, k={self.k}{self._show(tree=self.tree)})"
 
 
 class MedusaSession(IndependentHeadsSession):
@@ -165,9 +172,7 @@ class MedusaSession(IndependentHeadsSession):
             heads.append(calibration.acceptance(confidence[:, head], prior))
         return np.stack(heads, axis=1)
 
-    def _fixed(
-        self, paths: RankTree, max_depths: Sequence[int], tokens: torch.Tensor, scores: torch.Tensor
-    ) -> DraftTree:
+    def _fixed(self, paths: RankTree, max_depths: Sequence[int], tokens: Any, scores: torch.Tensor) -> DraftTree:
         """The draft with a fixed tree of ranks, cut to each row's depth."""
         trees = [paths.cut(depth) for depth in max_depths]
         if self.wants_q:
@@ -186,12 +191,12 @@ class MedusaSession(IndependentHeadsSession):
 class HydraSession(AutoregressiveSession):
     """The state of one call with heads that read the path before their token: trees that grow by a head per level."""
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, tree: str | int):
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, tree: Tree):
         config = runner.heads.config
         has_latency = call.depth is not None and call.depth.latency is not None
         size = DEFAULT_NODES if tree == "auto" and not has_latency else tree  # as that of other Medusa heads
         super().__init__(call, config.num_heads, size, 0.0, config.vocab_size)
-        self._target, self._runner, self._heads = target, runner, config.num_heads
+        self._target, self._runner = target, runner
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
         """An empty draft: the target has not computed any hidden states yet."""
@@ -200,35 +205,20 @@ class HydraSession(AutoregressiveSession):
     def first_scores(self) -> torch.Tensor:
         """The logits of head 0; it reads each row's last token. The overhead of a draft is the latency of this pass."""
         last = torch.tensor([[text[-1]] for text in self.call.state.generated])
-        return self._runner.head_logits(0, self._target.states_of((OUTPUT_STATE,)), last)
+        states = self._target.states_of((OUTPUT_STATE,))
+        self._paths = last.to(states.device)[:, None]  # [batch, nodes, tokens] from each row's last token to the nodes
+        return self._runner.head_logits(0, states, last)
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
-        """The logits after each of the last nodes, by the head of its depth."""
-        states, texts = self._target.states_of((OUTPUT_STATE,)), self.call.state.generated
-        nodes = range(tree.nodes - new, tree.nodes)
-        paths = [[text[-1], *tree.path(row, node)] for row, text in enumerate(texts) for node in nodes]
-        # A node that only fills up its row may be as deep as the last head predicts.
-        lengths = torch.tensor([min(len(path), self._heads) for path in paths])
-        rows = torch.arange(len(texts)).repeat_interleave(new)
-        logits = states.new_empty(len(paths), self._vocab)
-        for count in sorted(set(lengths.tolist())):
-            indices = (lengths == count).nonzero()[:, 0]
-            tokens = torch.tensor([paths[index][:count] for index in indices.tolist()])
-            logits[indices] = self._runner.head_logits(count - 1, states[rows[indices]], tokens).to(logits)
-        return logits.view(len(texts), new, -1)
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
+        """The logits after each of the last nodes, by the head of their depth."""
+        states, tokens = self._target.states_of((OUTPUT_STATE,)), tree.tokens[:, -new:, None]
+        self._paths = paths = torch.cat([tree.of_parents(self._paths), tokens], dim=2)
+        states = states[:, None].expand(-1, new, -1).flatten(0, 1)
+        return self._runner.head_logits(tree.level, states, paths.flatten(0, 1)).unflatten(0, (-1, new))
 
 
-def _check_tree(tree: Any) -> None:
-    if isinstance(tree, str) and tree != "auto":
-        raise ValueError(f'tree must be "auto", a number of nodes or a list of paths, got {tree!r}')
-    if isinstance(tree, int) and (isinstance(tree, bool) or tree < 1):
-        raise ValueError(f"tree must have at least 1 node, got {tree}")
-    if not isinstance(tree, str | int):
-        RankTree.from_paths(tree)
-
-
-def _check_fits(tree: str | int | Paths, config: MedusaConfig) -> None:
-    if isinstance(tree, str | int):
+def _check_fits(tree: Tree | Paths, config: MedusaConfig) -> None:
+    if tree is None or isinstance(tree, str | int):
         return
     if config.reads_path:
         raise ValueError(

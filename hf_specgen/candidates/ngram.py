@@ -19,10 +19,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import exp
+from typing import Any
 
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
+import torch
+
+from hf_specgen.call import Prediction
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
-from hf_specgen.candidates.ngram_history import NEAR, OWN, NgramHistory, Occurrence
+from hf_specgen.candidates.cross_tokenizer import load_tokenizer
+from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
 from hf_specgen.candidates.tree_search import SearchSession
 from hf_specgen.depth import Policy
@@ -40,6 +45,7 @@ PRIOR_ODDS = (
     *(0.15, 3.8, 5.7, 9.0, 8.1, 7.1, 14.0, 19.0, 38.0, 52.0, 61.0),
     *(0.0, 0.15, 0.23, 0.65, 0.9, 1.84, 3.4, 4.0, 5.0, 6.0, 6.0),
     *(0.0, 0.29, 0.48, 1.25, 2.3, 3.4, 4.4, 5.0, 6.0, 7.6, 9.0),
+    *(2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 25.0, 30.0, 40.0, 50.0, 60.0),
 )
 """Odds before anything was learnt of each class: the buckets of each kind of occurrence, in the order of the kinds.
 Maximum likelihood on recorded summaries and answers of a 7B model, edits, code, JSON and mathematics, with and without
@@ -70,6 +76,10 @@ class NgramCandidates(Candidates):
             of the text where no match is probable.
         max_ngram: matches of more tokens count as that long.
         history: earlier texts to look into besides the row's own.
+        prediction: the expected output: an older version of a file, a template, an earlier answer. It is copied from
+            its beginning on, and again after tokens that were changed, inserted or left out. Text or token ids; with
+            several rows a list with one for each row (None for none), or one for all. `generate(prediction=…)` gives
+            another one for a call. Text is encoded with the tokenizer of the target's checkpoint.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -81,6 +91,7 @@ class NgramCandidates(Candidates):
     """
 
     negligible_draft_cost = True
+    uses_prediction = True
 
     def __init__(
         self,
@@ -90,6 +101,7 @@ class NgramCandidates(Candidates):
         min_ngram: int = 1,
         max_ngram: int = MAX_MATCH_LENGTH,
         history: NgramHistory | None = None,
+        prediction: Prediction | None = None,
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
@@ -98,7 +110,7 @@ class NgramCandidates(Candidates):
         if max_ngram < min_ngram:
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
         self._set_tree(tree, k)
-        self.min_ngram, self.max_ngram, self.history = min_ngram, max_ngram, history
+        self.min_ngram, self.max_ngram, self.history, self.prediction = min_ngram, max_ngram, history, prediction
 
     def start(self, call: DraftCall) -> DraftSession:
         return _NgramSession(self, call)
@@ -120,9 +132,10 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         self._key = (settings.profile_key(), round(call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = memory.recall(call.model if self.remembers else None, ("odds", *self._key), MatchOdds)
+        rows = zip(call.encoder_texts(), call.state.prompts, expected_outputs(settings.prediction, call), strict=True)
         self._texts = [
-            RowText(source + prompt, self._odds, settings.history, settings.min_ngram, settings.max_ngram)
-            for source, prompt in zip(call.encoder_texts(), call.state.prompts, strict=True)
+            RowText(source + prompt, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
+            for source, prompt, expected in rows
         ]
         self._num_indexed = [0] * call.state.batch  # generated tokens of each row that its text contains
 
@@ -151,6 +164,28 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         return text
 
 
+def expected_outputs(prediction: Prediction | None, call: DraftCall) -> list[list[int]]:
+    """The token ids of the expected output of each row, empty for none; the one of the call has precedence."""
+    given: Any = prediction if call.prediction is None else call.prediction
+    given = given.tolist() if isinstance(given, torch.Tensor) else given
+    is_one = given is None or isinstance(given, str) or all(isinstance(token, int) for token in given)
+    rows = [given] * call.state.batch if is_one else list(given)
+    if len(rows) != call.state.batch:
+        raise ValueError(f"prediction has {len(rows)} entries for {call.state.batch} rows; give one for each row")
+    if call.model is None and any(isinstance(row, str) for row in rows):
+        raise ValueError("prediction must be token ids here, since no target is known whose tokenizer encodes text")
+    size = 2**31 if call.model is None else vocabulary_size(call.model)
+    expected = []
+    for row in rows:
+        if isinstance(row, str):
+            assert call.model is not None
+            row = load_tokenizer(call.model.name_or_path).encode(row, add_special_tokens=False)
+        expected.append([int(token) for token in row or ()])
+        if wrong := [token for token in expected[-1] if not 0 <= token < size]:
+            raise ValueError(f"prediction has token {wrong[0]}, but the target's vocabulary ends at {size - 1}")
+    return expected
+
+
 class RowText:
     """The text of one row.
 
@@ -167,12 +202,15 @@ class RowText:
         history: NgramHistory | None = None,
         min_ngram: int = 1,
         max_ngram: int = MAX_MATCH_LENGTH,
+        prediction: Sequence[int] = (),
     ):
-        self.index = NgramIndex(prompt)
+        # The expected output is indexed before the text, as if it had been copied from up to its beginning.
+        self.index = NgramIndex([*prediction, SEPARATOR, *prompt] if prediction else prompt)
+        self._first = len(self.index) - len(prompt)
         self._odds, self._history, self._min_ngram, self._max_ngram = odds, history, min_ngram, max_ngram
         self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
         # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
-        self._source, self._skipped = -1, 0
+        self._source, self._skipped, self._at_beginning = 0 if prediction else -1, 0, bool(prediction)
         self._next_count = 0  # length of the text at which its tokens are counted again
         self._frequent: list[tuple[int, float]] = []
         self._after_frequent: dict[int, list[Occurrence]] = {}
@@ -202,7 +240,7 @@ class RowText:
         """
         if len(self.index) >= self._next_count:
             self._next_count = len(self.index) + 32
-            counts = Counter(self.index.tokens).most_common(24)
+            counts = Counter(self.index.tokens[self._first :]).most_common(24)
             self._frequent = [(token, count / len(self.index)) for token, count in counts]
             self._after_frequent.clear()
         fraction = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
@@ -226,11 +264,10 @@ class RowText:
         tail = text[-MAX_MATCH_LENGTH:]
         self._matches = matches = self.index.occurrences(tail, MAX_OCCURRENCES)
         found: list[Occurrence] = [
-            (text, end, position, length, NEAR if self._is_near(position) else OWN)
-            for position, length in matches.items()
+            (text, end, position, length, self._kind(position)) for position, length in matches.items()
         ]
-        if self._min_ngram == 1:
-            found += [(text, end, position, 0, NEAR) for position in self._resumed() if position not in matches]
+        resumed = [position for position in self._resumed() if position not in matches]
+        found += [(text, end, position, 0, self._kind(position)) for position in resumed]
         if self._history is not None:
             found += self._history.find(tail, MAX_OCCURRENCES)
         if self._min_ngram == 1 and self._max_ngram >= MAX_MATCH_LENGTH:
@@ -238,16 +275,22 @@ class RowText:
         return [
             (text, end, position, min(length, self._max_ngram), kind)
             for text, end, position, length, kind in found
-            if self._min_ngram == 1 or length >= self._min_ngram
+            if length >= self._min_ngram or kind == ALIGNED or self._min_ngram == 1
         ]
+
+    def _kind(self, position: int) -> int:
+        """The kind of an occurrence in the row's own text or in its expected output."""
+        if self._is_near(position):
+            return NEAR if position >= self._first else ALIGNED
+        return OWN if position >= self._first else HISTORY_OUTPUT
 
     def _is_near(self, position: int) -> bool:
         """Whether a position is at, or shortly after, the one that was copied from last."""
         return 0 <= self._source <= position <= self._source + 16
 
     def _resumed(self) -> list[int]:
-        """Positions at which copying may resume after a mismatch: the differing tokens were replaced, or inserted."""
-        if not self._skipped:
+        """Positions at which copying may begin, or resume after a mismatch: tokens were replaced, or inserted."""
+        if not self._skipped and not self._at_beginning:
             return []
         return [place for place in (self._source + self._skipped, self._source) if place < len(self.index)]
 
@@ -263,6 +306,9 @@ class RowText:
             if not agreeing:
                 break
             places, agreed = agreeing, agreed + 1
+        if self._at_beginning and not agreed:
+            self._source = -1  # until a match is found
+        self._at_beginning = False
         if agreed:
             self._source, self._skipped = max(places)[2] + agreed, len(tokens) - agreed
         elif self._source >= 0:

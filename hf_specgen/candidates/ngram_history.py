@@ -23,9 +23,9 @@ MAX_TOKENS_OF_FILE = 2**28
 Occurrence = tuple[Sequence[int], int, int, int, int]
 """A place after tokens that equal the last ones of a row: the text, where it ends, the position of the token that
 followed, the length of the match, and its kind. A plain tuple, since every draft makes dozens."""
-OWN, NEAR, HISTORY_PROMPT, HISTORY_OUTPUT = range(4)
+OWN, NEAR, HISTORY_PROMPT, HISTORY_OUTPUT, ALIGNED = range(5)
 """Kinds of occurrences: in the row's own text; in it, close to where tokens were copied from last; in the prompt, or in
-the generated part, of earlier texts."""
+the generated part, of earlier texts; in the expected output, close to where tokens were copied from last."""
 
 
 class NgramHistory(SavedState):

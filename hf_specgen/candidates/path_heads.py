@@ -16,6 +16,7 @@ from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
@@ -43,7 +44,7 @@ class PathSession(AutoregressiveSession):
             model = call.model if self.remembers else None
             self._votes = memory.recall(model, self._key, lambda: LayoutVotes(guess))
         self.runner = PathRunner(bound, call.state.batch, self.wants_q, self._votes)
-        self._queue = FeatureQueue(call, target, bound)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
         self._drafting: list[bool] = []
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
@@ -76,7 +77,7 @@ class PathSession(AutoregressiveSession):
         self.passes.append(sum(active) * self._block_size)
         return self.runner.first_logits(features, tokens, active)
 
-    def next_scores(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self.runner.next_logits(tree, new)
 
     def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:

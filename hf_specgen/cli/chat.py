@@ -78,12 +78,13 @@ class Conversation:
         """Read the conversation anew for the next answer."""
         self.read = self.cache = None
 
-    def take_back_answer(self) -> str | None:
-        """Remove the last answer, so that it can be given again, and return it; None if there is none."""
+    def take_back_answer(self) -> bool:
+        """Remove the last answer, so that it can be given again; returns False if there is none."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            return None
+            return False
         self.forget_cache()
-        return self.messages.pop()["content"]
+        self.messages.pop()
+        return True
 
     def answer(self, name: str, candidates: Candidates | None, write: Callable[[str, bool], None]) -> Answer:
         """Answer the last message; `write` receives pieces of text, and whether each is an accepted draft token."""
@@ -164,20 +165,10 @@ class Chat:
     def _again(self) -> None:
         """Answer the last question again; the answer before is kept if that fails."""
         messages = list(self.conversation.messages)
-        before = self.conversation.take_back_answer()
-        if before is None:
+        if not self.conversation.take_back_answer():
             self.console.print("[dim]there is no answer to repeat[/]\n")
-            return
-        if not self._answer():
+        elif not self._answer():
             self.conversation.messages = messages
-            return
-        dtype = self.conversation.model.dtype
-        if self.conversation.messages[-1]["content"] != before and dtype in (torch.bfloat16, torch.float16):
-            name = str(dtype).removeprefix("torch.")
-            self.console.print(
-                f"[dim]Another answer than before: where two tokens are nearly tied in {name}, rounding decides. "
-                "With --dtype float32 the answers are identical.[/]\n"
-            )
 
     def _command(self, name: str = "", argument: str = "") -> None:
         if name == "plain":

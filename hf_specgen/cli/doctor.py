@@ -60,14 +60,15 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings, a recommended line of code with its reason, and by name the numbers and the code of each
-    measured variant."""
+    """All findings, a recommended line of code with its reason, and of each measured variant by
+    name its numbers, its code, and why it is not faster."""
 
     findings: list[Finding] = field(default_factory=list)
     recommendation: str = ""
     reason: str = ""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     codes: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def bad(self) -> list[Finding]:
@@ -97,16 +98,19 @@ def show(settings: DoctorSettings) -> bool:
 
 
 def _ranking(report: Report) -> Table | str:
-    """The measured variants, fastest first, with the code of each."""
+    """The measured variants, fastest first, with the code of each, or why it is not faster."""
     if not report.measured:
         return ""
     view = Table(box=SIMPLE, pad_edge=False)
-    for title in ("fastest first", "tokens/s", "over plain", "tokens per step", "candidate_generator="):
-        view.add_column(title, justify="left" if title[0] in "fc" else "right", overflow="fold")
+    view.add_column("fastest first", overflow="fold")
+    for title in ("tokens/s", "over plain", "tokens per step", "accepted"):
+        view.add_column(title, justify="right")
+    view.add_column("candidate_generator=", overflow="fold")
     for name, numbers in sorted(report.measured.items(), key=lambda item: -item[1]["tokens_per_second"]):
-        steps = numbers.get("tokens_per_step", 1.0)
-        speed = f"{numbers['tokens_per_second']:.1f}", f"{numbers['speedup']:.2f}", f"{steps:.2f}"
-        view.add_row(name, *speed, report.codes.get(name, ""))
+        speed = f"{numbers['tokens_per_second']:.1f}", f"{numbers['speedup']:.2f}"
+        counts = f"{numbers.get('tokens_per_step', 1.0):.2f}", f"{numbers.get('acceptance_rate', 0.0):.0%}"
+        about = f"\n[dim]{report.notes[name]}[/]" if report.notes.get(name) else ""
+        view.add_row(name, *speed, *counts, report.codes.get(name, "") + about)
     return view
 
 
@@ -345,7 +349,7 @@ def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> Non
     speeds = {name: Speed.of(total, plain) for name, total in totals.items()}
     for name, measured in speeds.items():
         report.measured[name] = measured.to_dict()
-        report.findings.append(speed(name, measured))
+        report.notes[name] = note(measured)
     report.codes = codes
     report.recommendation, report.reason = recommend(speeds, codes)
 
@@ -386,28 +390,19 @@ def verification_cost(curve: CostCurve) -> Finding:
     return Finding("verification", WARNING, found, meaning)
 
 
-def speed(name: str, measured: Speed) -> Finding:
-    """The measured speed of a strategy, and why it is not faster than plain `generate`."""
-    total, meaning = measured.total, ""
-    found = (
-        f"{measured}, {total.tokens_per_step:.2f} tokens per step, {total.acceptance_rate:.0%} of draft tokens accepted"
-    )
+def note(measured: Speed) -> str:
+    """Why a strategy is not clearly faster than plain `generate`; empty if it is."""
     if measured.faster:
-        return Finding(name, GOOD, found)
+        return ""
     if not measured.plausible:
-        meaning = (
-            f"not possible: {total.tokens_per_step:.2f} tokens per step allow at most that speedup; another process "
-            "used the machine meanwhile, so measure again"
-        )
-    elif total.drafted == 0:
-        meaning = "nothing was drafted"
-    elif not measured.interval.differs:
-        meaning = "the interval includes 1: no difference was shown; more --rounds make it smaller"
-    elif total.acceptance_rate < 0.3:
-        meaning = "few draft tokens are accepted: text without repetition, a high temperature, or an unrelated draft"
-    else:
-        meaning = "draft tokens are accepted, but drafting and verifying them takes too long"
-    return Finding(name, WARNING, found, meaning)
+        return "not possible: another process used the machine meanwhile; measure again"
+    if measured.total.drafted == 0:
+        return "nothing was drafted"
+    if not measured.interval.differs:
+        return "no difference was shown; more --rounds make the interval smaller"
+    if measured.total.acceptance_rate < 0.3:
+        return "few draft tokens are accepted: no repetition, a high temperature, or an unrelated draft"
+    return "drafting and verifying take too long"
 
 
 def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:

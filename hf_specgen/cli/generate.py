@@ -1,11 +1,10 @@
-"""`hf-specgen generate`: answers the prompts of a file or dataset in resumable batches, on one or several processes."""
+"""`hf-specgen generate`: answers the prompts of a file or dataset, resumable, on one or several processes."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -17,11 +16,13 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.attachment import attached
+from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import GenerateSettings
+from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, parse_object, strategies
+from hf_specgen.many_prompts import Completion, generate_many
 
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "heads", "adapter", "device")
@@ -42,28 +43,26 @@ def show(settings: GenerateSettings) -> None:
     known = read_answers(parts)
     processes.wait_for_everyone()  # no process writes before all have read, so that all divide the same batches
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device or str(processes.device))
-    batches = make_batches(rows, tokenizer, settings)
-    open_batches = [(number, batch) for number, batch in enumerate(batches) if not known.keys() >= set(batch)]
-    mine = open_batches[processes.process_index :: processes.num_processes]
+    order = [index for index in by_length(rows, tokenizer, settings) if index not in known]
+    mine = order[processes.process_index :: processes.num_processes]
     before = f", {len(known)} answered already" if known else ""
     shared = f", {processes.num_processes} processes" if processes.num_processes > 1 else ""
     console.print(f"{len(rows)} rows{before}{shared}")
     begin, tokens = perf_counter(), 0
     named = strategies(settings.draft, settings.heads, settings.adapter)[1:]
     strategy = named[-1].candidates if named else default_candidates()  # the last one that was named
-    speculation = nullcontext() if settings.plain else attached(model, strategy)
     with (
         maybe_prepacked(model, settings.pack_weights),
-        speculation as totals,
         (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file,
     ):
         file.write("\n")  # the last line may have been cut off
-        for number, batch in track(mine, "batches", console=console, transient=True):
-            prompts = [rows[index][settings.column] for index in batch]
-            answers, count = answer(model, tokenizer, prompts, settings, settings.seed + number)
-            tokens += count
-            lines = [json.dumps([index, text]) + "\n" for index, text in zip(batch, answers, strict=True)]
-            file.write("".join(lines))
+        prompts = [rows[index][settings.column] for index in mine]
+        seeds = [settings.seed + index for index in mine]
+        answers = answer(model, tokenizer, prompts, seeds, strategy, settings)
+        for completion in track(answers, "prompts", len(mine), console=console, transient=True):
+            tokens += len(completion.tokens)
+            text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
+            file.write(json.dumps([mine[completion.index], text]) + "\n")
             file.flush()
     processes.wait_for_everyone()
     if processes.is_main_process:
@@ -71,8 +70,8 @@ def show(settings: GenerateSettings) -> None:
         shutil.rmtree(parts)
     speed = tokens / max(perf_counter() - begin, 1e-9)
     console.print(f"{settings.output}: {len(rows)} rows; this process: {tokens} tokens, {speed:.1f} tokens/s")
-    if totals is not None:
-        console.print(totals.summary(), highlight=False)
+    if not settings.plain and strategy.speculation is not None:
+        console.print(strategy.speculation.summary(), highlight=False)
 
 
 def read_rows(settings: GenerateSettings) -> list[Row]:
@@ -118,33 +117,27 @@ def _problem(row: Row, settings: GenerateSettings) -> str:
     return ""
 
 
-def make_batches(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, settings: GenerateSettings
-) -> list[list[int]]:
-    """Indices of rows, longest prompts first, in batches of similar length. The same for any number of processes."""
+def by_length(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, settings: GenerateSettings) -> list[int]:
+    """Indices of rows, longest prompts first, so that rows of a batch are of similar length."""
     lengths = [len(_text(row[settings.column], tokenizer, settings.chat)) for row in rows]
-    order = sorted(range(len(rows)), key=lambda index: (-lengths[index], index))
-    return [order[first : first + settings.batch_size] for first in range(0, len(order), settings.batch_size)]
+    return sorted(range(len(rows)), key=lambda index: (-lengths[index], index))
 
 
 def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Any],
+    seeds: Sequence[int],
+    strategy: Candidates,
     settings: GenerateSettings,
-    seed: int,
-) -> tuple[list[str], int]:
-    """The answers to a batch of prompts, and how many tokens were generated for them."""
-    texts = [_text(prompt, tokenizer, settings.chat) for prompt in prompts]
+) -> Iterator[Completion]:
+    """The answers to prompts, in the order of completion."""
     formatted = bool(tokenizer.chat_template) and settings.chat
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not formatted)
-    inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    torch.manual_seed(seed)
-    generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
-    ids = cast(Any, model).generate(**inputs, **generation)
-    generated = ids[:, inputs["input_ids"].shape[1] :]
-    answers = tokenizer.batch_decode(generated, skip_special_tokens=True)
-    return answers, int((generated != tokenizer.pad_token_id).sum())
+    texts = (_text(prompt, tokenizer, settings.chat) for prompt in prompts)
+    ids = (cast(Any, tokenizer(text, add_special_tokens=not formatted)["input_ids"]) for text in texts)
+    arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
+    policy = FixedDepth(0) if settings.plain else None
+    return generate_many(model, ids, strategy, max_rows=settings.batch_size, seed=seeds, policy=policy, **arguments)
 
 
 def read_answers(parts: Path) -> dict[int, str]:

@@ -120,7 +120,7 @@ class ChatSettings(AnswerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(AnswerSettings):
-    """Answer the prompts of a file or dataset: batched by length, resumable, sharded by `accelerate launch`."""
+    """Answer the prompts of a file or dataset: resumable, sharded by `accelerate launch`."""
 
     model: str = argument("Hub id or folder of the target.")
     source: str = argument("JSONL file of prompts, or the id of a dataset of the Hub.")
@@ -132,9 +132,9 @@ class GenerateSettings(AnswerSettings):
     limit: int = setting(0, "Rows to use; 0 for all.", min=0)
     plain: bool = setting(False, "Generate without a strategy.")
     chat: bool = setting(True, "Put texts into the model's chat format, if it has one.")
-    batch_size: int = setting(8, "Prompts per generate call, of similar length.", min=1)
+    batch_size: int = setting(8, "Prompts that are answered at a time.", min=1)
     max_new_tokens: int = setting(256, "Tokens per answer.", min=1)
-    seed: int = setting(0, "Seed; each batch has its own, derived from it.")
+    seed: int = setting(0, "Seed; that of each row is its number added to it.")
 
 
 def command(app: typer.Typer, name: str, settings: type) -> None:

@@ -120,6 +120,7 @@ class DrafterTimer:
         self._curve, self._model = curve, call.model
         self._key, self._group = (*_key(call), call.drafting.key), lockstep_group(call.model)
         assert call.model is not None
+        self._is_cpu = compat.input_device(call.model).type == "cpu"
         with _lock:
             known = 0.0 if call.drafting.negligible_cost else _measured.setdefault(call.model, {}).get(self._key)
         self.fraction = 0.3 if known is None else known
@@ -135,7 +136,10 @@ class DrafterTimer:
         """Use the time of a draft; returns whether the cost has become known by it."""
         if self._ratios is None or not step.passes or "forward" not in step.seconds:
             return False
-        self._ratios.append(step.seconds["draft"] / sum(map(self._curve.seconds_of, step.passes)))
+        seconds = step.seconds["draft"]
+        if self._is_cpu:  # other processes prolong wall times, that of the target's pass alike
+            seconds *= self._curve.seconds_of(step.batch * step.tokens_per_row) / step.seconds["forward"]
+        self._ratios.append(seconds / sum(map(self._curve.seconds_of, step.passes)))
         if len(self._ratios) < 5:  # the first draft includes the drafter's prefill
             return False
         fraction = from_first_rank(median(self._ratios[1:]), self._group)

@@ -103,10 +103,12 @@ class DSparkHead(PathHead):
             return Step(query.tanh(), keep * state + (1 - keep) * content.tanh())
         return Step(previous, state)
 
-    def first_state(self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int) -> torch.Tensor:
+    def first_state(
+        self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int | None = None
+    ) -> torch.Tensor:
         """Zeros; where the anchor's own position proposes nothing, the state after it, as in training."""
-        state = super().first_state(hidden, anchor, embed, first)
-        if first == 0:
+        state = super().first_state(hidden, anchor, embed)
+        if (self.config.first_proposing_position if first is None else first) == 0:
             return state
         return self.step(hidden[:, 0], anchor, state, torch.zeros_like(anchor), embed).state
 

@@ -19,13 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Fields
 from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.layers import LayerConfig, Rotary, RotaryEmbedding, count_layers, matrix_shape, read_rope
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
-from hf_specgen.tree import DraftTree
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 RENAMED = {
@@ -267,13 +267,11 @@ class AssistantRunner:
         self._hidden = output.hidden
         return spread_rows(self.bound.target_logits(output.output[:, 0]), rows, len(pending))
 
-    def expand(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def expand(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree; as for `EagleRunner.expand`."""
         active, first = tree.select(self._target.rows), tree.nodes - new
-        parents = active.structure().parents[:, first:].to(self._like.device)
-        rows = torch.arange(len(parents), device=self._like.device)[:, None]
-        output = self._run(active.input_tokens(parents.device)[:, first:], self._hidden[rows, parents])
-        self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
+        output = self._run(active.input_tokens(self._like.device)[:, first:], active.of_parents(self._hidden))
+        self._hidden = output.hidden
         return spread_rows(self.bound.target_logits(output.output), self._target.rows, tree.batch)
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> HeadOutput:

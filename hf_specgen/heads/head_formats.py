@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -26,6 +27,7 @@ from hf_specgen.heads import block, dflash2, domino, dspark, eagle, gemma_assist
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.checkpoint import INDEX, PICKLED, SINGLE, Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.head_file import Format, HeadFile, speculators_type
+from hf_specgen.heads.lora import base_of_adapter, merge_adapter
 
 FORMATS: tuple[Format, ...] = (
     *medusa_formats.FORMATS,
@@ -52,6 +54,8 @@ def load_head(
 ) -> DraftHead:
     """Load a draft head; its format is recognised by config.json and the names of the tensors.
 
+    A LoRA adapter of a head is merged into the head that its config names.
+
     Args:
         path_or_id: a folder, or the id of a Hub repository.
         revision, token, subfolder, cache_dir: as for `from_pretrained`.
@@ -62,7 +66,13 @@ def load_head(
         The head, on the CPU, frozen, in evaluation mode; `head.bind(target)` makes it ready to draft.
     """
     cache = None if cache_dir is None else str(cache_dir)
-    checkpoint = open_checkpoint(Source(str(path_or_id), revision, token, subfolder, cache))
+    source = Source(str(path_or_id), revision, token, subfolder, cache)
+    if (base := base_of_adapter(source)) is not None:
+        head = load_head(
+            base, token=token, cache_dir=cache_dir, aux_hidden_state_layers=aux_hidden_state_layers, dtype=dtype
+        )
+        return cast(DraftHead, merge_adapter(head, source.local_name())).eval().requires_grad_(False)
+    checkpoint = open_checkpoint(source)
     layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
     try:
         found = head_format(checkpoint)

@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import pad
 
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.heads.mtp import MTPConfig
 from hf_specgen.heads.runner import HeadRunner, padded
-from hf_specgen.tree import DraftTree
 
 
 class LayeredRunner(HeadRunner):
@@ -67,22 +67,13 @@ class LayeredRunner(HeadRunner):
         self._paths = torch.zeros(len(rows), 1, self.layers, dtype=torch.long, device=device)
         return self._scatter(self.bound.target_logits(self._last[0]))
 
-    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        device, first = self._like.device, tree.nodes - new
-        parents, depths, _ = (part.to(device) for part in tree.structure())
-        rows, above = torch.arange(len(self.rows), device=device)[:, None], parents[:, first:]
-        own = tree.input_tokens(device)[:, first:, None]
-        paths = torch.cat([self._paths[rows, above][:, :, 1:], own], dim=2)
-        before, hidden = self._hidden[rows, above], self._hidden.new_zeros(len(rows), new, *self._hidden.shape[2:])
-        depths = depths[:, 1 + first :]
-        for depth in range(1, self.layers):  # a node that only fills up its row may be deeper
-            if bool((depths == depth).any()):
-                computed = self._layer(depth, paths, before)
-                hidden = torch.where((depths == depth)[..., None, None], computed, hidden)
-        self._hidden, self._paths = torch.cat([self._hidden, hidden], dim=1), torch.cat([self._paths, paths], dim=1)
-        return self._scatter(self.bound.target_logits(hidden[:, :, -1]))
+        tokens = tree.input_tokens(self._like.device)[:, tree.nodes - new :, None]
+        self._paths = torch.cat([tree.of_parents(self._paths)[:, :, 1:], tokens], dim=2)
+        self._hidden = self._layer(tree.level, self._paths, tree.of_parents(self._hidden))
+        return self._scatter(self.bound.target_logits(self._hidden[:, :, -1]))
 
     def _read(
         self, states: Sequence[torch.Tensor], tokens: Sequence[list[int]], parts: Sequence[slice]

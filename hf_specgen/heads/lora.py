@@ -57,6 +57,25 @@ def load_adapter(
     return model
 
 
+def base_of_adapter(source: Source) -> str | None:
+    """The draft head or draft model that the LoRA adapter in a folder or repository belongs to; None without one."""
+    path = source.file(CONFIG)
+    base = None if path is None else read_json(path).get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise ValueError(f"{path}: base_model_name_or_path must be a string, got {base!r:.80}")
+    return base
+
+
+def merge_adapter(module: nn.Module, source: str) -> nn.Module:
+    """A module with the LoRA adapter in a folder or repository merged into its linear layers."""
+    infos = tensor_infos(_adapter_files(source)[1])
+    linear = (name for name, part in module.named_modules() if isinstance(part, nn.Linear))
+    adapted = [name for name in linear if f"{PREFIX}{name}.lora_A.weight" in infos]
+    if not adapted:
+        raise ValueError(f"{source} adapts no linear layer of a {type(module).__name__}; load the head it was made for")
+    return cast(nn.Module, load_adapter(module, source, adapted).merge_and_unload())
+
+
 def _check_config(config: dict[str, Any], path: Path) -> int:
     """The rank, if the adapter is a plain LoRA."""
     if config.get("peft_type") != "LORA":

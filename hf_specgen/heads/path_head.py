@@ -19,10 +19,10 @@ from typing import NamedTuple, cast
 
 import torch
 
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.runner import BlockRunner
-from hf_specgen.tree import DraftTree
 
 MAX_CANDIDATES = 2048
 """Tokens of a position that are corrected where the vocabulary is large, as in SGLang's drafter for Domino."""
@@ -80,14 +80,16 @@ class PathHead(BlockHead):
             embed: from the target's token ids to embeddings.
         """
 
-    def first_state(self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int) -> torch.Tensor:
+    def first_state(
+        self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int | None = None
+    ) -> torch.Tensor:
         """`[paths, state_size]` the state before the first proposing position.
 
         Args:
             hidden: `[paths, block, hidden]` outputs of the whole block.
             anchor: `[paths]` the last known tokens.
             embed: as for `step`.
-            first: the first proposing position.
+            first: the first proposing position, if not the configured one.
         """
         return hidden.new_zeros(len(hidden), self.state_size)
 
@@ -105,7 +107,7 @@ class PathHead(BlockHead):
                 before what the i-th proposing position predicts.
         """
         first, keys = self.config.first_proposing_position, self.keys()
-        state = self.first_state(hidden, tokens[:, 0], bound.embed, first)
+        state = self.first_state(hidden, tokens[:, 0], bound.embed)
         proposing = hidden[:, first : first + tokens.shape[1]]
         queries = []
         for depth in range(proposing.shape[1]):
@@ -188,17 +190,13 @@ class PathRunner(BlockRunner):
         if self._votes is not None and not self._votes.are_clear:
             self._measure(self._votes, hidden, anchors, tokens)
         self._begin(hidden, anchors)
-        logits = self._step(anchors[:, None], torch.zeros_like(anchors)[:, None], self._states)
-        return logits[:, 0]
+        return self._step(anchors[:, None], 0, self._states)[:, 0]
 
-    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        device, first = self._like.device, tree.nodes - new
-        parents, depths, _ = tree.structure()
-        above = parents[:, first:, None].to(device).expand(-1, -1, self._states.shape[2])
-        tokens = tree.input_tokens(device)[:, first:]
-        return self._step(tokens, depths[:, 1 + first :].to(device), self._states.gather(1, above))
+        tokens = tree.input_tokens(self._like.device)[:, tree.nodes - new :]
+        return self._step(tokens, tree.level, tree.of_parents(self._states))
 
     def _begin(self, hidden: torch.Tensor, anchors: torch.Tensor) -> None:
         """Compute what all paths of a block share."""
@@ -208,25 +206,21 @@ class PathRunner(BlockRunner):
         if self.max_candidates < self._base.shape[-1]:
             self._base, self._tokens = self._base.topk(self.max_candidates, dim=-1)
             self._keys = self._keys[self._tokens]  # [active, positions, candidates, rank]
-        self._begun = False
 
-    def _step(self, tokens: torch.Tensor, depths: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Logits after nodes of these tokens, depths and states of their parents, all `[active, nodes, …]`."""
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        places = depths.clamp(max=self._hidden.shape[1] - 1)  # a node that only fills up its row may be deeper
-        hidden = self._hidden[rows, places]
-        query, states = self._head.step(hidden, tokens, states, depths, self.bound.embed)
-        self._states = torch.cat([self._states, states], dim=1) if self._begun else states
-        self._begun = True
+    def _step(self, tokens: torch.Tensor, depth: int, states: torch.Tensor) -> torch.Tensor:
+        """Logits after nodes of one depth, of these tokens and states of their parents, both `[active, nodes, …]`."""
+        hidden = self._hidden[:, depth, None].expand(-1, tokens.shape[1], -1)
+        depths = torch.full_like(tokens, depth)
+        query, self._states = self._head.step(hidden, tokens, states, depths, self.bound.embed)
         confidence = self._head.confidence_logits(hidden, tokens)
         self.confidence = None if confidence is None else self._scatter(confidence)
-        logits = self._base[rows, places]
+        base = self._base[:, depth, None]
         if self._keys.dim() == 2:
-            logits = logits + query @ self._keys.T
+            logits = base + query @ self._keys.T
         else:
-            corrected = logits + (self._keys[rows, places] @ query[..., None])[..., 0]
-            logits = logits.new_full((*logits.shape[:2], self._config.draft_vocab_size), -torch.inf)
-            logits.scatter_(2, self._tokens[rows, places], corrected)
+            corrected = base + query @ self._keys[:, depth].transpose(1, 2)
+            logits = corrected.new_full((*tokens.shape, self._config.draft_vocab_size), -torch.inf)
+            logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
         return self._scatter(self.bound.to_target_vocabulary(logits))
 
     def _measure(

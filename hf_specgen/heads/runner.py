@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_specgen.call import Compile
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
@@ -23,7 +24,6 @@ from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache, padded_width
 from hf_specgen.targets.graphs import captured_functions
 from hf_specgen.targets.inputs import spread_rows
-from hf_specgen.tree import DraftTree
 
 T = TypeVar("T")
 MAX_CAPTURED = 64
@@ -58,6 +58,9 @@ class HeadRunner:
 
     def _positions(self, count: int, device: torch.device | None = None) -> torch.Tensor:
         """`[active, count]` the positions after those in the cache."""
+        if len(set(self.lengths)) == 1:
+            first = self.lengths[0]
+            return torch.arange(first, first + count, device=device).expand(len(self.lengths), -1)
         return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
 
     def _chunks(self, new: Sequence[int]) -> Iterator[list[slice]]:
@@ -89,7 +92,7 @@ class EagleRunner(HeadRunner):
         """`[batch, vocab]` logits of the first draft token; arguments as for `extend`."""
         return self.bound.target_logits(self.extend(features, next_tokens, needed).output)[:, 0]
 
-    def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:
+    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `extend`."""
         return self.bound.target_logits(self.expand(tree, new).output)
 
@@ -105,7 +108,7 @@ class EagleRunner(HeadRunner):
         """
         if needed is not None and self._graphs is None:  # another number of rows would be captured anew
             kept = self._drop(needed)
-            if hasattr(self, "last"):
+            if hasattr(self, "last") and len(kept) < len(self.last.output):
                 self.last = HeadOutput(*(part[kept] for part in self.last))
         self.cache.set_lengths(self.lengths)
         rows, states = self._gather(next_tokens), [row.to(self._like) for row in self._gather(features)]
@@ -114,7 +117,7 @@ class EagleRunner(HeadRunner):
             hidden = head.combine(padded(states, parts))
             tokens = padded([torch.tensor(row, dtype=torch.long) for row in rows], parts)
             count = tokens.shape[1]
-            mask = causal_mask(self.lengths, count)
+            mask = masks.chain_mask(self.lengths, count, self._like.device)
             output = self._run(HeadInputs(self.bound.embed(tokens), hidden, self._positions(count), mask))
             self._commit([part.stop - part.start for part in parts])
         self._keep_last(output, [part.stop - part.start for part in parts])
@@ -144,6 +147,9 @@ class EagleRunner(HeadRunner):
 
     def _keep_last(self, output: HeadOutput, new: Sequence[int]) -> None:
         """Keep the output at the last of `new[b]` positions of row b of a pass; of a row without any, what was kept."""
+        if 0 < new[0] == max(new) == min(new):
+            self.last = HeadOutput(*(part[:, new[0] - 1 : new[0]] for part in output))
+            return
         ends = torch.tensor(new, device=self._like.device) - 1
         rows = torch.arange(len(new), device=self._like.device)
         last = [part[rows, ends.clamp(min=0)][:, None] for part in output]
@@ -152,18 +158,17 @@ class EagleRunner(HeadRunner):
             last = [torch.where(is_new, now, before) for now, before in zip(last, self.last, strict=True)]
         self.last = HeadOutput(*last)
 
-    def expand(self, tree: DraftTree, new: int) -> HeadOutput:
+    def expand(self, tree: GrownTree, new: int) -> HeadOutput:
         """The output `[batch, new, hidden]` at the last `new` nodes of a tree with all nodes since `extend`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        first, (parents, depths, ancestors) = tree.nodes - new, tree.structure()
+        first, (depths, ancestors) = tree.nodes - new, tree.structure()
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
         layout = masks.StepLayout(roots, depths, ancestors, None, max(self.lengths) + tree.nodes)
         embeddings = self.bound.embed(tree.input_tokens(depths.device)[:, first:])
-        index = parents[:, first:, None].expand(-1, -1, self._hidden.shape[2])
-        hidden = self._hidden.gather(1, index.to(self._hidden.device))
+        hidden = tree.of_parents(self._hidden)
         positions, mask = depths[:, 1 + first :] + layout.starts, masks.full_mask(layout)[:, :, 1 + first :]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
-        self._hidden = torch.cat([self._hidden, output.hidden], dim=1)
+        self._hidden = output.hidden
         return HeadOutput(*map(self._scatter, output))
 
 
@@ -246,7 +251,7 @@ class BlockRunner(ParallelRunner):
         """`[active, size, hidden]` outputs at the positions of a block after the new accepted ones."""
         head: Any = self.bound.head
         device = self._like.device
-        states = pad_sequence(features, batch_first=True)
+        states = padded(features, [slice(None)] * len(features))
         head.extend(states, self._positions(states.shape[1], device), self.cache)
         self._commit([len(row) for row in features])
         blocks = torch.full((len(features), size), self._config.mask_token_id, device=device)
@@ -258,6 +263,8 @@ class BlockRunner(ParallelRunner):
 
 def padded(rows: Sequence[torch.Tensor], parts: Sequence[slice]) -> torch.Tensor:
     """`[rows, longest, …]` a part of each row, with zeros on the right."""
+    if len(rows) == 1:
+        return rows[0][parts[0]][None]
     return pad_sequence([row[part] for row, part in zip(rows, parts, strict=True)], batch_first=True)
 
 

@@ -68,12 +68,18 @@ class HiddenStateTarget(Target):
         self._returned_states = outputs.states
         return outputs
 
+    def process_joined(self, joined: Target, row: int, tokens: int) -> None:
+        super().process_joined(joined, row, tokens)
+        assert isinstance(joined, HiddenStateTarget)
+        self.pass_states = self._step_states = joined.pass_states[row : row + 1, :tokens]
+
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         super().commit(paths)
-        rows = [row for row, path in enumerate(paths) if path is not None]
-        ends = [1 + path[-1] if path else 0 for path in paths if path is not None]
-        self.states[rows] = self._step_states[rows, ends]
         self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
+        if len(paths) == 1 and self._kept[0]:  # without a tensor of indices
+            self.states = self._step_states[:, self._kept[0][-1]]
+        elif rows := [row for row, kept in enumerate(self._kept) if kept]:
+            self.states[rows] = self._step_states[rows, [self._kept[row][-1] for row in rows]]
 
     def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
         """`[batch, aux_layers * hidden]` the `states` of some layers: several strategies may read different ones."""
@@ -86,10 +92,12 @@ class HiddenStateTarget(Target):
         token and the accepted nodes.
         """
         prompt = self.pass_states[:, : self.pass_states.shape[1] - self._step_states.shape[1]]
-        return [
-            _columns(torch.cat([prompt[row], self._step_states[row, kept]]), self._indices, aux_layers)
-            for row, kept in enumerate(self._kept)
-        ]
+        states = []
+        for row, kept in enumerate(self._kept):
+            is_chain = not kept or kept[-1] == len(kept) - 1
+            new = self._step_states[row, : len(kept)] if is_chain else self._step_states[row, kept]
+            states.append(torch.cat([prompt[row], new]) if prompt.shape[1] else new)
+        return [_columns(rows, self._indices, aux_layers) for rows in states]
 
 
 @dataclass(frozen=True)

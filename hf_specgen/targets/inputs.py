@@ -15,8 +15,9 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.tree import DraftTree, GrownTree
+from hf_specgen.tree import DraftTree
 
 OWN_ARGUMENTS = {
     "input_ids",
@@ -45,12 +46,7 @@ def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def step_tokens(tree: DraftTree, pending: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, then its draft."""
-    if isinstance(pending, torch.Tensor) or isinstance(tree, GrownTree) or not tree.tokens.is_cpu:
-        first = torch.as_tensor(pending, device=device)
-        return torch.cat([first[:, None], tree.input_tokens(device)], dim=1)
-    # One transfer: the host reads these tokens anyway.
-    rows = zip(pending, tree.token_lists(), strict=True)
-    return torch.tensor([[token, *draft] for token, draft in rows], device=device)
+    return tree.step_tokens(pending.tolist() if isinstance(pending, torch.Tensor) else pending, device)
 
 
 class Prompt:
@@ -153,13 +149,13 @@ class RowLayout:
     ) -> torch.Tensor:
         """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
         bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        last, device = self._last_position, tree.tokens.device
+        last, device = self._last_position, tree.device
         is_within = max(bases) + tree.nodes <= last
         if tree.is_chain and len(bases) == 1 and is_within:
             return torch.arange(bases[0] + cached, bases[0] + 1 + tree.nodes, device=device)[None]
         depths = torch.arange(1 + tree.nodes, device=device)[None] if tree.is_chain else tree.structure().depths
         depths = depths[:, cached:]
-        first = bases[0] if len(bases) == 1 else torch.tensor(bases, device=depths.device)[:, None]
+        first = bases[0] if len(set(bases)) == 1 else torch.tensor(bases, device=depths.device)[:, None]
         if is_within:
             return depths + first
         # An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
@@ -208,6 +204,11 @@ class StepInputs:
         self.accompanies_text = bool(accompanying_inputs(model_kwargs))
         """Whether the prompt has inputs beside text."""
         self._extra: dict[str, Any] | None = None
+
+    @property
+    def has_one_axis(self) -> bool:
+        """Whether positions are numbers, and no vectors."""
+        return self._axes is None
 
     @property
     def divisible(self) -> bool:
@@ -282,6 +283,11 @@ class EncoderStepInputs(StepInputs):
         self._takes_positions = takes_positions(model)
         positions = _positions(input_ids, model_kwargs if self._takes_positions else {})
         super().__init__(model, input_ids, {**model_kwargs, "position_ids": positions})
+
+    @property
+    def has_one_axis(self) -> bool:
+        """Whether positions are numbers, and no vectors."""
+        return self._axes is None
 
     @property
     def divisible(self) -> bool:

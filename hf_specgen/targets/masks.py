@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.targets.model_parts import is_causal_kernel, layer_kinds, text_config
-from hf_specgen.tree import DraftTree
+from hf_specgen.tree import DraftTree, TreeStructure
 
 UNMASKED = ("conv", "linear_attention")
 """Types of layers without a mask: no generated token is padding."""
@@ -81,27 +82,6 @@ def chunked_mask(layout: StepLayout, chunk_size: int) -> torch.Tensor:
     return full_mask(layout) & same_chunk
 
 
-def chain_mask(
-    lengths: Sequence[int],
-    queries: int,
-    device: torch.device,
-    window: int | None = None,
-    visible: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The mask of drafts that are chains: query i sees the slots 0 to `length + i`; `[1, 1, …]` if rows are equal."""
-    keys = torch.arange(max(lengths) + queries, device=device)
-    if visible is None and len(set(lengths)) == 1:
-        last = keys[None, None, lengths[0] :, None]
-    else:
-        last = torch.tensor(lengths, device=device)[:, None, None, None] + keys[:queries, None]
-    mask = keys <= last
-    if window is not None:
-        mask &= keys > last - window
-    if visible is not None:
-        mask[..., : visible.shape[1]] &= visible[:, None, None]
-    return mask
-
-
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The mask as an additive bias for eager attention: 0 where True, the dtype's lowest number elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
@@ -132,6 +112,23 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     return key[:, None, None, :], query[:, None, :, None]
 
 
+@lru_cache(maxsize=16)
+def _chain(queries: int, device: torch.device) -> TreeStructure:
+    ancestors = torch.ones(1, queries, queries, dtype=torch.bool, device=device).tril()
+    return TreeStructure(torch.arange(queries, device=device)[None], ancestors)
+
+
+def _chains(batch: int, queries: int, device: torch.device) -> TreeStructure:
+    """The structure of chains, whatever their length; `TreeStructure.of_chains` keeps all lengths."""
+    return TreeStructure(*(part.expand(batch, *part.shape[1:]) for part in _chain(queries, device)))
+
+
+def chain_mask(lengths: Sequence[int], queries: int, device: torch.device) -> torch.Tensor:
+    """`full_mask` of chains: query i of a row sees its slots 0 to `length + i`."""
+    structure = _chains(len(lengths), queries, device)
+    return full_mask(StepLayout(lengths, *structure, None, max(lengths) + queries))
+
+
 class StepMasks:
     """Builds one mask per type of layer; if `required`, also where every query attends to every key."""
 
@@ -158,40 +155,30 @@ class StepMasks:
         have dropped the first `first_visible` slots.
         """
         # A row with fewer nodes is padded by a chain whose results are ignored.
-        chains = tree.is_chain
+        is_equal, queries = len(set(lengths)) == 1 and self._visible is None, 1 + tree.nodes
         if self.chains_only:
-            if not chains or self._visible is not None or len(set(lengths)) > 1:
+            if not tree.is_chain or not is_equal:
                 raise ValueError(
                     f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
                     "that are equally long, without padding; load the model with attn_implementation='sdpa'"
                 )
             return dict.fromkeys([*self._kinds, *UNMASKED]) if self._is_by_kind else None
-        if chains and "chunked_attention" not in self._kinds:
-            made = {kind: self._of_chains(kind, lengths, 1 + tree.nodes) for kind in self._kinds}
-        else:
-            _, depths, ancestors = tree.structure()
-            layout = StepLayout(
-                lengths=lengths,
-                depths=depths,
-                ancestors=ancestors,
-                visible=None if self._visible is None else self._visible.to(depths.device),
-                width=max(lengths) + 1 + tree.nodes,
-            )
-            made = {kind: self._of_tree(kind, layout).to(self._device) for kind in self._kinds}
-        ready = {
-            kind: self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)
-            for kind, mask in made.items()
-        }
-        return {**dict.fromkeys(UNMASKED), **ready} if self._is_by_kind else next(iter(ready.values()))
+        depths, ancestors = _chains(tree.batch, queries, self._device) if tree.is_chain else tree.structure()
+        visible = None if self._visible is None else self._visible.to(depths.device)
+        layout = StepLayout(lengths, depths, ancestors, visible, max(lengths) + queries)
+        made = {}
+        for kind in self._kinds:
+            is_seen = queries == 1 and is_equal and not self._is_needed(kind, lengths[0])
+            mask = None if is_seen else self._of_tree(kind, layout).to(self._device)
+            made[kind] = self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)
+        return {**dict.fromkeys(UNMASKED), **made} if self._is_by_kind else next(iter(made.values()))
 
-    def _of_chains(self, kind: str, lengths: tuple[int, ...], queries: int) -> torch.Tensor | None:
-        window = self._config.sliding_window if kind == "sliding_attention" else None
+    def _is_needed(self, kind: str, length: int) -> bool:
+        """Whether one query after so many slots needs a mask although it attends to all of them, or does not."""
         # Eager attention may add the mask without asking whether there is one; an indexer reads its numbers.
-        is_needed = self._required or self._additive or kind == "indexed_attention"
-        is_visible = queries == 1 and len(set(lengths)) == 1 and (window is None or lengths[0] < window)
-        if is_visible and self._visible is None and not is_needed:
-            return None
-        return chain_mask(lengths, queries, self._device, window, self._visible)
+        if self._required or self._additive or kind in ("indexed_attention", "chunked_attention"):
+            return True
+        return kind == "sliding_attention" and length >= self._config.sliding_window
 
     def _of_tree(self, kind: str, layout: StepLayout) -> torch.Tensor:
         if kind == "sliding_attention":

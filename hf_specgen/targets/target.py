@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache, padded_width
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache, RaggedLayer, padded_width
 from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, move_captured
 from hf_specgen.targets.inputs import EncoderStepInputs, Prompt, RowLayout, StepInputs, step_tokens, takes_positions
 from hf_specgen.targets.masks import StepMasks, fixed_mask
@@ -272,6 +273,34 @@ class Target:
     def capture_at_once(self) -> None:
         """Capture further shapes when they are used first, if the model has been captured in some other shape."""
         self._captures_at_once = self._graphs is not None and self._graphs.is_captured
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether the rows of several such targets can be processed in one pass, see `JoinedTargets`; after a prefill.
+
+        Not if there are inputs beside text, states that are processed again, or a kernel without masks.
+        """
+        plain = type(self._inputs) is StepInputs and not self._inputs.accompanies_text
+        if not plain or self.verifies_chains_only or self._graphs is not None or self.reuses_drafter_states:
+            return False
+        extra = self._inputs.extra(self._past_key_values, 1).values()
+        text_only = not any(isinstance(value, torch.Tensor) for value in extra) and self._inputs.has_one_axis
+        return text_only and all(type(layer) is RaggedLayer for layer in self.cache.layers)
+
+    def join(self, rows: Sequence[Target], cache: RaggedCache) -> Target:
+        """A target of these one-row targets, with a cache that holds what is in theirs; it counts as their prompts."""
+        joined = copy.copy(self)
+        joined.cache = joined._past_key_values = cache
+        joined._layout = RowLayout(len(rows), self.last_position)
+        offsets = [row._layout.offsets[0] for row in rows]
+        joined.first_positions = tuple(length + of for length, of in zip(cache.lengths, offsets, strict=True))
+        joined._layout.place_prompt(cache.lengths, joined.first_positions)
+        return joined
+
+    def process_joined(self, joined: Target, row: int, tokens: int) -> None:
+        """Record that a pass of a joined target has processed so many tokens of this one."""
+        self._starts, self._has_pending = self.cache.lengths, True
+        self.cache.set_lengths([length + tokens for length in self._starts])
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""

@@ -74,16 +74,13 @@ class VerificationSession(ABC):
         """Whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`)."""
         return False
 
-    def draft_weights(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], depths: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """Weight of each token as a draft token: the one most likely to be accepted has the largest.
 
         Args:
             scores: `[batch, positions, draft vocab]` the draft's scores after its processors, on any device.
-            steps: `[batch][positions]` which generated token each draft token is for; ignored for rows that take no
-                part.
-            depths: `[batch, positions]` the index in `steps` of each position; None if position ``i`` has index ``i``.
+            steps: `[batch][positions]` which generated token each draft token is for, or `[batch][1]` if all of a row
+                are for the same; ignored for rows that take no part.
 
         Returns:
             `[batch, positions, draft vocab]`, non-negative. By default the draft's own probabilities.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_specgen.call import Call
-from hf_specgen.tree import DraftTree, GrownTree
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.noise import NoiseBuffer
 from hf_specgen.verification.sampling import argmax, argmax_lists, exponential_race
@@ -51,23 +51,17 @@ class _CoupledSession(VerificationSession):
     ) -> list[list[int]]:
         if self.call.do_sample:
             return super().chosen_tokens(scores, steps, tree, nodes)
-        if isinstance(tree, GrownTree):
-            return tree.read_with(argmax(scores))
-        tokens: list[list[int]] = argmax_lists(scores)  # without a tensor in between
+        tokens: list[list[int]] = argmax_lists(scores) if scores.is_cpu else tree.read_with(argmax(scores))
         return tokens
 
-    def draft_weights(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], depths: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
-            return super().draft_weights(scores, steps, depths)
+            return super().draft_weights(scores, steps)
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device, self.call.seed)
         buffered = [[max(step, self._confirmed) for step in row] for row in steps]
         noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
-        if depths is not None:
-            noise = noise[torch.arange(len(noise), device=depths.device)[:, None], depths]
         vocab = min(scores.shape[-1], noise.shape[-1])
         return scores[..., :vocab].float().softmax(dim=-1) / noise[..., :vocab]
 

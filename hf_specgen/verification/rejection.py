@@ -61,11 +61,9 @@ class _RejectionSession(VerificationSession):
     def wants_q(self) -> bool:
         return self.call.do_sample
 
-    def draft_weights(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], depths: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """In descending order, a sample without replacement from `softmax(scores)`, independent of the target."""
-        return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps, depths)
+        return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
@@ -92,7 +90,8 @@ def _accept_path(p: torch.Tensor, q: torch.Tensor | None, tree: DraftTree) -> to
     """`[batch, slots]` choices that follow the path accepted in each row, and then the bonus token."""
     batch, slots, vocab = p.shape
     rows, structure = torch.arange(batch, device=p.device), tree.structure()
-    tokens, parents = draft_tokens(tree).to(p.device), structure.parents.to(p.device)
+    padded = [[*(parent + 1 for parent in row), *[0] * (tree.nodes - len(row))] for row in tree.parents]
+    tokens, parents = draft_tokens(tree).to(p.device), torch.tensor(padded, device=p.device)
     lengths = torch.tensor([len(row) for row in tree.parents], device=p.device)
     is_node = (torch.arange(slots - 1, device=p.device) < lengths[:, None]) & (tokens >= 0)
     weights, remaining = path_weights(p, q, tokens.clamp(min=0), parents, is_node)

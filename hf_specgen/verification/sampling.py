@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_specgen.tree import DraftTree, GrownTree, children
+from hf_specgen.tree import DraftTree, children
 
 INVALID = -1
 """Returned where no token can be sampled: the weights are NaN, as the softmax of NaN, inf or all -inf scores is."""
@@ -102,7 +102,7 @@ def child_table(tree: DraftTree, nodes: Sequence[Sequence[int]], device: torch.d
 
 def draft_tokens(tree: DraftTree) -> torch.Tensor:
     """`[batch, nodes]` the tokens of a draft; -1 for nodes that can never be accepted."""
-    return torch.tensor(tree.token_lists()) if isinstance(tree, GrownTree) and tree.keeps_all else tree.tokens
+    return torch.tensor(tree.token_lists()) if tree.keeps_all else tree.tokens
 
 
 def tokens_of(tree: DraftTree, table: torch.Tensor) -> torch.Tensor:

@@ -55,11 +55,9 @@ class _TypicalSession(VerificationSession):
         self._settings = settings
         self._drafts = DraftSampler() if call.do_sample else None
 
-    def draft_weights(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], depths: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """In descending order, a sample without replacement from `softmax(scores)`."""
-        return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps, depths)
+        return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]

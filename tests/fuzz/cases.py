@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 SCRIPTED = ("oracle", "oracle_tree", "random", "random_tree")
-WITHOUT_TRAINING = ("ngram", "ngram_tree", "history", "recycling", "combined_default", "auto", "native")
+WITHOUT_TRAINING = ("ngram", "ngram_tree", "history", "prediction", "recycling", "combined_default", "auto", "native")
 DRAFT_MODELS = ("draft", "draft_other", "draft_reencoded", "skip", "skip_adapter")
 MEDUSA = ("medusa", "medusa_auto")
 HEADS = ("eagle1", "eagle3", "dflash", "dspark", "dflash2", "domino", "peagle")
@@ -26,7 +26,7 @@ GROUPS = {
 }
 STRATEGIES = tuple(name for group in GROUPS.values() for name in group)
 COMBINED = (
-    *("ngram", "ngram_tree", "history", "recycling", "oracle", "random_tree"),
+    *("ngram", "ngram_tree", "history", "prediction", "recycling", "oracle", "random_tree"),
     *("draft", "draft_reencoded", "skip", *MEDUSA, *HEADS),
 )
 """What a combined strategy may have as members."""

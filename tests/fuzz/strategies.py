@@ -117,6 +117,8 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
         for row in known.ids.tolist():
             history.add(row)
         return NgramCandidates(**settings, history=history)
+    if name == "prediction":
+        return NgramCandidates(**settings, tree=tree, prediction=_edited(case, known))
     if name == "native":
         return PromptLookupCandidateGenerator(num_output_tokens=case.k, max_matching_ngram_size=2, max_length=512)
     if name == "recycling":
@@ -134,6 +136,15 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     heads = medusa_heads(model, known.ids, known.mask, reads_path=reads_path)
     heads_tree: Any = "auto" if name == "medusa_auto" else (MEDUSA_TREE if case.branches > 2 else case.k)
     return MedusaCandidates(heads, tree=heads_tree, policy=policy)
+
+
+def _edited(case: Case, known: Known) -> list[list[int]]:
+    """The expected outputs: what plain `generate` wrote, with tokens replaced, left out and inserted."""
+    random, rows = Random(case.seed), []
+    for answer in known.answers():
+        edited = (random.choices(([token], [], [token, 1], [2]), (16, 1, 1, 1))[0] for token in answer)
+        rows.append([token for part in edited for token in part])
+    return rows
 
 
 def _policy(case: Case) -> Policy | None:

@@ -40,6 +40,7 @@ FAMILIES = {
     "mtp_qwen": "mtp_recursive",
     "gemma4_assistant": "assistant",
     "medusa": "medusa",
+    "pard": "parallel_draft",
 }
 """How a format drafts, by the beginning of its name; the longest match counts."""
 

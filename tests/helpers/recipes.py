@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from tests.helpers.paths import REFERENCE_LM, ROOT
 from tests.helpers.processes import started
 
-FAST = ["--steps", "2", "--batch-size", "4", "--micro-batch-size", "2", "--max-length", "64", "--precision", "no"]
-FAST += ["--warmup-steps", "0"]
+FAST = ["--steps", "2", "--batch-size", "4", "--micro-batch-size", "2", "--max-length", "96", "--bf16", "false"]
+FAST += ["--warmup-steps", "0", "--logging-steps", "1", "--save-strategy", "no", "--disable-tqdm", "true"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,25 +28,52 @@ def fresh_accelerator():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with the embedded model's tokenizer, and a few conversations."""
+    """A tiny target with the embedded model's tokenizer; conversations of three turns, and of one with domains."""
     path = tmp_path_factory.mktemp("recipes")
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 8192}
-    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = LlamaConfig(num_hidden_layers=4, tie_word_embeddings=True, **sizes, **special)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path / "target")
-    AutoTokenizer.from_pretrained(REFERENCE_LM).save_pretrained(path / "target")
+    save_tiny(LlamaConfig(num_hidden_layers=4, tie_word_embeddings=True, **SIZES), path / "target")
     lines = (ROOT / "benchmarks" / "assets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines[::12]]
-    short = [{**row, "prompt": row["prompt"][:60], "response": row["response"][:60]} for row in rows]
-    (path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short), encoding="utf-8")
-    (path / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short[:2]), encoding="utf-8")
+    rows = [json.loads(line) for line in lines[::6]]
+    short = [{**row, "prompt": row["prompt"][:30], "response": row["response"][:40]} for row in rows]
+    write_rows(path / "data.jsonl", short[::2])
+    write_rows(path / "held-out.jsonl", short[:2])
+    turns = zip(short[::3], short[1::3], short[2::3], strict=False)
+    write_rows(
+        path / "messages.jsonl", [{"messages": [message for row in some for message in pair(row)]} for some in turns]
+    )
+    write_rows(path / "questions.jsonl", [{"messages": pair(row)[:1]} for row in short[:1]])
     return path
 
 
-def arguments(folder: Path, output: str, *more: str) -> list[str]:
-    data = ["--target", str(folder / "target"), "--data", str(folder / "data.jsonl"), "--output", str(folder / output)]
-    return [*data, *FAST, *more]
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 8192}
+SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def save_tiny(config: Any, folder: Path) -> None:
+    """Save a random model of this config with the embedded model's tokenizer."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(REFERENCE_LM).save_pretrained(folder)
+
+
+def pair(row: dict[str, Any]) -> list[dict[str, str]]:
+    """Question and answer of a row as messages."""
+    return [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a JSONL file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def arguments(folder: Path, output: str, *more: str, data: str = "data.jsonl") -> list[str]:
+    given = ["--target", str(folder / "target"), "--data", str(folder / data), "--output", str(folder / output)]
+    return [*given, *FAST, *more]
+
+
+def losses(folder: Path) -> list[float]:
+    """The logged losses of the last checkpoint in a folder, one for each step."""
+    last = max(folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: int(path.parent.name.split("-")[1]))
+    return [entry["loss"] for entry in json.loads(last.read_text())["log_history"] if "loss" in entry]
 
 
 def run_as_script(recipe: str, arguments: list[str]) -> None:
@@ -81,11 +108,3 @@ class LaunchedScript:
     def wait(self) -> None:
         self._process.join()
         self.returncode = self._process.exitcode
-
-
-def stop_at(step: int) -> Any:
-    def log(accelerator, progress, *others):
-        if progress.step == step:
-            raise KeyboardInterrupt
-
-    return log

@@ -116,7 +116,7 @@ def _with_head(name: str, strategy: Any, **shape: Any) -> Strategy:
 
 def _medusa(tree: Any, reads_path: bool = False) -> Strategy:
     def make_candidates(policy: Policy | None = None) -> MedusaCandidates:
-        return MedusaCandidates(medusa_heads(reads_path), tree, policy=policy or FixedDepth())
+        return MedusaCandidates(medusa_heads(reads_path), tree=tree, policy=policy or FixedDepth())
 
     return _on_llama(make_candidates)
 

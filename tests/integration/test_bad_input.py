@@ -51,8 +51,8 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: MedusaCandidates("there", tree=[[0], [-1]]), ValueError, "not a list of ranks"),
     (lambda: MedusaCandidates("there", tree=[[0], [1, 0]]), ValueError, "but not its beginning [1]"),
     (lambda: MedusaCandidates("there", tree="widest"), ValueError, 'must be "auto"'),
-    (lambda: MedusaCandidates("there", tree=0), ValueError, "at least 1 node"),
-    (lambda: MedusaCandidates("there", tree=True), ValueError, "at least 1 node"),
+    (lambda: MedusaCandidates("there", tree=0), ValueError, "a positive number of nodes"),
+    (lambda: MedusaCandidates("there", tree=True), ValueError, "a positive number of nodes"),
     (lambda: MedusaCandidates("there", tree=2.5), ValueError, "is a list of paths"),
     (lambda: MedusaCandidates("there", tree=[0, 1]), ValueError, "is a list of paths"),
     *(
@@ -300,11 +300,15 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
         lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head", k=2),
         "a vocabulary of 128, but this target has 99",
     ),
-    ("llama", lambda: MedusaCandidates(heads(num_heads=2), [[0], [0, 0], [0, 0, 0]]), "3 deep, but there are 2 heads"),
-    ("llama", lambda: MedusaCandidates(heads(num_heads=2), [[0], [99]]), "ends at 98"),
     (
         "llama",
-        lambda: MedusaCandidates(heads(reads_token=True, reads_path=True, own_outputs=True), [[0], [0, 0]]),
+        lambda: MedusaCandidates(heads(num_heads=2), tree=[[0], [0, 0], [0, 0, 0]]),
+        "3 deep, but there are 2 heads",
+    ),
+    ("llama", lambda: MedusaCandidates(heads(num_heads=2), tree=[[0], [99]]), "ends at 98"),
+    (
+        "llama",
+        lambda: MedusaCandidates(heads(reads_token=True, reads_path=True, own_outputs=True), tree=[[0], [0, 0]]),
         'use tree="auto" or a number of nodes',
     ),
 ]

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.cli.chat import Answer, Chat, ColouredStreamer, Conversation
+from hf_specgen.cli.chat import Chat, ColouredStreamer, Conversation
 
 EDIT = "Rename `x` to `total`: def add(x, y): return x + y"
 
@@ -94,23 +94,6 @@ def test_again_with_another_strategy_gives_the_same_answer(conversation: Convers
     answers = re.findall(r"^(def .*)$", output, flags=re.M)
     assert len(answers) == 3 and len(set(answers)) == 1
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
-
-
-@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_again_with_another_answer_in_half_precision_says_why(
-    conversation: Conversation, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, said: bool
-) -> None:
-    """Would catch: two different answers side by side, and no word of rounding."""
-    texts = iter(["one", "two"])
-
-    def answer(*_: Any) -> Answer:
-        conversation.messages.append({"role": "assistant", "content": next(texts)})
-        return Answer("", "plain", 1, 1.0, None)
-
-    monkeypatch.setattr(conversation, "answer", answer)
-    monkeypatch.setattr(type(conversation.model), "dtype", property(lambda _: dtype))
-    output = " ".join(dialogue(conversation, EDIT, "/again").split())
-    assert ("tokens are nearly tied in bfloat16" in output) == said
 
 
 def test_again_with_a_strategy_that_cannot_be_used_keeps_the_answer(conversation: Conversation) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, MedusaCandidates
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.runner import EagleRunner
-from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.eagle import Recording, predictable_pair, reread
 from tests.helpers.head_fixtures import Comparison, find_fixtures
@@ -58,7 +58,7 @@ def pair_of_each_kind(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 def test_eagle_beside_medusa_same_tokens(pair_of_each_kind: Any, sampling: str) -> None:
     """Would catch: heads that read different hidden states of one target, each given the states of both."""
     target, head = pair_of_each_kind
-    medusa = MedusaCandidates(random_heads(target), 6)
+    medusa = MedusaCandidates(random_heads(target), tree=6)
     candidates = CombinedCandidates([EagleCandidates(head, k=3), medusa], policy=FixedDepth(4))
     assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
 
@@ -155,7 +155,7 @@ def test_eagle_reader_drafts_the_chains_of_the_original(name: str) -> None:
         for _ in range(fixture.get(f"{fixture.prompts[0]}.round{number}.chain.tokens").shape[1]):
             for chain, token in zip(chains, scores.argmax(-1).tolist(), strict=True):
                 chain.append(token)
-            scores = bound.target_logits(runner.expand(DraftTree.chains(chains), 1).output)[:, 0]
+            scores = bound.target_logits(runner.expand(GrownTree(torch.tensor(chains)), 1).output)[:, 0]
         for prompt, chain in zip(fixture.prompts, chains, strict=True):
             assert chain == fixture.get(f"{prompt}.round{number}.chain.tokens").flatten().tolist()
 

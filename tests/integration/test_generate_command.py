@@ -53,7 +53,7 @@ def test_answers_are_those_of_plain_generation_in_the_order_of_the_source(source
     output = run(source, ours, *sampling)
     assert rows(ours) == rows(plain)
     assert [row["id"] for row in rows(ours)] == [0, 1, 2, 3, 4] and all("answer" in row for row in rows(ours))
-    assert "5 rows" in output and "3 calls" in output and "tokens per step" in output
+    assert "5 rows" in output and "tokens per step" in output
     assert not list(source.parent.glob("*.parts")) and not list(source.parent.glob("*.unfinished"))
 
 
@@ -65,9 +65,10 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
 
     def failing(*arguments: Any) -> Any:
         calls.append(len(arguments[2]))
-        if len(calls) == 2:
-            raise OSError("no power")
-        return answer(*arguments)
+        for number, completion in enumerate(answer(*arguments)):
+            if number == 2 and len(calls) == 1:
+                raise OSError("no power")
+            yield completion
 
     monkeypatch.setattr(command, "answer", failing)
     assert "no power" in run(source, resumed, "--temperature", "0.8", exit_code=2)
@@ -76,7 +77,7 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     part.write_text(part.read_text() + '[3, "cut o')
     assert "temperature was '0.8', is '0.0'" in run(source, resumed, exit_code=2)
     assert "2 answered already" in run(source, resumed, "--temperature", "0.8")
-    assert rows(resumed) == rows(complete) and calls[2:] == [2, 1]
+    assert rows(resumed) == rows(complete) and calls == [5, 3]
 
 
 def test_messages_and_other_columns_are_read(source: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.head_fixtures import Comparison, Fixture
 from tests.helpers.head_runs import run_autoregressive, run_block, run_parallel, run_path
 from tests.helpers.head_runs_native import run_assistant, run_medusa, run_mtp, run_mtp_recursive
+from tests.helpers.parallel_drafts import run_parallel_draft
 
 RUNS = {
     "autoregressive": run_autoregressive,
@@ -18,6 +19,7 @@ RUNS = {
     "mtp_recursive": run_mtp_recursive,
     "assistant": run_assistant,
     "medusa": run_medusa,
+    "parallel_draft": run_parallel_draft,
 }
 
 

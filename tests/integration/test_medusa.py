@@ -14,13 +14,14 @@ from transformers import TopKLogitsWarper
 from hf_specgen import Call, DraftSession, DraftTree, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.medusa import HydraSession, RankTree
 from hf_specgen.heads import MedusaHeads, load_medusa
-from hf_specgen.heads.medusa import CONFIDENCE_EDGES, MedusaConfig, confidence_bin
+from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaConfig
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.requirements import OUTPUT_STATE
-from medusa_acceptance import Counts, measure_acceptance, save_acceptance
+from losses import Drafts, Learnt
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import goodness_of_fit
 from tests.helpers.medusa import fitted_heads, hidden_states, random_heads
+from train_medusa import count_acceptance
 
 TREES: dict[str, Any] = {
     "auto": "auto",
@@ -40,10 +41,21 @@ def test_medusa_any_tree_same_tokens(tree: str, batch: int, sampling: str) -> No
     """Would catch: a hidden state of a wrong row or node, a tree with misplaced nodes."""
     model, inputs = tiny_model("llama"), prompts(batch)
     heads = fitted_heads(model, inputs, **SAMPLING[sampling])
-    candidates = MedusaCandidates(heads, TREES[tree], policy=FixedDepth())
+    candidates = MedusaCandidates(heads, tree=TREES[tree], policy=FixedDepth())
     statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=28, **SAMPLING[sampling])
     assert statistics.accepted > 0
     assert tree in ("auto", "chain") or statistics.accepted < statistics.drafted
+
+
+def test_medusa_k_alone_is_the_chain_of_that_length() -> None:
+    """Would catch: another meaning of k than that of every other strategy."""
+    model, inputs = tiny_model("llama"), prompts(1)
+    heads = fitted_heads(model, inputs)
+    runs = [
+        assert_same_tokens(model, inputs, MedusaCandidates(heads, policy=FixedDepth(), **how), max_new_tokens=20)
+        for how in ({"k": 2}, {"tree": [[0], [0, 0]]})
+    ]
+    assert runs[0].rows == runs[1].rows and max(step.depth for step in runs[0].rows[0]) == 2
 
 
 def test_medusa_token_zero_beside_a_short_leaf_same_tokens() -> None:
@@ -52,7 +64,7 @@ def test_medusa_token_zero_beside_a_short_leaf_same_tokens() -> None:
     weight = model.lm_head.weight.data
     weight[0] += 0.5 * weight.abs().max() * torch.sign(weight[0])
     assert_same_tokens(
-        model, inputs, MedusaCandidates(fitted_heads(model, inputs), [[1], [0], [0, 0]]), max_new_tokens=20
+        model, inputs, MedusaCandidates(fitted_heads(model, inputs), tree=[[1], [0], [0, 0]]), max_new_tokens=20
     )
 
 
@@ -65,7 +77,7 @@ def test_medusa_rejection_sampling_has_the_distribution_of_the_target() -> None:
     vocab, rows = 8, 500
     model = fresh_model("llama", vocab_size=vocab)
     model.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(5)).mul_(0.25)
-    candidates = MedusaCandidates(random_heads(model, own_outputs=True), [[0], [2], [3], [0, 1], [0, 2], [2, 0]])
+    candidates = MedusaCandidates(random_heads(model, own_outputs=True), tree=[[0], [2], [3], [0, 1], [0, 2], [2, 0]])
     prompt = torch.tensor([[3, 1, 7, 4]])
     texts = []
     for seed in range(16):
@@ -229,7 +241,7 @@ def test_hydra_logits_of_every_node_are_those_of_its_own_path(monkeypatch: pytes
         return scores
 
     monkeypatch.setattr(HydraSession, "next_scores", next_scores)
-    candidates = MedusaCandidates(hydra_heads(model, inputs), 10, policy=FixedDepth())
+    candidates = MedusaCandidates(hydra_heads(model, inputs), tree=10, policy=FixedDepth())
     assert_same_tokens(model, inputs, candidates, max_new_tokens=12)
     assert compared > 30
 
@@ -240,32 +252,25 @@ def test_heads_with_too_few_tokens_name_what_they_read() -> None:
         heads(torch.zeros(1, 8), torch.zeros(1, 1, 8))
 
 
-def test_acceptance_of_hydra_heads_is_not_measured_in_advance() -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match="learn their acceptance while they draft"):
-        measure_acceptance(model, random_heads(model, **HYDRA), [])
-
-
-def test_counts_stop_at_the_first_head_whose_tokens_are_all_wrong() -> None:
+def test_counted_acceptance_is_high_for_fitted_heads_and_read_by_the_next_call(tmp_path: Path) -> None:
     """Would catch: later heads counted where their tokens could not have been accepted."""
-    counts = Counts(heads=3)
-    counts.add([[5, 6], [7, 8], [9, 1]], [0.9, 0.3, 0.5], [6, 4, 9])
-    assert counts.seen.sum(dim=1).tolist() == [1, 1, 0]
-    assert counts.hits[0, confidence_bin(0.9), 1] == 1 and counts.hits[1].sum() == 0
-    table = counts.acceptance().table
-    assert len(table) == 3 and all(len(bins) == len(CONFIDENCE_EDGES) + 1 for bins in table)
-    assert all(list(ranks) == sorted(ranks, reverse=True) for bins in table for ranks in bins)
-
-
-def test_measured_acceptance_is_high_for_fitted_heads_and_read_by_the_next_call(tmp_path: Path) -> None:
     model, inputs = tiny_model("llama"), prompts(1)
     heads = fitted_heads(model, inputs)
-    counts = measure_acceptance(model, heads, [{**inputs, "max_new_tokens": 24}])
-    assert float(counts.hits[0, :, 0].sum() / counts.seen[0].sum()) > 0.9
-    random_counts = measure_acceptance(model, random_heads(model), [{**inputs, "max_new_tokens": 24}])
-    assert float(random_counts.by_rank()[0, 0]) < 0.5
-    assert random_counts.seen[0].sum() >= counts.seen[0].sum()  # the better the heads, the fewer the steps
-    save_acceptance(heads, counts)
+    ids = model.generate(**inputs, max_new_tokens=24)
+    hidden = model.model(ids).last_hidden_state[0, inputs["input_ids"].shape[1] - 1 : -1]
+    learnt = Learnt(hidden, ids[0, inputs["input_ids"].shape[1] :], torch.zeros(len(hidden), dtype=torch.long))
+    counted = {}
+    for name, some in (("fitted", heads), ("random", random_heads(model))):
+        hits = torch.zeros(some.config.num_heads, len(CONFIDENCE_EDGES) + 1, RANKS)
+        seen = torch.zeros(some.config.num_heads, len(CONFIDENCE_EDGES) + 1)
+        states = [some.head_state(head, hidden) for head in range(some.config.num_heads)]
+        outputs = list(some.lm_heads) if some.config.own_outputs else [model.lm_head] * len(states)
+        drafts = Drafts(states, [lambda state, _, matrix=output: matrix(state) for output in outputs])
+        count_acceptance(drafts, learnt, hits, seen)
+        counted[name] = hits[0, :, 0].sum() / seen[0].sum()
+        assert seen[0].sum() == len(hidden) - 1 and seen[1].sum() <= hits[0].sum()
+    assert counted["fitted"] > 0.9 and counted["random"] < 0.5
+    heads.config.acceptance = [[list(ranks) for ranks in bins] for bins in Acceptance.untuned(len(states)).table]
     heads.save_pretrained(tmp_path)
     assert load_medusa(tmp_path, model).config.acceptance == heads.config.acceptance
     ours = model.generate(**inputs, max_new_tokens=24, candidate_generator=MedusaCandidates(str(tmp_path), tree=8))

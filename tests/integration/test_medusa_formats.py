@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
-from custom_generate import write_custom_generate
+from cards import write_custom_generate
 from hf_specgen import MedusaCandidates
 from hf_specgen.heads import MedusaHeads, load_medusa
 from hf_specgen.heads.lora import load_lora, stacked_deltas
 from hf_specgen.heads.medusa import Acceptance, MedusaRunner, fingerprint, other_chat_template
 from hf_specgen.heads.medusa_formats import export_medusa
-from medusa_lora import new_lora, output_of
 from tests.helpers import VOCAB, assert_same_tokens, prompts, tiny_model
 from tests.helpers.medusa import random_heads
+from train_medusa import new_lora
 
 HYDRA = {"reads_token": True, "reads_path": True}
 
@@ -291,7 +291,7 @@ def test_medusa_runner_lora_deltas_agree_with_peft(tmp_path: Path) -> None:
     logits = MedusaRunner(heads, model, loaded).logits(hidden, tokens)
     states = heads(hidden)
     for head in range(3):
-        expected = output_of(lora, head)(states[:, head])
+        expected = lora.base_model.model.heads[head](states[:, head])
         assert not torch.allclose(expected, model.lm_head(states[:, head]), atol=1e-2)
         torch.testing.assert_close(logits[:, head], expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(before, model.lm_head.weight) and model.lm_head.weight.requires_grad

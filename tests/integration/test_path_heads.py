@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_specgen import DFlashCandidates, MTPCandidates
-from hf_specgen.candidates.tree_search import Growth
+from hf_specgen.candidates.growth import Growth
 from hf_specgen.heads import path_head
 from hf_specgen.heads import runner as runners
 from hf_specgen.heads.head_formats import load_head
@@ -33,19 +33,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def grow(first: torch.Tensor, logits_after: Any, widths: list[int]) -> list[tuple[list[int], torch.Tensor]]:
     """Every path of a tree of row 0 that grows by these widths, with the logits after it; all rows grow alike."""
-    growth, found = Growth([9] * len(first), 3), [([], first[0])]
+    growth, found = Growth([9] * len(first), 3, torch.zeros(len(first), 1)), [([], first[0])]
 
     def add(logits: torch.Tensor) -> None:
         best = logits.softmax(dim=-1).topk(3, dim=-1)
         growth.add(best.indices, best.values.log(), torch.zeros_like(best.values))
 
     add(first[:, None])
+    level: list[list[int]] = [[]]
     for width in widths:
         tree = growth.expand(width)
         logits = logits_after(tree, width)
         add(logits)
-        host = DraftTree(tree.tokens[:1], (tuple((tree.structure().parents[0] - 1).tolist()),))
-        found += [(host.path(0, tree.nodes - width + place), logits[0, place]) for place in range(width)]
+        above, tokens = tree.above[0].tolist(), tree.tokens[0, -width:].tolist()
+        level = [[*level[parent], token] for parent, token in zip(above, tokens, strict=True)]
+        found += zip(level, logits[0], strict=True)
     return found
 
 

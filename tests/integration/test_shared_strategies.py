@@ -84,7 +84,7 @@ def test_ngram_adaptive_depth_of_different_k_on_one_model_same_tokens(order: tup
 def test_medusa_on_a_second_model_uses_its_own_heads() -> None:
     """Would catch: heads that stay attached to the first model."""
     first, second = tiny_model("llama", num_hidden_layers=3), other_model()
-    candidates = MedusaCandidates(fitted_heads(second, prompts(1)), 6, policy=FixedDepth())
+    candidates = MedusaCandidates(fitted_heads(second, prompts(1)), tree=6, policy=FixedDepth())
     accepted_steps(candidates, first)
-    fresh = MedusaCandidates(fitted_heads(second, prompts(1)), 6, policy=FixedDepth())
+    fresh = MedusaCandidates(fitted_heads(second, prompts(1)), tree=6, policy=FixedDepth())
     assert accepted_steps(candidates, second) == accepted_steps(fresh, second)

@@ -93,9 +93,10 @@ def test_measuring_leaves_the_call_unchanged(kind: str, batch: int) -> None:
     assert ids.equal(expected) and calibrate._measured[model], "nothing was measured"
 
 
-def draft_record(seconds: float, passes: tuple[int, ...] = (1, 4)) -> StepRecord:
-    """A step with a draft of known time."""
-    return StepRecord([4], [RowStep(4, 2, 1, 2)], 5, {"draft": seconds, "forward": 1.0}, passes)
+def draft_record(seconds: float, load: float = 1.0, passes: tuple[int, ...] = (1, 4)) -> StepRecord:
+    """A step with a draft of known time, on a machine that other processes slow down; the target's pass takes 2 s."""
+    times = {"draft": load * seconds, "forward": load * 2.0}
+    return StepRecord([4], [RowStep(3, 2, 1, 2)], 4, times, passes)
 
 
 def test_drafter_timer_takes_the_median_without_the_first_draft() -> None:
@@ -103,7 +104,8 @@ def test_drafter_timer_takes_the_median_without_the_first_draft() -> None:
     call = depth_call(model=Model(), negligible_cost=False)
     timer = calibrate.DrafterTimer(call, curve)
     assert timer.fraction == 0.3
-    known = [timer.observe(draft_record(3.0 * fraction)) for fraction in (9.0, 0.2, 0.3, 0.9, 0.3, 0.5)]
+    fractions = (9.0, 0.2, 0.3, 0.9, 0.3, 0.5)
+    known = [timer.observe(draft_record(3.0 * value, load)) for load, value in enumerate(fractions, start=1)]
     assert known == [False, False, False, False, True, False]
     assert timer.fraction == pytest.approx(0.3)
     assert timer.latency().draft((1, 4)) == pytest.approx(0.9)

@@ -115,7 +115,7 @@ def outputs(head: Any) -> list[torch.Tensor]:
         hidden, output = head(embeddings[:, :4], 6 + positions[:, :4], cache)
         if isinstance(head, PathHead):
             tokens, embed = torch.tensor([7]), torch.nn.Embedding.from_pretrained(embeddings[0].repeat(8, 1))
-            state = head.first_state(output, tokens, embed, config.first_proposing_position)
+            state = head.first_state(output, tokens, embed)
             vocabulary = (
                 head.step(output[:, 1], tokens, state, torch.tensor([config.depth]), embed).query @ head.keys().T
             )

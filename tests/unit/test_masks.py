@@ -1,15 +1,17 @@
 """Masks as 0/1 matrices for small cases, and against the slow reference for random ones."""
 
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from hf_specgen import DraftTree, compat
-from hf_specgen.targets.masks import StepLayout, StepMasks, additive, chain_mask, chunked_mask, full_mask, sliding_mask
+from hf_specgen.targets.masks import StepLayout, StepMasks, additive, chunked_mask, full_mask, sliding_mask
 from tests.helpers import reference, tiny_model
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
@@ -112,46 +114,27 @@ def test_eager_attention_gets_a_mask_in_plain_steps_too() -> None:
         assert made[kind].shape[:2] == (2, 1)
 
 
-# Masks of chain drafts are the masks that loops draw
+CHAINS = {"equal": ([7, 7], 0), "different": ([9, 2, 40], 0), "padded": ([6, 6], 2), "one": ([1], 0)}
 
 
-CPU = torch.device("cpu")
-
-
-def drawn(
-    lengths: list[int], queries: int, window: int | None = None, visible: list[list[bool]] | None = None
-) -> list[list[list[int]]]:
-    """The masks of all rows, by the slow reference."""
+@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("rows", CHAINS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_masks_of_chains_equal_the_reference(window: int | None, rows: str, queries: int) -> None:
+    """Would catch: one token too many or too few; no mask for a row with padding, or behind a window."""
+    lengths, padding = CHAINS[rows]
+    model = SimpleNamespace(config=LlamaConfig(sliding_window=window), dtype=torch.float32)
+    model.config._attn_implementation = "sdpa"
+    model.get_input_embeddings = lambda: torch.nn.Embedding(2, 2)
+    visible = None if not padding else torch.tensor([[slot >= padding for slot in range(6)], [True] * 6])
+    made = StepMasks(cast(Any, model), visible).of_step(
+        DraftTree.chains([[0] * (queries - 1)] * len(lengths)), tuple(lengths), 0, 0
+    )
     chain, width = tuple(range(-1, queries - 2)), max(lengths) + queries
-    rows = enumerate(lengths)
-    return [reference.row_mask(length, chain, width, visible and visible[row], window) for row, length in rows]
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 8])
-@pytest.mark.parametrize("queries", [1, 2, 5, 20])
-@pytest.mark.parametrize("lengths", [[0], [1], [40], [7, 7], [9, 2, 40]])
-def test_chain_mask_equals_the_loops(lengths: list[int], queries: int, window: int | None) -> None:
-    """Would catch: one token too many or too few."""
-    mask = chain_mask(lengths, queries, CPU, window)
-    expected = drawn(lengths, queries, window)
-    assert mask.expand(len(lengths), -1, -1, -1)[:, 0].int().tolist() == expected
-
-
-@st.composite
-def any_call(draw: st.DrawFn) -> dict[str, Any]:
-    batch = draw(st.integers(1, 3))
-    lengths = draw(st.lists(st.integers(1, 50), min_size=batch, max_size=batch))
-    prompt = draw(st.integers(1, min(lengths)))
-    paddings = [draw(st.integers(0, prompt - 1)) for _ in range(batch)]
-    visible = [[slot >= padding for slot in range(prompt)] for padding in paddings]
-    return {"lengths": lengths, "queries": draw(st.integers(1, 40)), "visible": draw(st.sampled_from([None, visible]))}
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(any_call(), st.sampled_from([None, 1, 4, 30]))
-def test_chain_mask_with_padding_equals_the_loops(call: dict[str, Any], window: int | None) -> None:
-    """Would catch: padding that is seen, or hidden in another row."""
-    visible = None if call["visible"] is None else torch.tensor(call["visible"])
-    mask = chain_mask(call["lengths"], call["queries"], CPU, window, visible)
-    expected = drawn(**call, window=window)
-    assert mask.expand(len(expected), -1, -1, -1)[:, 0].int().tolist() == expected
+    expected = [
+        reference.row_mask(length, chain, width, None if visible is None else visible[row].tolist(), window)
+        for row, length in enumerate(lengths)
+    ]
+    if made is None:
+        made = torch.ones(1, 1, 1, width, dtype=torch.bool)
+    assert made.expand(len(lengths), -1, -1, -1)[:, 0].int().tolist() == expected

@@ -268,7 +268,7 @@ def test_get_candidates_of_texts_in_any_order_equals_that_of_a_new_object(steps:
 def test_get_candidates_of_a_tree_is_its_leftmost_chain() -> None:
     """Would catch: the nodes of a tree returned as if they were a chain."""
     text = [5, 6, 7, 5, 8, 9, 5]
-    assert ngram_draft(NgramCandidates(k=2, tree=4), text) == ([8, 6, 5, 9], (-1, -1, -1, 0))
+    assert ngram_draft(NgramCandidates(k=2, tree=4), text) == ([8, 6, 9, 7], (-1, -1, 0, 1))
     assert candidates_for(NgramCandidates(k=2, tree=4), text) == [8, 9]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.combined import merge_trees
-from hf_specgen.tree import DraftTree, ancestor_matrix, depths, merge_paths, validate_parents
+from hf_specgen.tree import DraftTree, depths, merge_paths, validate_parents
 from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
 from tests.helpers import reference
 
@@ -49,7 +49,7 @@ def test_leftmost_chain_of_a_tree_is_its_first_path() -> None:
     q = torch.rand(2, 4, 9)
     tree = DraftTree(torch.tensor([[5, 6, 7, 8], [1, 2, 3, 0]]), ((-1, -1, 0, 2), (-1, 0, -1)), q)
     first = tree.leftmost_chain()
-    assert first.tokens.tolist() == [[5, 7, 8], [1, 2, 1]] and first.parents == ((-1, 0, 1), (-1, 0))
+    assert first.tokens.tolist() == [[5, 7, 8], [1, 2, 0]] and first.parents == ((-1, 0, 1), (-1, 0))
     assert first.q is not None
     assert torch.equal(first.q[0], q[0, [0, 2, 3]]) and torch.equal(first.q[1, :2], q[1, :2])
 
@@ -106,9 +106,11 @@ def test_merge_paths_agrees_with_the_reference(paths: list[list[int]]) -> None:
 
 @thorough
 @given(some_parents)
-def test_depths_and_ancestor_matrix_agree_with_the_reference(parents: tuple[int, ...]) -> None:
-    assert list(depths(parents)) == [reference.depth(parents, node) for node in range(len(parents))]
-    assert ancestor_matrix(parents).int().tolist() == reference.ancestor_matrix(parents)
+def test_depths_and_structure_agree_with_the_reference(parents: tuple[int, ...]) -> None:
+    expected = [reference.depth(parents, node) for node in range(len(parents))]
+    structure = DraftTree.from_nodes([([1] * len(parents), parents)]).structure()
+    assert list(depths(parents)) == expected and structure.depths.tolist() == [[0, *expected]]
+    assert structure.ancestors[0].int().tolist() == reference.ancestor_matrix(parents)
 
 
 @thorough

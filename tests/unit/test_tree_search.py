@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
+from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.head_sessions import best_combinations
-from hf_specgen.candidates.tree_search import LEVELS_PER_READ, Growth, TreeSize, draft_rows, structure_of
+from hf_specgen.candidates.tree_search import LEVELS_PER_READ, TreeSize, draft_rows
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.tree import DraftTree, GrownTree
+from hf_specgen.grown_tree import GrownTree
+from hf_specgen.tree import DraftTree
 from tests.helpers.calls import make_call, make_state
 
 probabilities = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3)
@@ -55,6 +57,7 @@ class ReferenceGrowth:
     """Slow reference of `Growth` for one row: lists, one candidate after the other."""
 
     limit: int
+    depth: int = 0
     candidates: list[tuple[int, int, int, float]] = field(default_factory=list)
     """Token, parent candidate or -1, depth, path probability."""
     expanded: list[int] = field(default_factory=list)
@@ -62,6 +65,7 @@ class ReferenceGrowth:
 
     def add(self, tokens: list[list[int]], acceptance: list[list[float]]) -> None:
         """Add the children of the frontier; nothing below a candidate that cannot be expanded."""
+        self.depth += 1
         for parent, row, values in zip(self.frontier, tokens, acceptance, strict=True):
             depth, above = (0, float(self.limit > 0)) if parent < 0 else self.candidates[parent][2:]
             is_node = depth < self.limit
@@ -70,11 +74,11 @@ class ReferenceGrowth:
             ]
 
     def open(self) -> list[int]:
-        """Candidates that can be expanded, most probable first."""
+        """Candidates of the last level that can be expanded, most probable first."""
         found = [
             index
             for index, (_, _, depth, p) in enumerate(self.candidates)
-            if p > 0 and depth < self.limit and index not in self.expanded
+            if p > 0 and depth == self.depth < self.limit
         ]
         return sorted(found, key=lambda index: -self.candidates[index][3])
 
@@ -95,6 +99,10 @@ def acceptance_of(random: np.random.Generator, rows: int, nodes: int, children: 
     return torch.from_numpy(-np.sort(-drawn, axis=-1)).float().clamp(min=1e-3, max=0.999)
 
 
+def new_growth(depths: list[int], children: int) -> Growth:
+    return Growth(depths, children, torch.full((len(depths), 1), 3))
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 4), st.integers(1, 20), st.booleans())
 def test_growth_agrees_with_the_reference(seed: int, rows: int, width: int, size: int, expanded_first: bool) -> None:
@@ -102,7 +110,7 @@ def test_growth_agrees_with_the_reference(seed: int, rows: int, width: int, size
     random = np.random.default_rng(seed)
     limits = random.integers(0, 5, rows).tolist()
     limits[0] = 4
-    growth, references = Growth(limits, 4), [ReferenceGrowth(limit) for limit in limits]
+    growth, references = new_growth(limits, 4), [ReferenceGrowth(limit) for limit in limits]
     unique = iter(range(10**6))
     for level in range(4):
         nodes = width if level else 1
@@ -145,20 +153,9 @@ def _check_structure(tree: GrownTree) -> None:
         assert torch.equal(tree.structure().ancestors[row, block, block], host.ancestors[row, block, block])
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(-1, 1000), min_size=1, max_size=24))
-def test_structure_of_parents_agrees_with_the_host(values: list[int]) -> None:
-    parents = tuple(min(value, node - 1) for node, value in enumerate(values))
-    host = DraftTree(torch.zeros(1, len(parents), dtype=torch.long), (parents,)).structure()
-    depth = int(host.depths.max())
-    for bound in (depth, depth + 3):
-        ours = structure_of(torch.tensor([parents]) + 1, bound)
-        assert torch.equal(ours.depths, host.depths) and torch.equal(ours.ancestors, host.ancestors)
-
-
 def test_tokens_parents_probabilities_and_choices_are_read_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a host that waits for the device more than once in a step."""
-    growth = _grown(Growth([3], 3), TreeSize(4), [0.5, 0.3, 0.1])
+    growth = _grown(new_growth([3], 3), TreeSize(4), [0.5, 0.3, 0.1])
     tree, _ = growth.best(4)
     reads = []
     for name in ("tolist", "item", "numpy", "cpu"):
@@ -193,14 +190,11 @@ def curve(draft_token: float, slope: float) -> LatencyModel:
 
 
 @pytest.mark.parametrize(("slope", "draft_token"), [(0.002, 0.05), (0.05, 0.05), (0.2, 0.3)])
-@pytest.mark.parametrize("levels_per_read", [1, 4])
-def test_fastest_size_no_other_number_of_nodes_is_faster(
-    slope: float, draft_token: float, levels_per_read: int
-) -> None:
+def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_token: float) -> None:
     """Would catch: a tree sized without regard to what a node costs."""
     latency, passes = curve(draft_token, slope).at(1, 100), list[int]()
-    size = TreeSize(None, latency=latency, levels_per_read=levels_per_read)
-    growth = _grown(Growth([6], 4), size, [0.5, 0.2, 0.1, 0.05], passes)
+    size = TreeSize(None, latency=latency)
+    growth = _grown(new_growth([6], 4), size, [0.5, 0.2, 0.1, 0.05], passes)
     spent = latency.drafter.draft([1, *passes])
     joint = growth.read().sorted_probability(64)[0]
     rates = [(1 + joint[:n].sum()) / (latency.target.seconds_of(1.0 + n) + spent) for n in range(len(joint) + 1)]
@@ -227,7 +221,7 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     depths, widths = [], []
     for first in (0.97, 0.3):
         size = TreeSize(None, latency=curve(0.05, 0.002).at(1, 100))
-        growth = _grown(Growth([16], 4), size, [first, *[(1 - first) / 4] * 3])
+        growth = _grown(new_growth([16], 4), size, [first, *[(1 - first) / 4] * 3])
         tree, _ = growth.best(size.nodes(growth))
         depths.append(max(tree.depths(0)))
         widths.append(tree.nodes / depths[-1])
@@ -238,25 +232,25 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
 def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come() -> None:
     """Would catch: passes of the drafter that cannot change the tree."""
     passes: list[int] = []
-    _grown(Growth([64], 3), TreeSize(4), [0.3, 0.2, 0.1], passes)
+    _grown(new_growth([64], 3), TreeSize(4), [0.3, 0.2, 0.1], passes)
     assert len(passes) == LEVELS_PER_READ - 1
     passes.clear()
-    _grown(Growth([3], 3), TreeSize(40), [0.5, 0.3, 0.1], passes)
+    _grown(new_growth([3], 3), TreeSize(40), [0.5, 0.3, 0.1], passes)
     assert len(passes) == 2, "as deep as the draft may be"
-    chain = Growth([9], 1)
+    chain = new_growth([9], 1)
     assert TreeSize(None, children=1).nodes(chain) == 9
 
 
 def test_fastest_size_with_a_drafter_that_costs_nothing_stops() -> None:
     """Would catch: passes without end, since each promises a little more."""
     passes: list[int] = []
-    _grown(Growth([10_000], 8), TreeSize(None, latency=curve(0.0, 0.0).at(1, 100)), [0.12] * 8, passes)
+    _grown(new_growth([10_000], 8), TreeSize(None, latency=curve(0.0, 0.0).at(1, 100)), [0.12] * 8, passes)
     assert len(passes) <= 64
 
 
 def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
-    growth = _grown(Growth([3, 0, 1], 1), TreeSize(None, children=1), [0.5])
+    growth = _grown(new_growth([3, 0, 1], 1), TreeSize(None, children=1), [0.5])
     tree, source = growth.best(3)
     assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
     assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
@@ -265,7 +259,7 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
 
 def test_tree_without_nodes_can_be_read() -> None:
     for children in (1, 3):
-        tree, _ = _grown(Growth([2], children), TreeSize(4, children), [0.5] + [0.2] * (children - 1)).best(0)
+        tree, _ = _grown(new_growth([2], children), TreeSize(4, children), [0.5] + [0.2] * (children - 1)).best(0)
         assert tree.nodes == 0 and tree.parents == ((),) and tree.read_with(torch.tensor([[7]])) == [[7]]
 
 

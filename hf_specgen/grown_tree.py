@@ -1,0 +1,186 @@
+"""A draft tree that was grown by tensor functions, on the device of the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from hf_specgen.tree import DraftTree, Parents, TreeStructure, chain_parents
+
+NO_NODE = -1e30
+"""In place of the logarithm of the probability of a candidate that is no node."""
+
+
+class GrownTree(DraftTree):
+    """A draft tree on the drafter's device, which the host reads at once, and only when it has to.
+
+    Args:
+        tokens: `[batch, nodes]`.
+        structure: of the trees; None for chains.
+        values: `[batch, 4, 1 + nodes]` of each row's last token, then of each node: token, feature, number, and the
+            logarithm of the path probability, very low for padding at the end of a row. Feature and number are the
+            strategy's. None if all are nodes.
+        level: depth of the last nodes of a tree that grows, those of the drafter's next pass.
+        above: `[batch, new]` the parent of each of these, by its index among the nodes of the pass before; None for
+            chains.
+        drafting_rows, q: as for `DraftTree`.
+        keeps_all: whether nodes that can never be accepted are kept; the host reads their token as -1.
+    """
+
+    drafting_rows: int = 0
+    level: int
+    above: torch.Tensor | None
+    is_chain: bool
+    _structure: TreeStructure | None
+    _values: torch.Tensor | None
+    _host: _HostTree | None
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        structure: TreeStructure | None = None,
+        values: torch.Tensor | None = None,
+        *,
+        inputs: torch.Tensor | None = None,
+        level: int = 0,
+        above: torch.Tensor | None = None,
+        drafting_rows: int = 0,
+        q: torch.Tensor | None = None,
+        keeps_all: bool = False,
+    ):
+        vars(self).update(tokens=tokens, batch=tokens.shape[0], nodes=tokens.shape[1], is_chain=structure is None)
+        vars(self).update(q=q, level=level, above=above, drafting_rows=drafting_rows, keeps_all=keeps_all)
+        self._structure, self._values, self._inputs, self._host = structure, values, inputs, None
+
+    @property
+    def parents(self) -> tuple[Parents, ...]:
+        return self._read().parents
+
+    @property
+    def probability(self) -> tuple[tuple[float, ...], ...] | None:
+        return self._read().probability
+
+    @property
+    def node_values(self) -> list[Any]:
+        """For each row `[nodes, 2]` integers: feature and number of each node."""
+        return self._read().values
+
+    def structure(self) -> TreeStructure:
+        return self._structure or TreeStructure.of_chains(self.batch, self.nodes)
+
+    def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:
+        return super().step_tokens(pending, device) if self._inputs is None else self._inputs.to(device)
+
+    def token_lists(self) -> list[list[int]]:
+        return self._read().tokens
+
+    def read_with(self, chosen: torch.Tensor) -> list[list[int]]:
+        if self._host is None and chosen.device == self.tokens.device:
+            return self._read(chosen).chosen
+        return super().read_with(chosen)
+
+    def of_parents(self, values: torch.Tensor) -> torch.Tensor:
+        """`[batch, nodes of the pass before, …]` values to `[batch, new, …]`: that of the parent of each last node."""
+        if self.above is None:
+            return values
+        index = self.above.to(values.device).view(*self.above.shape, *[1] * (values.dim() - 2))
+        return values.gather(1, index.expand(*self.above.shape, *values.shape[2:]))
+
+    def depths(self, row: int) -> list[int]:
+        return list(range(1 + self.nodes)) if self.is_chain else super().depths(row)
+
+    def with_tokens(self, tokens: torch.Tensor) -> GrownTree:
+        """A tree that grows with other tokens."""
+        return self._with(tokens, self._structure, above=self.above)
+
+    def with_q(self, q: torch.Tensor) -> GrownTree:
+        """The same trees with the probabilities `[batch, nodes, vocab]` of their nodes."""
+        return self._with(self.tokens, self._structure, values=self._values, inputs=self._inputs, q=q)
+
+    def select(self, rows: Sequence[int]) -> GrownTree:
+        index = torch.tensor(list(rows), device=self.tokens.device)
+        structure = self._structure and TreeStructure(*(part[index] for part in self._structure))
+        parts = {"values": self._values, "inputs": self._inputs, "above": self.above, "q": self.q}
+        return self._with(
+            self.tokens[index], structure, **{name: part[index] for name, part in parts.items() if part is not None}
+        )
+
+    def padded(self, nodes: int) -> DraftTree:
+        more, structure, q, inputs = nodes - self.nodes, self._structure, self.q, self._inputs
+        if more <= 0:
+            return self
+        if structure is not None:
+            ancestors = pad(structure.ancestors, (0, more, 0, more))
+            ancestors[:, -more:, 0] = True  # a query that sees nothing would write NaN into the cache
+            structure = TreeStructure(pad(structure.depths, (0, more)), ancestors)
+        values = self._values
+        if values is None:
+            values = torch.zeros(self.batch, 4, 1 + self.nodes, device=self.tokens.device)
+            values[:, 0, 1:] = self.tokens
+        return self._with(
+            pad(self.tokens, (0, more)),
+            structure,
+            values=pad(values, (0, more), value=NO_NODE),
+            inputs=None if inputs is None else pad(inputs, (0, more)),
+            above=self.above,
+            q=None if q is None else pad(q, (0, 0, 0, more)),
+        )
+
+    def _with(self, tokens: torch.Tensor, structure: TreeStructure | None, **parts: torch.Tensor | None) -> GrownTree:
+        """A tree with other tensors."""
+        fixed: Any = {"level": self.level, "drafting_rows": self.drafting_rows, "keeps_all": self.keeps_all}
+        return GrownTree(tokens, structure, **fixed, **parts)  # type: ignore[arg-type]
+
+    def _read(self, chosen: torch.Tensor | None = None) -> _HostTree:
+        """Read the tree, and tokens chosen by the target, in one transfer; token ids below 2**24 are exact."""
+        if self._host is None:
+            parts = [self.tokens if self._values is None else self._values.flatten(1)]
+            parts += [] if self._structure is None else [self._structure.ancestors.flatten(1)]
+            parts += [] if chosen is None else [chosen]
+            packed = torch.cat(parts, dim=1).cpu().numpy()
+            arrays = np.split(packed, np.cumsum([part.shape[1] for part in parts[:-1]]), axis=1)
+            size = 1 + self.nodes
+            values = None if self._values is None else arrays[0].reshape(self.batch, 4, size)
+            ancestors = None if self._structure is None else arrays[1].reshape(self.batch, size, size)
+            tokens = arrays[0] if values is None else values[:, 0, 1:]
+            read = [] if chosen is None else arrays[-1].astype(int).tolist()
+            self._host = _HostTree.of(tokens, values, ancestors, read, self.keeps_all)
+        return self._host
+
+
+class _HostTree(NamedTuple):
+    """What the host has read of a `GrownTree`."""
+
+    tokens: list[list[int]]
+    parents: tuple[Parents, ...]
+    probability: tuple[tuple[float, ...], ...] | None
+    values: list[Any]
+    chosen: list[list[int]]
+
+    @classmethod
+    def of(cls, tokens: Any, values: Any, ancestors: Any, chosen: list[list[int]], keeps_all: bool) -> _HostTree:
+        """From `[batch, nodes]` tokens, and arrays of the shapes above; without values all are nodes."""
+        batch, nodes = tokens.shape
+        probability = np.ones((batch, nodes)) if values is None else np.exp(values[:, 3, 1:].astype(float))
+        is_node = probability > 0
+        counted = is_node | (is_node.any(axis=1, keepdims=True) & keeps_all)
+        sizes = counted.sum(axis=1).tolist()
+        if ancestors is None:
+            parents = tuple(chain_parents(size) for size in sizes)
+        else:  # the nearest ancestor of a node is the last one before it
+            before = np.tril(ancestors, -1) > 0
+            nearest = np.where(before, np.arange(1 + nodes), 0).max(axis=2)[:, 1:] - 1
+            parents = tuple(tuple(row[:size]) for row, size in zip(nearest.tolist(), sizes, strict=True))
+        rows = zip(probability.tolist(), sizes, strict=True)
+        shown = [] if values is None else values[:, 1:3, 1:].transpose(0, 2, 1)
+        return cls(
+            np.where(is_node, tokens, -1).astype(int).tolist(),
+            parents,
+            None if values is None else tuple(tuple(row[:size]) for row, size in rows),
+            [row[:size].astype(int) for row, size in zip(shown, sizes, strict=False)],
+            chosen,
+        )

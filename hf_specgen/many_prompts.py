@@ -1,0 +1,246 @@
+"""`generate_many`: answers any number of prompts, several at a time; a row that ends is replaced by the next prompt.
+
+Every prompt is a `generate` call of its own, with its own state, verification, criteria and drafter; so its tokens do
+not depend on the others. Only the forward pass of the target is common: each step processes the pending token and the
+draft of every row at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specgen import compat
+from hf_specgen.call import Call
+from hf_specgen.counters import Statistics
+from hf_specgen.decoding import DecodingLoop
+from hf_specgen.depth.common import CommonDepths
+from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation
+from hf_specgen.outputs import OutputCollector
+from hf_specgen.targets.joined import JoinedTargets
+from hf_specgen.verification import CoupledVerifier
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt of `generate_many`.
+
+    Args:
+        index: of the prompt.
+        tokens: the generated tokens.
+        output: what `generate` returns for this prompt alone: ids `[1, prompt + generated]`, or an output object.
+        statistics: of this prompt; its `passes` and `seconds` are those of its own passes, such as the prefill.
+    """
+
+    index: int
+    tokens: list[int]
+    output: Any
+    statistics: Statistics
+
+
+def generate_many(
+    model: Any,
+    prompts: Iterable[Any],
+    candidate_generator: Any = "auto",
+    *,
+    max_rows: int = 8,
+    ordered: bool = False,
+    seed: int | Sequence[int] | None = None,
+    streamer: Callable[[int], BaseStreamer] | None = None,
+    progress_bar: bool = False,
+    **arguments: Any,
+) -> Iterator[Completion]:
+    """Generate for any number of prompts, `max_rows` at a time; a row that ends is replaced by the next prompt.
+
+    The tokens are those of plain `generate` for each prompt alone. Rows that cannot be joined (recurrent states, images
+    beside the text, FlashAttention, layer skip) are answered one after the other.
+
+    Args:
+        model: the target.
+        prompts: token ids of each prompt, as lists or tensors `[length]` or `[1, length]`; read as rows become free.
+        candidate_generator: proposes draft tokens.
+        max_rows: prompts that are processed at a time.
+        ordered: yield in the order of the prompts; otherwise in the order of completion.
+        seed: when sampling, prompt ``i`` gets the tokens of `torch.manual_seed(seed + i)` and `generate`; or of a list
+            those of `seed[i]`. Drawn from torch's generator if left out.
+        streamer: makes the streamer of a prompt from its index.
+        progress_bar: show one.
+        arguments: further arguments of `generate`, and the settings `policy` and `memory`.
+
+    Yields:
+        a `Completion` for each prompt.
+
+    Raises:
+        ValueError: for `max_rows` below 1, several sequences per prompt, a verification mode other than "exact", and
+            what `generate(candidate_generator=…)` refuses.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM
+        >>> from hf_specgen import NgramCandidates, generate_many
+        >>> model = AutoModelForCausalLM.from_pretrained("benchmarks/assets/reference-lm")
+        >>> prompts = [[1, 5, 6], [1, 7, 8, 9], [1, 4]]
+        >>> answers = generate_many(model, prompts, NgramCandidates(), max_rows=2, max_new_tokens=4, do_sample=False)
+        >>> sorted(answer.index for answer in answers)
+        [0, 1, 2]
+    """
+    if not isinstance(max_rows, int) or max_rows < 1:
+        raise ValueError(f"max_rows must be at least 1, got {max_rows!r}")
+    given = {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}
+    settings = Settings.of(candidate_generator, **{**given, "compile": False})
+    if not isinstance(settings.verifier, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
+        raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
+    settings = replace(settings, candidates=settings.candidates.for_model(compat.unwrapped(model)))
+    seed = int(torch.randint(2**31, ())) if seed is None else seed
+    batch = _Batch(model, settings, seed, streamer, arguments)
+    completions = batch.run(iter(prompts), max_rows)
+    if ordered:
+        completions = _in_order(completions)
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    return iter(tqdm(completions, total=total, unit="prompt")) if progress_bar else completions
+
+
+def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
+    """The completions in the order of the prompts."""
+    waiting: dict[int, Completion] = {}
+    following = 0
+    for completion in completions:
+        waiting[completion.index] = completion
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1
+
+
+class _Batch:
+    """The rows of a `generate_many` call, and what they have in common."""
+
+    def __init__(
+        self,
+        model: Any,
+        settings: Settings,
+        seed: int | Sequence[int],
+        streamer: Callable[[int], BaseStreamer] | None,
+        arguments: dict[str, Any],
+    ):
+        self._model, self._settings, self._seed = model, settings, seed
+        self._streamer, self._arguments = streamer, arguments
+        self._rows: dict[int, _Row] = {}  # by their place in the batch
+        self._is_measured = False
+        self._joined = JoinedTargets()
+        self.statistics = Statistics([])
+
+    def run(self, prompts: Iterator[Any], max_rows: int) -> Iterator[Completion]:
+        """Answer all prompts."""
+        numbered = enumerate(prompts)
+        first = list(islice(numbered, max_rows))
+        depths = CommonDepths(self._settings.policy or self._settings.candidates.policy, len(first))
+        waiting, places = chain(first, numbered), list(range(max_rows))
+        try:
+            while True:
+                while places and (following := next(waiting, None)) is not None:
+                    yield from self._admit(*following, depths, places)
+                if not self._rows:
+                    return
+                self._step(depths)
+                for place in [place for place, row in self._rows.items() if row.loop.state.all_stopped]:
+                    row = self._rows.pop(place)
+                    places.insert(0, place)
+                    if row.loop.padding.is_visible:
+                        self._joined.release(row.loop.target)
+                    yield self._completed(row)
+        finally:
+            for row in self._rows.values():
+                row.stack.close()
+            self._settings.candidates.speculation = self.statistics
+
+    def _admit(self, index: int, prompt: Any, depths: CommonDepths, places: list[int]) -> Iterator[Completion]:
+        """Start a prompt and run its prefill; completes it if it ends there, or cannot be joined."""
+        ids = torch.as_tensor(prompt, device=compat.input_device(self._model))
+        ids = ids[None] if ids.dim() == 1 else ids
+        if ids.dim() != 2 or len(ids) != 1:
+            raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
+        seed = self._seed + index if isinstance(self._seed, int) else self._seed[index]
+        row = _Row(index, self._settings, depths, seed, self._streamer and self._streamer(index))
+        with self._decoding():
+            row.start(self._model, ids, self._arguments)
+        if row.loop.state.all_stopped:
+            yield self._completed(row)
+        elif row.loop.target.is_joinable:
+            self._rows[places.pop(0)] = row
+        else:
+            with row.stack, self._decoding():
+                row.loop.decode()
+                row.stack = row.stack.pop_all()
+            yield self._completed(row)
+
+    def _join(self, depths: CommonDepths) -> list[DecodingLoop]:
+        """The loops of the rows, whose targets are joined; the first time, the policy measures T(q) of all rows."""
+        loops = [self._rows[place].loop for place in sorted(self._rows)]
+        self._joined.set_rows([loop.target for loop in loops])
+        if not self._is_measured:
+            depths.prefilled([loop.state for loop in loops], self._joined.target)
+        self._is_measured = True
+        return loops
+
+    def _step(self, depths: CommonDepths) -> None:
+        """One step of all rows."""
+        with self._decoding():
+            loops = self._join(depths)
+            depths.begin([loop.state for loop in loops])
+            drafts = [loop.begin_step() for loop in loops]
+            with loops[0].timer.part("forward"):
+                logits = self._joined.forward([tree for tree, _ in drafts], [pending[0] for _, pending in drafts])
+            for loop, (tree, _), values in zip(loops, drafts, logits, strict=True):
+                loop.end_step(tree, values)
+            self.statistics.passes.append(depths.end(max(tree.nodes for tree, _ in drafts)))
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """The contexts in which `generate` runs forward passes."""
+        model = compat.unwrapped(self._model)
+        with torch.no_grad(), compat.without_compilation(model), compat.optimized_for_decoding(model):
+            yield
+
+    def _completed(self, row: _Row) -> Completion:
+        with row.stack, torch.no_grad():
+            output = row.loop.complete()
+            if row.streamer is not None:
+                row.streamer.end()
+        statistics = row.loop.statistics
+        self.statistics.rows += statistics.rows
+        self.statistics.lengths += statistics.lengths
+        return Completion(row.index, list(row.loop.state.generated[0]), output, statistics)
+
+
+class _Row(Speculation):
+    """A prompt: a `generate` call that is prepared as any other, and whose loop is run by a `_Batch`."""
+
+    loop: DecodingLoop
+
+    def __init__(self, index: int, settings: Settings, depths: CommonDepths, seed: int, streamer: BaseStreamer | None):
+        super().__init__(replace(settings, policy=depths), streamer)
+        self.index, self.seed, self.stack = index, seed, ExitStack()
+
+    def start(self, model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
+        """Prepare the call and run its prefill."""
+        with self.stack:
+            model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=self)
+            self.loop.prefill()
+            self.stack = self.stack.pop_all()
+
+    def decode(self, call: Call, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **parts: Any) -> torch.Tensor:
+        """Begin the call."""
+        if call.state.batch != 1:
+            raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
+        outputs = OutputCollector(call, parts["criteria"], self.streamer)
+        sessions = (parts["candidates"], parts["verifier"], parts["policy"], None)
+        self.loop = DecodingLoop(call, outputs, *sessions, self.stack)
+        self.loop.begin(input_ids, model_kwargs)
+        parts["on_start"](self.loop.statistics)
+        return input_ids

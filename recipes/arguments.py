@@ -1,0 +1,236 @@
+"""The arguments of a recipe: a dataclass on top of `TrainingArguments`, read from presets, YAML files and flags."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import HfArg
+
+Config = TypeVar("Config")
+PRESETS = Path(__file__).with_name("presets.yaml")
+
+
+def option(**settings: Any) -> Any:
+    """A field of an arguments dataclass with a default and a help text, typed like the option itself."""
+    return HfArg(**settings)
+
+
+class Options(dict[str, Any]):
+    """A mapping; on the command line it is written in YAML.
+
+    Example:
+        >>> Options("{r: 16, lora_alpha: 32}")
+        {'r': 16, 'lora_alpha': 32}
+    """
+
+    def __init__(self, values: str | Mapping[str, Any] | Iterable[tuple[str, Any]] = ()):
+        super().__init__(yaml.safe_load(values) if isinstance(values, str) else values)
+
+
+def machine_has_bf16() -> bool:
+    """Whether the accelerator, or the processor where there is none, computes in bfloat16."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+
+
+@dataclass(kw_only=True)
+class DataArguments:
+    """Where conversations come from and how they are written for the model."""
+
+    preset: str | None = option(default=None, help="defaults by size of the target: 0.5b, 8b or 70b (presets.yaml)")
+    data_config: str | None = option(default=None, help="configuration of a dataset of the Hub")
+    data_split: str = option(default="train", help="split of a dataset")
+    chat_template_kwargs: Options = option(
+        default_factory=Options, help="for the chat template, such as {enable_thinking: false}; kept with the result"
+    )
+
+
+@dataclass(kw_only=True)
+class Arguments(DataArguments, TrainingArguments):
+    """Arguments of every recipe that trains, beside those of Transformers' `TrainingArguments`.
+
+    Raises:
+        ValueError: if a number is out of range, or `batch_size` cannot be divided evenly.
+    """
+
+    target: str = option(help="Hub id or folder of the target")
+    data: str = option(help="conversations: a .jsonl, .json, .csv or .parquet file, a folder, or a dataset of the Hub")
+    output_dir: str = option(aliases=["--output"], help="folder for the result")
+    target_kwargs: Options = option(
+        default_factory=Options, help="for the target's from_pretrained, such as {device_map: auto}"
+    )
+    shard_target: bool = option(default=False, help="shard the frozen target's layers over all processes (FSDP2)")
+    features: str | None = option(default=None, help="folder to keep the target's hidden states in, computed once")
+    max_length: int = option(default=2048, help="tokens of a conversation; what is beyond is cut off")
+    packing: bool = option(default=False, help="fill each row of max_length tokens with several conversations")
+    streaming: bool = option(default=False, help="read the data as they are needed, without storing them")
+    batch_size: int | None = option(default=None, help="rows in a step, over all processes; sets the accumulation")
+    loss: Options = option(
+        default_factory=lambda: Options({"kl": 1.0}),
+        help="weights of the losses kl, ce, tv, lk, such as {ce: 0.1, tv: 0.9}",
+    )
+    evaluation: str | None = option(default=None, help="held-out prompts, in the same formats as data")
+    evaluation_per_domain: int = option(default=20, help="evaluated prompts of each value of the column domain")
+    evaluation_tokens: int = option(default=128, help="tokens of each answer in the evaluation")
+    generation: Options = option(
+        default_factory=lambda: Options({"default": {"do_sample": False}}),
+        help="arguments of generate in the evaluation, by domain; default: for others",
+    )
+    dry_run: bool = option(default=False, help="measure three steps, print memory, steps and time, and stop")
+    simulate: bool = option(default=False, help="print the accepted length on the held-out answers, without training")
+    resume: bool = option(default=False, help="continue from the last checkpoint in output_dir, if there is one")
+    overwrite: bool = option(default=False, help="replace an earlier result in output_dir")
+
+    # Other defaults than those of TrainingArguments.
+    max_steps: int = option(default=-1, aliases=["--steps"], help="optimizer steps; -1: num_train_epochs decides")
+    per_device_train_batch_size: int = option(
+        default=8, aliases=["--micro_batch_size", "--micro-batch-size"], help="rows in a pass of one process"
+    )
+    learning_rate: float = option(default=5e-4, help="maximum, after the warm-up")
+    lr_scheduler_type: str = option(default="cosine", help="schedule of the learning rate, as get_scheduler names it")
+    warmup_steps: float = option(default=0.04, help="steps of linear warm-up; below 1: fraction of all steps")
+    adam_beta2: float = option(default=0.95, help="of AdamW")
+    bf16: bool = option(default=machine_has_bf16(), help="compute in bfloat16; default: where the hardware has it")
+    use_cpu: bool = option(default=not torch.accelerator.is_available(), help="even if there is an accelerator")
+    save_steps: float = option(default=0.1, help="steps between checkpoints; below 1: fraction of all steps")
+    save_total_limit: int | None = option(default=2, help="checkpoints to keep")
+    eval_steps: float | None = option(default=0.1, help="steps between evaluations; below 1: fraction of all steps")
+    logging_steps: float = option(default=10, help="steps between logged losses")
+    report_to: list[str] = option(default_factory=list, help="trackers, such as tensorboard, wandb or trackio")
+    seed: int = option(default=0, help="of the order of the data and of new weights")
+    ddp_find_unused_parameters: bool | None = option(default=False, help="every trained parameter has a gradient")
+    remove_unused_columns: bool = option(default=False, help="columns of the data are chosen by the recipe")
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "per_device_train_batch_size", "evaluation_per_domain", "evaluation_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "seed"):
+            if not getattr(self, name) >= 0:  # NaN is refused too
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.max_steps == 0:
+            raise ValueError("max_steps must be at least 1, or -1 for num_train_epochs, got 0")
+        if not self.loss or not set(self.loss) <= {"kl", "ce", "tv", "lk", "confidence"}:
+            raise ValueError(f"loss must weigh some of kl, ce, tv and lk, got {dict(self.loss)}")
+        if self.push_to_hub and not self.hub_model_id:
+            raise ValueError("push_to_hub needs hub_model_id, the id of the repository, such as user/name")
+        if self.eval_strategy != "no" and self.evaluation is None:
+            raise ValueError(f"eval_strategy={self.eval_strategy} needs evaluation, a file of held-out prompts")
+        super().__post_init__()
+        if self.batch_size is not None:
+            rows = self.per_device_train_batch_size * self.world_size
+            self.gradient_accumulation_steps, rest = divmod(self.batch_size, rows)
+            if rest or not self.gradient_accumulation_steps:
+                raise ValueError(
+                    f"batch_size {self.batch_size} must be a multiple of per_device_train_batch_size "
+                    f"{self.per_device_train_batch_size} times the number of processes, {self.world_size}"
+                )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows in an optimizer step, over all processes."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    def own_values(self) -> dict[str, Any]:
+        """The values that decide the result, for the card and to recognise the run that is resumed."""
+        ours = {field.name for field in fields(type(self))} - {field.name for field in fields(TrainingArguments)}
+        shared = {"learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_steps", "num_train_epochs"}
+        shared |= {"seed", "optim", "bf16", "per_device_train_batch_size", "gradient_accumulation_steps"}
+        unrelated = {"resume", "overwrite", "dry_run", "simulate", "features", "shard_target", "preset"}
+        names = sorted((ours | shared) - unrelated)
+        return dict(json.loads(json.dumps({name: getattr(self, name) for name in names}, default=str)))
+
+
+def parse(config_class: type[Config], documentation: str | None, arguments: Sequence[str] | None = None) -> Config:
+    """The arguments of a recipe: `--preset NAME`, then `--config FILE`, then flags, each overriding those before.
+
+    Args:
+        config_class: a dataclass; its fields are the keys of the files and the flags.
+        documentation: shown by `--help`.
+        arguments: the command line; that of this process if None.
+
+    Raises:
+        SystemExit: with a message, for an unknown key or flag, an invalid value or a missing one.
+    """
+    parser = HfArgumentParser(
+        config_class,  # type: ignore[arg-type]
+        usage="%(prog)s [--preset NAME] [--config FILE] [--option value ...]; --help lists all options",
+        description=documentation,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file, such as those of recipes/configs")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    known = {flag.removeprefix("--") for flag in parser._option_string_actions}
+    try:
+        flags = [*_flags_of_files(given, known, config_class.__name__), *_expand_lists(given)]
+        found = parser.parse_args_into_dataclasses(flags, return_remaining_strings=True, look_for_args_file=False)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(str(error))
+    if found[-1]:
+        parser.error(f"unknown option {found[-1][0]}; --help lists all options")
+    return found[0]
+
+
+def _flags_of_files(arguments: Sequence[str], known: set[str], recipe: str) -> list[str]:
+    """The keys of preset and config file as command-line flags, so that all are read alike."""
+    finder = ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    finder.add_argument("--preset")
+    paths = finder.parse_known_args(arguments)[0]
+    found = preset(paths.preset, recipe) if paths.preset else {}
+    values = {name: value for name, value in found.items() if name in known}
+    if paths.config is not None:
+        configured = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
+        if not isinstance(configured, dict):
+            raise ValueError(f"{paths.config} must consist of `key: value` lines")
+        if unknown := [key for key in configured if key not in known]:
+            raise ValueError(f"{paths.config}: unknown key {unknown[0]!r}; --help lists all keys")
+        values |= configured
+    flags: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return flags
+
+
+def preset(name: str, recipe: str) -> dict[str, Any]:
+    """The defaults for a size of target, and those of one recipe for it.
+
+    Example:
+        >>> preset("8b", "EagleArguments")["max_length"]
+        4096
+    """
+    presets = yaml.safe_load(PRESETS.read_text(encoding="utf-8"))
+    if name not in presets:
+        raise ValueError(f"unknown preset {name!r}; there are {', '.join(presets)}")
+    return {**presets[name]["all"], **presets[name].get(recipe.removesuffix("Arguments").lower(), {})}
+
+
+def _expand_lists(arguments: Sequence[str]) -> list[str]:
+    """`--exit-layers '[2, 4]'` as `--exit-layers 2 4`."""
+    expanded: list[str] = []
+    for argument in arguments:
+        is_list = argument.startswith("[") and argument.endswith("]")
+        expanded += map(str, yaml.safe_load(argument)) if is_list else [argument]
+    return expanded
+
+
+def launch(main: Callable[[], Any]) -> None:
+    """Run the script; an expected error ends it with one sentence instead of a traceback."""
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")

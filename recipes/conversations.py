@@ -1,0 +1,304 @@
+"""Training data: conversations of any common format, written by the chat template, with every answer marked.
+
+| columns | content |
+|---|---|
+| `messages`, `conversations` | a list of {role, content} or {from, value}; optional: `system`, `tools` |
+| `prompt` and `response` (or `completion`) | texts, or lists of messages |
+| `text` | plain text, in which every token is predicted |
+
+A row may name its `domain`, and say with `finished: false` that its last answer was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import IterableDataset, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+Batch = dict[str, torch.Tensor]
+Messages = list[dict[str, Any]]
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".gz": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "function": "tool"}
+LISTS, ANSWERS = ("messages", "conversations", "conversation"), ("response", "completion")
+FORMATS = "`messages`, `conversations`, `prompt` and `response`, or `text`"
+IGNORED = -100
+"""Label of positions that predict no token of an answer."""
+
+
+def read_rows(source: str, split: str = "train", config: str | None = None, streaming: bool = False) -> Any:
+    """The rows of a local file or folder, or of a dataset of the Hub.
+
+    Raises:
+        FileNotFoundError: if `source` is the name of a file that does not exist.
+        ValueError: if it cannot be read, or has no rows.
+    """
+    builder = BUILDERS.get(Path(source).suffix)
+    if builder and not Path(source).exists():
+        raise FileNotFoundError(f"{source} does not exist; give a file, a folder or the id of a dataset of the Hub")
+    try:
+        if builder:
+            rows = load_dataset(builder, data_files=source, split=split, streaming=streaming)
+        elif (Path(source) / "dataset_info.json").exists():
+            rows = load_from_disk(source)
+        else:
+            rows = load_dataset(source, config, split=split, streaming=streaming)
+    except DatasetsError as error:
+        raise ValueError(f"{source} cannot be read: {error.__cause__ or error}") from None
+    if next(iter(rows), None) is None:
+        raise ValueError(f"{source} has no rows; training needs {FORMATS}")
+    return rows
+
+
+def rows_by_domain(rows: Any, per_domain: int) -> dict[str, list[Row]]:
+    """The first `per_domain` rows of each value of the column `domain`; of "all" without that column."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        members = found.setdefault(str(row.get("domain") or "all"), [])
+        if len(members) < per_domain:
+            members.append(row)
+    return found
+
+
+def messages_of(row: Row) -> Messages:
+    """The messages of a row; empty for plain text.
+
+    Raises:
+        ValueError: if the row has none of the known columns, or one with something else in it.
+
+    Example:
+        >>> messages_of({"conversations": [{"from": "human", "value": "Hi"}]})
+        [{'role': 'user', 'content': 'Hi'}]
+    """
+    given = next((row[name] for name in LISTS if row.get(name) is not None), None)
+    if given is None and row.get("prompt") is not None:
+        answer = next((row[name] for name in ANSWERS if row.get(name) is not None), None)
+        given = [*_as_messages(row["prompt"], "user"), *_as_messages(answer, "assistant")]
+    if given is None:
+        if row.get("text") is not None:
+            return []
+        raise ValueError(f"the data have the columns {', '.join(row) or 'none'}, but training needs {FORMATS}")
+    if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
+        raise ValueError(f"a conversation must be a list of {{role, content}}, got {given!r:.80}")
+    messages = [_message(message) for message in given]
+    if row.get("system") and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return messages
+
+
+def _as_messages(value: Any, role: str) -> Messages:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates expect it, without the empty fields that Arrow adds."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    role = fields.pop("role", None) or fields.pop("from", None)
+    if role is None:
+        raise ValueError(f"a message needs a role and its content, got {dict(message)!r:.80}")
+    if "value" in fields:
+        fields["content"] = fields.pop("value")
+    return {"role": ROLES.get(role, role), "content": "", **fields}
+
+
+def prompt_of(row: Row) -> Messages:
+    """The messages before the last answer; a plain text is its own prompt."""
+    messages = messages_of(row) or [{"role": "user", "content": row["text"]}]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages
+
+
+class ChatFormat:
+    """Writes conversations as the model reads them.
+
+    Args:
+        tokenizer: of the model. Without a chat template, contents are joined, and an EOS token ends each answer.
+        kwargs: for the chat template, such as `enable_thinking`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None):
+        self.tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
+
+    def prompt(self, messages: Messages, tools: Any = None) -> str:
+        """The input of the model up to the beginning of an answer."""
+        return self._render(messages, tools, True)
+
+    def ids(self, text: str, begins: bool) -> list[int]:
+        """Tokens; `begins`: of the beginning of a conversation, which templates mark by themselves."""
+        special = begins and not self.tokenizer.chat_template
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _render(self, messages: Messages, tools: Any, generation: bool) -> str:
+        if not self.tokenizer.chat_template:
+            end = str(self.tokenizer.eos_token or "")
+            return "".join(m["content"] + end * (m["role"] == "assistant") for m in messages)
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=generation, tokenize=False, **self._kwargs
+            )
+        )
+
+    def encode(self, row: Row, max_length: int) -> Iterator[Row]:
+        """Tokens and labels of a conversation: `labels[t]` is token t + 1 if it belongs to an answer.
+
+        Prompts and answers are tokenized separately, as when the model generates. Templates may write earlier answers
+        differently from the last one, for instance without their reasoning: such an answer gets a row of its own.
+        """
+        messages, ids, answered = messages_of(row), [], []
+        if not messages:
+            ids = self.ids(row["text"], True) + [self.tokenizer.eos_token_id] * bool(self.tokenizer.eos_token)
+            answered = [False] + [True] * (len(ids) - 1)
+        written = ""
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.prompt(messages[:place], row.get("tools"))
+            if ids and not before.startswith(written):
+                yield from _labelled(ids, answered, max_length)
+                ids, answered, written = [], [], ""
+            prompt = self.ids(before[len(written) :], not ids)
+            written, answer = self._answer(messages[: place + 1], row, before)
+            tokens = self.ids(answer, False)
+            end = self.tokenizer.eos_token_id
+            count = tokens.index(end) + 1 if end in tokens else len(tokens)
+            ids += prompt + tokens
+            answered += [False] * len(prompt) + [place_ < count for place_ in range(len(tokens))]
+        yield from _labelled(ids, answered, max_length)
+
+    def _answer(self, messages: Messages, row: Row, before: str) -> tuple[str, str]:
+        """The text up to the end of the last message, and the part of it that the model generates."""
+        content, is_last = messages[-1]["content"], len(messages) == len(messages_of(row))
+        if is_last and row.get("finished") is False:
+            return before + content, content
+        after = self._render(messages, row.get("tools"), False)
+        if after.startswith(before):
+            return after, after[len(before) :]
+        _text, found, end = after.rpartition(content)
+        if not content or not found:
+            raise ValueError("the chat template changes a prompt once it has an answer, so answers cannot be marked")
+        return after, content + end
+
+
+def _labelled(ids: list[int], answered: list[bool], max_length: int) -> Iterator[Row]:
+    """One encoded row, cut off at `max_length` and after the last answer; none if no answer is left."""
+    ids, answered = ids[:max_length], answered[:max_length]
+    if not any(answered[1:]):
+        return
+    length = len(answered) - answered[::-1].index(True)
+    following = zip(ids[1:length], answered[1:length], strict=True)
+    labels = [token if is_answer else IGNORED for token, is_answer in following]
+    yield {"input_ids": ids[:length], "labels": [*labels, IGNORED], "length": length}
+
+
+def encoded(rows: Any, chat: ChatFormat, max_length: int, packing: bool = False) -> Any:
+    """All conversations with an answer, encoded; `packing` fills rows of `max_length` tokens with several of them.
+
+    Raises:
+        ValueError: if no conversation has an answer within `max_length` tokens.
+    """
+
+    def encode(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        each = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        found = [new for row in each for new in chat.encode(row, max_length)]
+        return {name: [row[name] for row in found] for name in ("input_ids", "labels", "length")}
+
+    result = rows.map(encode, batched=True, remove_columns=list(next(iter(rows))))
+    if packing:
+        result = result.map(lambda columns: _packed(columns, max_length), batched=True)
+    if next(iter(result), None) is None:
+        raise ValueError(f"no conversation has an answer within max_length={max_length} tokens")
+    return result
+
+
+def _packed(columns: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
+    """Conversations, longest first, each in the first row that has room; positions begin again with each of them."""
+    packs: list[Row] = []
+    for place in sorted(range(len(columns["length"])), key=lambda place: -columns["length"][place]):
+        length = columns["length"][place]
+        pack = next((pack for pack in packs if pack["length"] + length <= max_length), None)
+        if pack is None:
+            packs.append(pack := {"input_ids": [], "labels": [], "length": 0, "position_ids": []})
+        pack["input_ids"] += columns["input_ids"][place]
+        pack["labels"] += columns["labels"][place]
+        pack["position_ids"] += range(length)
+        pack["length"] += length
+    return {name: [pack[name] for pack in packs] for name in ("input_ids", "labels", "length", "position_ids")}
+
+
+def collate(rows: Sequence[Row], pad_token_id: int = 0) -> Batch:
+    """A right-padded batch `[batch, length]`; packed rows have positions instead of an attention mask.
+
+    For 3 prompt tokens and the answer "a b", positions 2 and 3 have the labels a and b:
+
+        input_ids     p    p    p    a    b
+        labels     -100 -100    a    b -100
+    """
+
+    def padded(name: str, value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
+
+    batch = {"input_ids": padded("input_ids", pad_token_id), "labels": padded("labels", IGNORED)}
+    if "position_ids" in rows[0]:
+        batch["position_ids"] = padded("position_ids", 0)
+    else:
+        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+    if "features" in rows[0]:
+        batch["features"] = pad_sequence([row["features"] for row in rows], batch_first=True)
+        batch["hidden"] = torch.cat([row["hidden"] for row in rows])
+    return batch
+
+
+class StepSampler(Sampler[int]):
+    """Rows in an order in which those of a step have similar lengths, which saves padding.
+
+    The order depends only on seed and epoch, so that a resumed run goes on with it; and the rows of a step only on
+    their number, not on the number of processes or the size of micro-batches. Rows that fill no step are left out.
+    """
+
+    window = 32
+    """Number of steps that are sorted by length together."""
+
+    def __init__(self, lengths: Sequence[int], rows_per_step: int, seed: int):
+        self._lengths, self._rows_per_step, self._seed, self._epoch = torch.tensor(lengths), rows_per_step, seed, 0
+        self.steps = len(lengths) // rows_per_step
+
+    def set_epoch(self, epoch: int) -> None:
+        """Another order in each epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self.steps * self._rows_per_step
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order = torch.randperm(len(self._lengths), generator=generator)[: len(self)]
+        windows = order.split(self.window * self._rows_per_step)
+        order = torch.cat([window[self._lengths[window].argsort(stable=True)] for window in windows])
+        for step in order.view(self.steps, -1)[torch.randperm(self.steps, generator=generator)]:
+            yield from step.tolist()
+
+
+def check_row_count(rows: Any, rows_per_step: int) -> None:
+    """Raise a `ValueError` unless there are rows for at least one step."""
+    counted = isinstance(rows, IterableDataset)
+    count = sum(1 for _ in islice(rows, rows_per_step)) if counted else len(rows)
+    if count < rows_per_step:
+        raise ValueError(
+            f"the data have {count} rows to train on, fewer than the {rows_per_step} of one step; "
+            "give more rows or a smaller --batch-size"
+        )

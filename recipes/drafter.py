@@ -1,0 +1,192 @@
+"""What the recipes have in common as modules: a drafter as `Trainer` trains it, and the choice of positions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from conversations import IGNORED, Batch
+from losses import Drafts, Learnt, acceptance_counts, draft_loss
+from target import States, read_target
+
+
+class Drafter(nn.Module):
+    """A drafter as the module that `Trainer` trains; a recipe adds what is drafted and how it is saved.
+
+    The target is no part of it: it is neither trained, nor saved, nor wrapped for several processes.
+
+    Args:
+        args: of the recipe.
+        target: the frozen target.
+        rows: the encoded training data.
+    """
+
+    accepts_loss_kwargs = True  # `Trainer` passes `num_items_in_batch`
+    recipe: ClassVar[str]
+    """Name of the script."""
+    kind: ClassVar[str]
+    """What the drafter is, for the card."""
+    usage: str = 'AutoCandidates.from_pretrained("{name}")'
+    """The expression that makes a candidate generator from the folder, `{name}`."""
+    note, adapt = "The target itself is unchanged.", ""
+    """What else the card says, and further code before the drafter is used."""
+    library: str = "transformers"
+    saves_tokenizer: ClassVar[bool] = False
+    layers: Sequence[int] = ()
+    """Indices of the target's `hidden_states` that are read."""
+    copied: Sequence[int] = ()
+    """Layers of the target that the drafter starts from."""
+    decay: float = 1.0
+    """Weight of each depth's loss relative to the one before."""
+    depth: int = 4
+    """Draft tokens whose acceptance is counted in the evaluation."""
+    weight: float = 1.0
+    """Of the drafts' loss beside `further_loss`."""
+
+    def __init__(self, args: Any, target: PreTrainedModel, rows: Any):
+        super().__init__()
+        self.args, self.step = args, 0
+        self._targets = [target]  # in a list, so that it is no submodule
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The frozen target."""
+        return self._targets[0]
+
+    def replace_target(self, target: PreTrainedModel) -> None:
+        """Use another copy of the target, such as one without layers."""
+        self._targets[0] = target
+
+    @classmethod
+    def check(cls, args: Any, target: PreTrainedModel) -> None:
+        """Raise a `ValueError` for a target that this drafter cannot have; called before any data are read."""
+
+    @abstractmethod
+    def draft(self, batch: Batch, states: States) -> Drafts:
+        """What is drafted from a batch."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the result, with which `AutoCandidates.from_pretrained(folder)` drafts."""
+
+    def settings(self, with_tree: bool) -> dict[str, Any]:
+        """Settings of the candidate generator in the evaluation."""
+        return {"k": self.depth, "tree": 32 if with_tree else None}
+
+    def tune(self, answers: Callable[[], Any]) -> None:
+        """Measure what the saved drafter needs to know about itself, on the target's answers to held-out prompts."""
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute activations in the backward pass, in the models that are trained."""
+        models = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
+        trained = [model for model in models if model.supports_gradient_checkpointing]
+        if not trained:
+            raise ValueError("activation checkpointing is for whole models that are trained; a head has a few layers")
+        for model in trained[:1]:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Trained parameters, with learning rates of their own where they have them."""
+        return [{"params": [parameter for parameter in self.parameters() if parameter.requires_grad]}]
+
+    def states(self, batch: Batch) -> States:
+        """The target's states: those in the batch, or computed now."""
+        if "hidden" not in batch:
+            return read_target(self.target, batch, self.layers)
+        return States(batch["features"], batch["hidden"])
+
+    def further_loss(self, batch: Batch, states: States) -> torch.Tensor | float:
+        """A sum over positions that is added to the loss of the drafts."""
+        return 0.0
+
+    def forward(
+        self, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None, **inputs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The loss per predicted token; in evaluation mode also the counts of `acceptance_counts`."""
+        batch = {"labels": labels, **inputs}
+        states, predicts = self.states(batch), labels != IGNORED
+        drafts = self.draft(batch, states)
+        learnt = Learnt(states.hidden, labels[predicts], answer_numbers(batch))
+        loss = self.weight * draft_loss(self.target, drafts, learnt, self.args.loss, self.decay)
+        loss = loss + self.further_loss(batch, states)
+        count = predicts.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        result = {"loss": loss / count}
+        if not self.training:
+            rows = predicts.nonzero()[:, 0]
+            counts = acceptance_counts(self.target, drafts, learnt, rows, self.depth)
+            missing = len(labels) - len(counts)  # rows without predictions at the end
+            result["counts"] = torch.cat([counts, counts.new_zeros(missing, *counts.shape[1:])])
+        return result
+
+
+def answer_numbers(batch: Batch) -> torch.Tensor:
+    """`[positions]` number of the answer of each predicting position: a run of them in one conversation.
+
+    Example:
+        >>> answer_numbers({"labels": torch.tensor([[-100, 5, 6, -100, 7], [8, 9, -100, -100, -100]])})
+        tensor([1, 1, 2, 3, 3])
+    """
+    predicts = batch["labels"] != IGNORED
+    before = torch.cat([torch.zeros_like(predicts[:, :1]), predicts[:, :-1]], dim=1)
+    return (predicts & ~before).flatten().cumsum(0)[predicts.flatten()]
+
+
+class Anchors(NamedTuple):
+    """The positions to draft from.
+
+    Args:
+        places: `[batch, anchors]` positions in ascending order.
+        valid: `[batch, anchors]` which of them are no padding.
+        numbers: `[valid anchors]` their numbers among all predicting positions of the batch.
+    """
+
+    places: torch.Tensor
+    valid: torch.Tensor
+    numbers: torch.Tensor
+
+
+def choose_anchors(batch: Batch, most: int, step: int) -> Anchors:
+    """Random predicting positions of each row.
+
+    They depend on the row's tokens and the step alone: a run draws the same with any number of processes, and after it
+    was resumed.
+
+    Args:
+        batch: as from `collate`.
+        most: positions of a row at most.
+        step: of the training.
+    """
+    predicts = batch["labels"] != IGNORED
+    length = predicts.shape[1]
+    keys = (batch["labels"].clamp(min=0) * torch.arange(1, length + 1, device=predicts.device)).sum(dim=1).tolist()
+    seeds = [hash((step, key)) % 2**63 for key in keys]
+    noise = torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    order = (predicts * (1 + noise.to(predicts.device))).argsort(dim=1, descending=True)
+    chosen = order[:, : min(most, int(predicts.sum(dim=1).max()))]
+    places = torch.where(predicts.gather(1, chosen), chosen, length).sort(dim=1).values
+    valid = places < length
+    places = places.clamp(max=length - 1)
+    numbers = predicts.flatten().cumsum(0).view_as(predicts) - 1
+    return Anchors(places, valid, numbers.gather(1, places)[valid])
+
+
+def positions_of(batch: Batch) -> torch.Tensor:
+    """`[batch, length]` positions within each conversation."""
+    if "position_ids" in batch:
+        return batch["position_ids"]
+    count, length = batch["input_ids"].shape
+    return torch.arange(length, device=batch["input_ids"].device).expand(count, -1)
+
+
+def same_conversation(batch: Batch) -> torch.Tensor | None:
+    """`[batch, length, length]` which positions of packed rows are of one conversation; None without packing."""
+    if "position_ids" not in batch:
+        return None
+    numbers = (batch["position_ids"] == 0).cumsum(dim=1)
+    return numbers[:, :, None] == numbers[:, None]

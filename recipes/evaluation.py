@@ -1,0 +1,145 @@
+"""Measures a saved drafter on held-out prompts, by domain: real generations, with chains and with trees."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from huggingface_hub import EvalResult
+from transformers import PreTrainedModel
+
+from answers import answer_batch, batches_by_domain, generation_of
+from arguments import Arguments
+from conversations import ChatFormat, Row, prompt_of
+from hf_specgen import AutoCandidates, FixedDepth
+from hf_specgen.counters import Statistics
+
+Prompts = dict[str, list[Row]]
+TREE = 32
+"""Draft tokens of a tree."""
+
+
+@dataclass
+class Measured:
+    """What was counted in the generations of one domain: with chains, with trees; whether tokens are those of plain."""
+
+    chain: Statistics
+    tree: Statistics
+    identical: int = 0
+    prompts: int = 0
+
+
+def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, prompts: Prompts) -> Dataset:
+    """The target's own answers to the held-out prompts; kept beside its hidden states where these are."""
+    kept = Path(args.features) / "answers.json" if args.features else None
+    if kept and kept.exists():
+        return Dataset.from_list(json.loads(kept.read_text(encoding="utf-8")))
+    rows: list[Row] = []
+    with torch.random.fork_rng():
+        for seed, members in enumerate(batches_by_domain([row for some in prompts.values() for row in some], 32)):
+            rows += answer_batch(target, chat, members, args.generation, args.evaluation_tokens, seed)
+    if kept and PartialState().is_main_process:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(rows), encoding="utf-8")
+    return Dataset.from_list(rows)
+
+
+def measure(
+    args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, folder: Path, settings: Any
+) -> dict[str, Measured]:
+    """Generate answers with the drafter as it was saved, and count; the random state is left unchanged.
+
+    Args:
+        args: of the recipe.
+        target: the target.
+        chat: its chat format.
+        prompts: by domain.
+        folder: with the drafter.
+        settings: from whether trees are drafted to settings of the candidate generator.
+    """
+    state = PartialState()
+    if not state.is_main_process and not args.shard_target:  # a sharded target needs all processes in each pass
+        return {}
+    generators = [
+        AutoCandidates.from_pretrained(folder, policy=FixedDepth(), **settings(with_tree))
+        for with_tree in (False, True)
+    ]
+    results: dict[str, Measured] = {}
+    with torch.random.fork_rng():
+        for domain, rows in prompts.items():
+            result = results[domain] = Measured(Statistics([]), Statistics([]))
+            device = target.get_input_embeddings().weight.device
+            for seed, call in enumerate(generate_calls(args, chat, {domain: rows}, device)):
+                chain, tree, identical = _generate(target, call, seed, generators)
+                result.chain, result.tree = result.chain + chain, result.tree + tree
+                result.identical, result.prompts = result.identical + identical, result.prompts + 1
+    return results
+
+
+def generate_calls(args: Arguments, chat: ChatFormat, prompts: Prompts, device: Any) -> list[dict[str, Any]]:
+    """The arguments of `generate` for each prompt."""
+    calls = []
+    for row in (row for rows in prompts.values() for row in rows):
+        ids = torch.tensor([chat.ids(chat.prompt(prompt_of(row), row.get("tools")), True)], device=device)
+        call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": args.evaluation_tokens}
+        pad = {"pad_token_id": chat.tokenizer.pad_token_id or 0}
+        calls.append({**call, **pad, **generation_of(args.generation, row)})
+    return calls
+
+
+def _generate(target: Any, call: dict[str, Any], seed: int, generators: list[Any]) -> tuple[Any, Any, bool]:
+    """The statistics of one prompt with each generator, and whether all tokens are those of plain `generate`."""
+
+    def generated(**more: Any) -> Any:
+        torch.manual_seed(seed)
+        return target.generate(**call, **more)
+
+    plain = generated()
+    outputs = [generated(candidate_generator=one, return_dict_in_generate=True) for one in generators]
+    chain, tree = (output.speculation for output in outputs)
+    return chain, tree, all(torch.equal(plain, output.sequences) for output in outputs)
+
+
+def measured_section(prompts: str | None, results: dict[str, Measured]) -> str:
+    """The section of a model card: how it was measured, and a row per domain."""
+    if not results:
+        return "Nothing was measured, as the recipe was given no `evaluation` prompts."
+    lines = [
+        f"Generations for held-out prompts (`{prompts}`) with the decoding settings of each domain. *Tokens per step* "
+        f"include the target's own token; trees have up to {TREE} draft tokens. *Accepted* is how often the draft "
+        "token at each depth of a chain was accepted, of all chains.\n",
+        "| domain | tokens per step, chains | tokens per step, trees | accepted by depth | same tokens as without |",
+        "|---|---|---|---|---|",
+    ]
+    for domain, result in results.items():
+        drafts = max(1, result.chain.drafts)
+        accepted = ", ".join(f"{count / drafts:.0%}" for count in result.chain.accepted_per_position)
+        lines.append(
+            f"| {domain} | {result.chain.tokens_per_step:.2f} | {result.tree.tokens_per_step:.2f} | {accepted} | "
+            f"{result.identical} of {result.prompts} |"
+        )
+    return "\n".join(lines)
+
+
+def eval_results(prompts: str | None, results: dict[str, Measured]) -> list[EvalResult]:
+    """The same numbers for the metadata of a model card."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=str(prompts),
+            dataset_name=str(prompts),
+            dataset_config=domain,
+            metric_type=metric,
+            metric_value=round(value, 4),
+        )
+        for domain, result in results.items()
+        for metric, value in (
+            ("tokens per step, chains", result.chain.tokens_per_step),
+            ("tokens per step, trees", result.tree.tokens_per_step),
+        )
+    ]

@@ -1,0 +1,246 @@
+"""The loss of a drafter: the distance of each drafted distribution q from the target's distribution p.
+
+    positions j of one answer:                       0   1   2   3   4
+    target's distribution p_j of the next token:    p0  p1  p2  p3  p4
+    depth 0, drafted at position i, learns p_(i+1):     q0  q1  q2  q3
+    depth 1, drafted at position i, learns p_(i+2):         q0  q1  q2
+
+So depth d, drafted from what is known at the position that predicts token t+1, predicts token t+d+2; p is computed once
+for all depths. `[positions, vocab]` tensors exist for one depth and `CHUNK` positions at a time: their gradients are
+computed at once and accumulated over states and trained matrices, as in a fused linear cross-entropy.
+
+| name | loss | |
+|---|---|---|
+| kl | KL(p‖q) | bounds the rejection rate: TV <= sqrt(KL / 2) (arXiv 2211.17192, section 3) |
+| ce | -log q(token) | needs no p; for data that are the target's own answers |
+| tv | TV = sum_v abs(p - q) / 2 | the rejection rate itself |
+| lk | r KL + (1 - r) TV, r = exp(-3 (1 - TV)) | KL while q is far from p, then TV (arXiv 2602.23881) |
+
+Source: Cai et al., "Medusa" (2024), sections 2.2.1 (loss, 0.8^d) and 2.3.2 (self-distillation with KL).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, log_softmax, nll_loss
+from transformers import PreTrainedModel
+
+from hf_specgen.targets.model_parts import output_logits
+
+CHUNK = 1024
+"""Positions whose logits `[positions, vocab]` are in memory at once."""
+Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From states `[n, width]` and the positions `[n]` that they are drafted from to logits `[n, draft vocabulary]`."""
+
+
+@dataclass
+class Drafts:
+    """What a drafter drafts in one training pass.
+
+    Args:
+        states: for each depth `[sources, width]`.
+        logits: for each depth.
+        sources: `[sources]` the predicting positions from which is drafted, in ascending order; None: all.
+        first: how many positions after its source depth 0 predicts; 0: the same token as the target there.
+        trained: further trained tensors that `logits` reads.
+        drafted_ids: `[draft vocabulary]` the target's ids; p is then normalised over these. None: all.
+        confidence: for each depth from states and positions to `[n]` logits of being accepted; empty: none.
+    """
+
+    states: Sequence[torch.Tensor]
+    logits: Sequence[Logits]
+    sources: torch.Tensor | None = None
+    first: int = 1
+    trained: Sequence[torch.Tensor] = ()
+    drafted_ids: torch.Tensor | None = None
+    confidence: Sequence[Logits] = ()
+
+
+@dataclass
+class Learnt:
+    """The positions that the drafts of a batch learn from.
+
+    Args:
+        hidden: `[positions, hidden]` inputs of the target's output matrix at the predicting positions, row by row.
+        tokens: `[positions]` the tokens that these positions predict.
+        answers: `[positions]` number of the answer of each of them, ascending.
+    """
+
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    answers: torch.Tensor
+
+
+def later_pairs(
+    answers: torch.Tensor, offset: int, sources: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of sources, and the position `offset` after each of them, where that is in the same answer.
+
+    Args:
+        answers: `[positions]` number of the answer of each position.
+        offset: distance.
+        sources: `[sources]` positions; None: all.
+
+    Example:
+        >>> later_pairs(torch.tensor([0, 0, 0, 1, 1]), 1, torch.tensor([1, 2, 3]))
+        (tensor([0, 2]), tensor([2, 4]))
+    """
+    starts = torch.arange(len(answers), device=answers.device) if sources is None else sources
+    later = starts + offset
+    inside = (later < len(answers)) & (answers[later.clamp(max=len(answers) - 1)] == answers[starts])
+    index = inside.nonzero()[:, 0]
+    return index, later[index]
+
+
+def draft_loss(
+    target: PreTrainedModel, drafts: Drafts, learnt: Learnt, weights: Mapping[str, float], decay: float
+) -> torch.Tensor:
+    """Sum over depths and positions of decay^depth times the weighted losses; p has no gradient."""
+    positions = torch.arange(len(learnt.answers), device=learnt.answers.device)
+    sources = positions if drafts.sources is None else drafts.sources
+    pairs = [later_pairs(learnt.answers, drafts.first + depth, sources) for depth in range(len(drafts.states))]
+    needs_p = set(weights) != {"ce"}
+
+    def parts(leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for first in range(0, len(learnt.tokens), CHUNK):
+            last = min(first + CHUNK, len(learnt.tokens))
+            log_p = _log_p(target, learnt.hidden[first:last], drafts.drafted_ids) if needs_p else None
+            for depth, state in enumerate(leaves):
+                index, learns = pairs[depth]
+                inside = (learns >= first) & (learns < last)
+                index, learns = index[inside], learns[inside]
+                if not len(learns):
+                    continue
+                chosen = state[index]
+                log_q = log_softmax(drafts.logits[depth](chosen, sources[index]).float(), dim=-1)
+                p = None if log_p is None else log_p[learns - first]
+                loss, overlap = _losses(log_q, p, learnt.tokens[learns], drafts.drafted_ids, weights)
+                if drafts.confidence and overlap is not None:
+                    confidence = drafts.confidence[depth](chosen, sources[index])
+                    loss = loss + weights.get("confidence", 1.0) * binary_cross_entropy_with_logits(
+                        confidence.float(), overlap.detach(), reduction="sum"
+                    )
+                yield decay**depth * loss
+
+    return gradient_at_once(parts, drafts.states, drafts.trained)
+
+
+@torch.no_grad()
+def _log_p(target: PreTrainedModel, hidden: torch.Tensor, drafted_ids: torch.Tensor | None) -> torch.Tensor:
+    logits = output_logits(target, hidden.detach()).float()
+    return log_softmax(logits if drafted_ids is None else logits[:, drafted_ids], dim=-1)
+
+
+def _losses(
+    log_q: torch.Tensor,
+    log_p: torch.Tensor | None,
+    tokens: torch.Tensor,
+    drafted_ids: torch.Tensor | None,
+    weights: Mapping[str, float],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weighted sum of the losses of n positions; and 1 - TV of each, where a loss needs it."""
+    total, overlap = log_q.new_zeros(()), None
+    if "ce" in weights:
+        if drafted_ids is not None:  # ascending; a token that cannot be drafted has no loss
+            place = torch.searchsorted(drafted_ids, tokens).clamp(max=len(drafted_ids) - 1)
+            tokens = torch.where(drafted_ids[place] == tokens, place, -100)
+        total = total + weights["ce"] * nll_loss(log_q, tokens, reduction="sum", ignore_index=-100)
+    if log_p is None:
+        return total, None
+    width = min(log_q.shape[-1], log_p.shape[-1])  # the vocabulary of one of them may be padded
+    log_q, log_p = log_q[:, :width], log_p[:, :width]
+    if set(weights) == {"kl"}:
+        return weights["kl"] * kl_div(log_q, log_p, reduction="sum", log_target=True), None
+    kl = kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
+    overlap = 1 - (log_p.exp() - log_q.exp()).abs().sum(dim=-1) / 2
+    ratio = (-3 * overlap.detach()).exp()
+    each = {"kl": kl, "tv": 1 - overlap, "lk": ratio * kl + (1 - ratio) * (1 - overlap)}
+    for name in each.keys() & weights.keys():
+        total = total + weights[name] * each[name].sum()
+    return total, overlap
+
+
+@torch.no_grad()
+def acceptance_counts(
+    target: PreTrainedModel, drafts: Drafts, learnt: Learnt, rows: torch.Tensor, depths: int
+) -> torch.Tensor:
+    """`[batch, depths, 4]` by row and depth: drafts, most likely tokens that agree, chains that do, sum of 1 - TV.
+
+    The true tokens before it are given to each draft token. A chain agrees at a depth if all depths up to it do.
+
+    Args:
+        target, drafts, learnt: as for `draft_loss`.
+        rows: `[positions]` row of each predicting position in the batch.
+        depths: of drafts; a drafter with one state for each position drafts as many as are wanted.
+    """
+    positions = torch.arange(len(learnt.answers), device=rows.device)
+    sources = positions if drafts.sources is None else drafts.sources
+    single = drafts.first == 0
+    agrees, overlaps = torch.zeros(2, depths, len(sources), device=rows.device)
+    counts = torch.zeros(int(rows.max()) + 1 if len(rows) else 1, depths, 4, device=rows.device)
+    for depth in range(1 if single else min(depths, len(drafts.states))):
+        index, learns = later_pairs(learnt.answers, drafts.first + depth, sources)
+        for some, later in zip(index.split(CHUNK), learns.split(CHUNK), strict=True):
+            log_p = _log_p(target, learnt.hidden[later], None)
+            logits = drafts.logits[depth](drafts.states[depth][some], sources[some]).float()
+            ids = (
+                torch.arange(logits.shape[-1], device=rows.device) if drafts.drafted_ids is None else drafts.drafted_ids
+            )
+            width = min(len(ids), log_p.shape[-1])
+            agrees[depth, some] = (ids[logits.argmax(-1)] == log_p.argmax(-1)).float()
+            q = log_softmax(logits, dim=-1)[:, :width]
+            overlaps[depth, some] = torch.minimum(q, log_p[:, ids[:width]]).exp().sum(dim=-1)
+    chain = torch.ones(len(sources), device=rows.device)
+    for depth in range(depths if single else min(depths, len(drafts.states))):
+        index, learns = later_pairs(learnt.answers, drafts.first + depth, sources)
+        at, place = (0, learns) if single else (depth, index)
+        hits, kept = agrees[at, place], torch.zeros_like(chain)
+        kept[index] = chain[index] * hits
+        chain = kept
+        values = torch.stack([torch.ones_like(hits), hits, chain[index], overlaps[at, place]], dim=-1)
+        counts[:, depth].index_add_(0, rows[sources[index]], values)
+    return counts
+
+
+def gradient_at_once(
+    parts: Callable[[Sequence[torch.Tensor]], Iterator[torch.Tensor]],
+    states: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """A sum of scalars whose gradients are computed one by one, so that only one of their graphs exists at a time.
+
+    Args:
+        parts: yields the scalars, from detached copies of the states.
+        states: receive the accumulated gradient.
+        parameters: further inputs of the scalars; those that require no gradient are left out.
+    """
+    trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
+    return cast(torch.Tensor, _GradientAtOnce.apply(parts, len(states), *states, *trained))
+
+
+class _GradientAtOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Any, count: int, *inputs: torch.Tensor) -> Any:
+        leaves = [state.detach().requires_grad_() for state in inputs[:count]]
+        sources = [*leaves, *inputs[count:]]
+        needed = ctx.needs_input_grad[2:]
+        sums = [torch.zeros_like(source) for source in sources]
+        total = inputs[0].new_zeros((), dtype=torch.float32)
+        with torch.set_grad_enabled(any(needed)):
+            for part in parts(leaves):
+                total += part.detach()
+                if not any(needed):
+                    continue
+                for gradient, new in zip(sums, torch.autograd.grad(part, sources, allow_unused=True), strict=True):
+                    if new is not None:
+                        gradient += new
+        ctx.save_for_backward(*sums)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return (None, None, *(upstream[0] * gradient for gradient in ctx.saved_tensors))

@@ -1,0 +1,253 @@
+"""The frozen target of a training run: its hidden states, computed in each step or read from a folder.
+
+A folder of hidden states (`--features`) has everything of the target that training reads, so that the target itself
+need not be in memory: the states of every row, its embeddings and its output matrix.
+
+    index.json                what the states belong to
+    shared.safetensors        embeddings, output matrix, final norm, layers that the drafter starts from
+    000000.safetensors …      features.ROW [length, layers * hidden], hidden.ROW [predicting positions, hidden]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.utils import set_module_tensor_to_device
+from packaging.version import Version
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from arguments import Arguments
+from conversations import IGNORED, Batch, Row, collate
+from hf_specgen.targets.model_parts import decoder, decoder_layers, final_norm, keeps_state, output_logits
+
+ROWS_PER_FILE = 64
+INDEX, SHARED = "index.json", "shared.safetensors"
+
+
+class States(NamedTuple):
+    """What one forward pass of the frozen target gives.
+
+    Args:
+        features: `[batch, length, layers * hidden]` the hidden states that the drafter reads, concatenated.
+        hidden: `[positions, hidden]` inputs of the output matrix at the predicting positions.
+    """
+
+    features: torch.Tensor
+    hidden: torch.Tensor
+
+
+def load_target(args: Arguments) -> PreTrainedModel:
+    """The frozen target, in the dtype of its checkpoint if this run computes in bf16, otherwise in float32."""
+    kwargs = {"dtype": "auto" if args.bf16 else torch.float32, **args.target_kwargs}
+    unset_hf_deepspeed_config()  # ZeRO-3 is for the drafter; the target is sharded by `shard_target`
+    target: Any = AutoModelForCausalLM.from_pretrained(args.target, **kwargs)
+    target.requires_grad_(False).eval()
+    if args.shard_target:
+        for layer in decoder_layers(target):
+            fully_shard(layer)
+    is_placed = {"device_map", "quantization_config"} & kwargs.keys()
+    return cast(PreTrainedModel, target if is_placed else target.to(args.device))
+
+
+@torch.no_grad()
+def check_target(target: PreTrainedModel, packing: bool = False) -> None:
+    """Refuse a model whose parts do not add up to it, before any data are read.
+
+    Raises:
+        ValueError: if its output matrix, applied to its last hidden state, does not give its logits; or if packed
+            conversations would see each other.
+    """
+    decoder_layers(target)
+    embeddings: Any = target.get_input_embeddings()
+    device = embeddings.weight.device
+    ids = torch.arange(1, 9, device=device)[None] % len(embeddings.weight)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    states = read_target(target, batch, ()).hidden
+    expected = target(input_ids=ids).logits[0]
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 0.1
+    if not torch.allclose(output_logits(target, states).float(), expected.float(), atol=tolerance, rtol=tolerance):
+        raise ValueError(
+            f"the logits of {type(target).__name__} are not those of its output matrix on its last hidden state, which "
+            "drafters are trained for; it cannot be a target"
+        )
+    if not packing:
+        return
+    half = {"input_ids": ids[:, 4:], "labels": ids[:, 4:], "attention_mask": torch.ones_like(ids[:, 4:])}
+    packed = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(4, device=device).repeat(2)[None]}
+    second, alone = read_target(target, packed, ()).hidden[4:], read_target(target, half, ()).hidden
+    if keeps_state(target.config.get_text_config()) or not torch.allclose(
+        second, alone, atol=tolerance, rtol=tolerance
+    ):
+        raise ValueError(f"{type(target).__name__} does not keep packed conversations apart; train without packing")
+
+
+@torch.no_grad()
+def read_target(target: PreTrainedModel, batch: Batch, layers: Sequence[int]) -> States:
+    """One forward pass of the frozen target over whole conversations.
+
+    Args:
+        target: the target.
+        batch: as from `collate`.
+        layers: indices of `hidden_states` to return.
+    """
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+    # Versions before 5.23 count a list of indices without the embedding.
+    captured: Any = list(layers) if Version(transformers.__version__) >= Version("5.23") else bool(layers)
+    output = cast(Any, decoder(target))(**inputs, use_cache=False, output_hidden_states=captured or False)
+    last = output.last_hidden_state
+    features = torch.cat([output.hidden_states[layer] for layer in layers], dim=-1) if layers else last[..., :0]
+    return States(features, last[batch["labels"] != IGNORED])
+
+
+class StoredStates(Dataset[Row]):
+    """Encoded rows with the target's hidden states, read from a folder."""
+
+    def __init__(self, rows: Any, folder: Path):
+        self._rows, self._folder = rows, folder
+        self._open = lru_cache(maxsize=16)(lambda path: safe_open(path, framework="pt"))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        file = self._open(self._folder / _file_name(number))
+        return {**self._rows[number], **{name: file.get_tensor(f"{name}.{number}") for name in States._fields}}
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return list(self._rows["length"][:])
+
+
+def _file_name(number: int) -> str:
+    return f"{number // ROWS_PER_FILE:06d}.safetensors"
+
+
+def describe_states(rows: Any, args: Arguments, layers: Sequence[int]) -> dict[str, Any]:
+    """What a folder of states belongs to: target, layers, and the tokens of all rows, as a hash."""
+    digest = hashlib.sha256()
+    for ids, labels in zip(rows["input_ids"][:], rows["labels"][:], strict=True):
+        digest.update(json.dumps([ids, labels]).encode())
+    return {"target": args.target, "bf16": args.bf16, "layers": list(layers), "tokens": digest.hexdigest()}
+
+
+def is_stored(folder: Path, description: dict[str, Any]) -> bool:
+    """Whether the folder has all states.
+
+    Raises:
+        ValueError: if it has states of something else.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        return False
+    stored = json.loads(index.read_text(encoding="utf-8"))
+    if differences := [name for name in description if stored.get(name) != description[name]]:
+        named = ", ".join(f"{name} {stored.get(name)!r:.60} (now {description[name]!r:.60})" for name in differences)
+        raise ValueError(f"{folder} has the states of another run: {named}; give another folder for --features")
+    return bool(stored["complete"])
+
+
+def has_states(features: str | None, with_evaluation: bool) -> bool:
+    """Whether a folder has all states for the training, so that the target's layers are not needed."""
+    folders = [Path(features or "") / name for name in ("train", "evaluation")[: 1 + with_evaluation]]
+    indices = [folder / INDEX for folder in folders]
+    return features is not None and all(
+        index.exists() and json.loads(index.read_text())["complete"] for index in indices
+    )
+
+
+def store_states(
+    target: PreTrainedModel,
+    rows: Any,
+    folder: Path,
+    description: dict[str, Any],
+    args: Arguments,
+    copied: Sequence[int] = (),
+) -> None:
+    """Compute the states of all rows, divided among the processes; what an interrupted run has stored is kept.
+
+    Args:
+        target: the target.
+        rows: encoded conversations.
+        folder: where to.
+        description: as from `describe_states`.
+        args: of the recipe.
+        copied: layers of the target that the drafter starts from.
+    """
+    state = PartialState()
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = _shared_tensors(target, copied)
+    if state.is_main_process:
+        (folder / INDEX).write_text(json.dumps(description | {"complete": False}), encoding="utf-8")
+        save_file(shared, folder / SHARED)
+    starts = list(range(0, len(rows), ROWS_PER_FILE))
+    # A sharded target needs all processes in each of its passes: they compute the same rows, and one of them writes.
+    mine = starts if args.shard_target else starts[state.process_index :: state.num_processes]
+    for start in tqdm(mine, disable=not state.is_main_process, unit="file", desc="hidden states"):
+        path, numbers = folder / _file_name(start), range(start, min(start + ROWS_PER_FILE, len(rows)))
+        if path.exists():
+            continue
+        tensors = _states_of(target, rows, numbers, description["layers"], args.per_device_train_batch_size)
+        if state.is_main_process or not args.shard_target:
+            save_file(tensors, path.with_suffix(".part"))
+            path.with_suffix(".part").replace(path)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        (folder / INDEX).write_text(json.dumps(description | {"complete": True}), encoding="utf-8")
+
+
+def _states_of(
+    target: PreTrainedModel, rows: Any, numbers: range, layers: Sequence[int], size: int
+) -> dict[str, torch.Tensor]:
+    """The tensors of one file, computed in passes of `size` rows."""
+    tensors: dict[str, torch.Tensor] = {}
+    device: Any = target.get_input_embeddings().weight.device
+    for first in range(numbers.start, numbers.stop, size):
+        members = [rows[number] for number in range(first, min(first + size, numbers.stop))]
+        batch = {name: tensor.to(device) for name, tensor in collate(members).items()}
+        states = read_target(target, batch, layers)
+        counts = (batch["labels"] != IGNORED).sum(dim=1).tolist()
+        for place, hidden in enumerate(states.hidden.split(counts)):
+            length = len(members[place]["input_ids"])
+            tensors[f"features.{first + place}"] = states.features[place, :length].cpu().clone()
+            tensors[f"hidden.{first + place}"] = hidden.cpu().clone()
+    return tensors
+
+
+def _shared_tensors(target: PreTrainedModel, copied: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Embeddings, output matrix, final norm, and the layers that drafters start from, by their names in the target."""
+    modules = [target.get_input_embeddings(), target.get_output_embeddings(), final_norm(target)]
+    modules += [decoder_layers(target)[layer] for layer in copied]
+    kept = {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    named = (*target.named_parameters(remove_duplicate=False), *target.named_buffers(remove_duplicate=False))
+    return {name: whole(tensor).cpu().clone() for name, tensor in named if id(tensor) in kept}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached tensor; complete, where the target is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def target_without_layers(args: Arguments) -> PreTrainedModel:
+    """The target with what a folder of states has of it; its other parameters are on the device "meta"."""
+    assert args.features is not None
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
+    for name, tensor in load_file(Path(args.features) / "train" / SHARED).items():
+        set_module_tensor_to_device(target, name, args.device, tensor, dtype=tensor.dtype)
+    return cast(PreTrainedModel, target.requires_grad_(False).eval())

@@ -1,0 +1,112 @@
+"""Trains a DSpark head: a block head whose logits are corrected by the token before, with a confidence head.
+
+    accelerate launch recipes/train_dspark.py --preset 8b --target ID --data answers.jsonl --output my-head
+
+The block begins with the last known token and drafts one token at each of its positions (`sample_from_anchor`). In
+training the true tokens before each position are given to the correction. The confidence head learns how much q and p
+overlap, without a gradient for q.
+
+Source: DSpark (2026), as deepseek-ai/DeepSpec trains it: 0.1 cross-entropy, 0.9 sum_v abs(p - q) = 1.8 TV, 1.0 binary
+cross-entropy of the confidence, each weighted by exp(-depth / 4).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from arguments import Options, launch, option
+from conversations import Batch
+from draft_heads import copy_layers, start_from_state
+from drafter import choose_anchors
+from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
+from losses import Drafts
+from target import States
+from train_dflash import BlockArguments, BlockDrafter, block_states
+from training import run
+
+
+@dataclass(kw_only=True)
+class SparkArguments(BlockArguments):
+    """The head; `depth` is the number of positions of a block."""
+
+    markov_rank: int = option(default=256, help="of the correction by the token before")
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = option(default="vanilla", help="kind of the correction")
+    decay: float = option(default=math.exp(-1 / 4), help="weight of each draft token's loss relative to the one before")
+    loss: Options = option(
+        default_factory=lambda: Options({"ce": 0.1, "tv": 1.8, "confidence": 1.0}), help="weights of the losses"
+    )
+
+
+class SparkDrafter(BlockDrafter):
+    """A DSpark head in training."""
+
+    recipe, kind, head_class = "train_dspark", "DSpark head", DSparkHead
+    args: SparkArguments
+
+    @torch.no_grad()
+    def new_head(self, target: PreTrainedModel, rows: Any) -> DSparkHead:
+        args, own = self.args, {"block_size": self.args.depth, "first_proposing_position": 0}
+        kinds = {"markov_rank": args.markov_rank, "markov_head_type": args.markov_head_type}
+        head = _without_correction(DSparkHead(DSparkConfig(**{**self.new_config(target), **own, **kinds})))
+        copy_layers(list(head.layers), target, self.sources(target))
+        start_from_state(head.fc, head.config.num_aux_hidden_states - 1)
+        return head
+
+    @torch.no_grad()
+    def loaded_head(self, name: str) -> DraftHead:
+        """A DSpark head, or one that begins as a DFlash head, in the layout of that head."""
+        head = super().loaded_head(name)
+        if type(head) is not BlockHead:
+            return head
+        kinds = {"markov_rank": self.args.markov_rank, "markov_head_type": self.args.markov_head_type}
+        spark = _without_correction(DSparkHead(DSparkConfig(**{**vars(head.config), **kinds})))
+        spark.load_state_dict(head.state_dict(), strict=False)
+        return spark
+
+    def draft(self, batch: Batch, states: States) -> Drafts:
+        bound, head, ids = self.bound(), self.head, batch["input_ids"]
+        anchors = choose_anchors(batch, self.args.anchors, self.step)
+        block = block_states(bound, batch, states.features.to(head.fc.weight.dtype), anchors)
+        row = torch.arange(len(ids), device=ids.device)[:, None].expand_as(anchors.places)[anchors.valid]
+        place, first = anchors.places[anchors.valid] + 1, head.config.first_proposing_position
+        tokens = [ids[row, (place + depth).clamp(max=ids.shape[1] - 1)] for depth in range(block.shape[1] - first)]
+        state, outputs = head.first_state(block, tokens[0], bound.embed, first), []
+        for depth, before in enumerate(tokens):
+            hidden = block[:, first + depth]
+            query, state = head.step(hidden, before, state, torch.full_like(before, depth), bound.embed)
+            confidence = head.confidence_logits(hidden.detach(), before)
+            outputs.append(torch.cat([hidden, query, confidence[:, None]], dim=-1))
+        width = block.shape[-1]
+
+        def logits(state: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            return bound.logits(state[:, :width]) + state[:, width:-1] @ head.keys().T
+
+        confidence_of = [lambda state, _: state[:, -1]] * len(outputs)
+        return Drafts(
+            outputs, [logits] * len(outputs), anchors.numbers, trained=[head.keys()], confidence=confidence_of
+        )
+
+
+def _without_correction(head: DSparkHead) -> DSparkHead:
+    """A new head, which first drafts as if it had no correction."""
+    if head.markov_head is not None:
+        nn.init.normal_(head.markov_head.markov_w1.weight, std=0.02)
+        nn.init.zeros_(head.markov_head.markov_w2.weight)
+    return head
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, load, train, save."""
+    run(SparkDrafter, SparkArguments, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    launch(main)

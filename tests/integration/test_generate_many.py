@@ -1,0 +1,184 @@
+"""`generate_many`: every prompt gets the tokens of plain `generate` alone, whatever runs beside it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+import hf_specgen
+from hf_specgen import (
+    AdaptiveDepth,
+    AutoCandidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    MovingWindow,
+    NgramCandidates,
+    RecyclingCandidates,
+    generate_many,
+)
+from tests.helpers import shared_draft, tiny_model
+from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
+from tests.helpers.streamers import RecordingStreamer
+
+GPU_LIKE = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
+GREEDY = {"do_sample": False, "eos_token_id": [11, 60, 7], "pad_token_id": 0, "max_new_tokens": 20}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.7}
+STRATEGIES = {
+    "ngram": lambda model: NgramCandidates(k=5),
+    "auto": lambda model: CombinedCandidates(),
+    "recycling": lambda model: RecyclingCandidates(k=3, policy=MovingWindow()),
+    "draft trees": lambda model: DraftModelCandidates(shared_draft(model), k=4, tree=6),
+    "layer skip": lambda model: LayerSkipCandidates(exit_layer=1, k=3),
+}
+
+
+def some_prompts(count: int = 13) -> list[list[int]]:
+    """Random prompts of different lengths that repeat themselves."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(2, 30, (count,), generator=generator).tolist()
+    return [2 * torch.randint(1, 60, (size,), generator=generator).tolist() for size in sizes]
+
+
+def alone(model: Any, prompts: list[list[int]], seed: int = 0, **arguments: Any) -> list[list[int]]:
+    """The tokens of plain `generate` for each prompt."""
+    answers = []
+    for number, prompt in enumerate(prompts):
+        torch.manual_seed(seed + number)
+        ids = torch.tensor([prompt])
+        answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)[0, len(prompt) :].tolist())
+    return answers
+
+
+def many(model: Any, prompts: list[list[int]], strategy: Any, max_rows: int = 4, **arguments: Any) -> list[list[int]]:
+    completions = list(generate_many(model, prompts, strategy, max_rows=max_rows, ordered=True, **arguments))
+    assert [completion.index for completion in completions] == list(range(len(prompts)))
+    return [completion.tokens for completion in completions]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "qwen3_next"])
+def test_strategies_same_tokens_as_alone(architecture: str) -> None:
+    """Would catch: a row that continues in the slots of another, a sliding window that lost a slot, a lost prompt."""
+    model, prompts = tiny_model(architecture), some_prompts()
+    greedy, sampled = alone(model, prompts, **GREEDY), alone(model, prompts, seed=5, **SAMPLED)
+    assert len({len(tokens) for tokens in greedy}) > 1
+    names = {"gpt2": ["auto", "draft trees"], "qwen3_next": ["ngram"]}.get(architecture, list(STRATEGIES))
+    for name in names:
+        strategy = STRATEGIES[name](model)
+        assert many(model, prompts, strategy, **GREEDY) == greedy, name
+        assert many(model, prompts, strategy, seed=5, **SAMPLED) == sampled, name
+        assert strategy.speculation.lengths and sum(strategy.speculation.lengths) == sum(map(len, sampled))
+
+
+HEADS = {
+    "medusa": lambda: MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads")),
+    "eagle": lambda: AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "eagle3-head")),
+    "dflash and n-grams": lambda: CombinedCandidates(
+        [NgramCandidates(), AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "dflash-head"))]
+    ),
+    "draft model": lambda: DraftModelCandidates(str(DRAFT_LM)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_read_the_hidden_states_of_their_row(reference_model: Any, tokenizer: Any, name: str) -> None:
+    texts = ("def add(x, y):\n    return x + y\n\ndef sub", "The capital of France is", "1, 2, 3, 4,", '{"a": 1, "b":')
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    strategy = HEADS[name]()
+    found = many(reference_model, prompts, strategy, max_rows=3, policy=FixedDepth(4), **arguments)
+    assert found == alone(reference_model, prompts, **arguments)
+    assert strategy.speculation.acceptance_rate > 0.1
+
+
+class EndsAt(StoppingCriteria):
+    """Ends a text at any of some tokens."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return (input_ids[:, -1:] == torch.tensor([3, 8, 20])).any(dim=1)
+
+
+def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:
+    model, prompts = tiny_model("llama"), some_prompts(7)
+    arguments = {
+        **GREEDY,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "repetition_penalty": 1.3,
+        "stopping_criteria": [EndsAt()],
+    }
+    streamers = [RecordingStreamer() for _ in prompts]
+    completions = generate_many(
+        model, (torch.tensor(one) for one in prompts), NgramCandidates(), streamer=streamers.__getitem__, **arguments
+    )
+    for completion in completions:
+        ids = torch.tensor([prompts[completion.index]])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+        output = completion.output
+        assert torch.equal(output.sequences, expected.sequences)
+        for one, other in zip(output.scores, expected.scores, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+        keys, length = expected.past_key_values.layers[1].keys, expected.past_key_values.get_seq_length()
+        found = output.past_key_values.layers[1].keys[:, :, :length]
+        torch.testing.assert_close(found, keys, atol=1e-4, rtol=1e-4)
+        streamed = streamers[completion.index]
+        prompt, *tokens = streamed.chunks
+        assert prompt[0] + [token for [token] in tokens] == expected.sequences[0].tolist() and streamed.ended == 1
+
+
+def test_rows_are_replaced_as_they_end_and_prompts_read_as_rows_become_free() -> None:
+    model, read = tiny_model("llama"), list[int]()
+
+    def prompts() -> Iterator[list[int]]:
+        for number, prompt in enumerate(some_prompts(10)):
+            read.append(number)
+            yield prompt
+
+    strategy = NgramCandidates(k=4)
+    completions = generate_many(model, prompts(), strategy, max_rows=3, **GREEDY)
+    assert read == []
+    first = next(completions)
+    assert len(read) <= 4 and len(first.tokens) <= 20
+    rest = list(completions)
+    assert len(rest) == 9 and all(step.rows <= 3 for step in strategy.speculation.passes)
+    steps = max(len(row) for row in strategy.speculation.rows)
+    assert len(strategy.speculation.passes) < 10 / 3 * steps + steps
+
+
+def test_exception_and_early_exit_end_the_sessions_of_all_rows() -> None:
+    model, prompts = tiny_model("llama"), some_prompts(6)
+    history = hf_specgen.NgramHistory()
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        list(generate_many(model, [*prompts[:3], []], NgramCandidates(history=history), max_rows=2, **GREEDY))
+    completions = generate_many(model, prompts, NgramCandidates(history=history), max_rows=4, **GREEDY)
+    next(completions)
+    completions.close()
+    assert many(model, prompts, NgramCandidates(), **GREEDY) == alone(model, prompts, **GREEDY)
+
+
+def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
+    model, prompts = tiny_model("llama"), some_prompts(8)
+    strategy = NgramCandidates()
+    assert many(model, prompts, strategy, policy=GPU_LIKE, **GREEDY) == alone(model, prompts, **GREEDY)
+    assert strategy.speculation.drafted > 0
+    assert max(step.target for step in strategy.speculation.passes) <= 4 * 65
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_rows": 0}, "max_rows must be at least 1"),
+        ({"num_return_sequences": 2, "do_sample": True}, "one answer to each prompt"),
+        ({"verification": "rejection"}, "verifies exactly"),
+        ({"num_beams": 2}, "num_beams=1"),
+    ],
+)
+def test_calls_that_cannot_be_made_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        list(
+            generate_many(tiny_model("llama"), some_prompts(2), NgramCandidates(), **{"max_new_tokens": 4, **arguments})
+        )

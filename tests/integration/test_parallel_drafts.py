@@ -1,0 +1,71 @@
+"""Parallel draft models (PARD, PARD-2): one pass a draft, and the tokens of plain generate."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_specgen import AutoCandidates, CombinedCandidates, DraftModelCandidates, FixedDepth, NgramCandidates
+from tests.helpers import SAMPLING, assert_same_tokens, prompts
+from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.policies import AfterPlainSteps
+
+FIXTURES = {one.folder.name: one for one in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")}
+DRAFTS = ["pard_llama", "pard2_llama"]
+
+
+def drafts(name: str, **settings: Any) -> Any:
+    return AutoCandidates.from_pretrained(FIXTURES[name].head_folder, **settings)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mode", SAMPLING.values(), ids=SAMPLING)
+def test_parallel_draft_same_tokens_in_one_pass_a_draft(name: str, batch: int, mode: dict[str, Any]) -> None:
+    """Would catch: mask tokens left in the cache, features of another token, a pass for each token."""
+    target = FIXTURES[name].target
+    for settings in ({"k": 5}, {"k": 4, "tree": 12}, {"k": 5, "policy": AfterPlainSteps(2)}):
+        candidates = drafts(name, **settings)
+        assert isinstance(candidates, DraftModelCandidates)
+        assert_same_tokens(target, prompts(batch), candidates, max_new_tokens=14, **mode)
+        passes = [step.drafter for step in candidates.speculation.passes if step.drafter is not None]
+        assert passes and all(len(step) == 1 for step in passes)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_parallel_draft_beside_others_and_with_ended_rows_same_tokens(name: str) -> None:
+    target = FIXTURES[name].target
+    plain = target.generate(**prompts(3), max_new_tokens=12, do_sample=False)
+    ends = {"eos_token_id": int(plain[0, prompts(3)["input_ids"].shape[1] + 3]), "pad_token_id": 0}
+    assert_same_tokens(target, prompts(3), drafts(name, k=3), max_new_tokens=12, **ends)
+    both = CombinedCandidates([NgramCandidates(k=4), drafts(name, k=4)], policy=FixedDepth())
+    assert_same_tokens(target, prompts(3), both, max_new_tokens=12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pard_token": 4096}, "pard_token 4096, but the model has 128 embeddings"),
+        ({"pard2_target_dim": 64}, "64 numbers in all, but this target has 8 layers of 64"),
+        ({"pard2_target_layers": [-1, 9, 4]}, r"reads layers \[-1, 9, 4\] of its target"),
+        ({"pard2_target_layers": "all"}, "pard2_target_layers must be a list of layers, got 'all'"),
+        ({"pard2_proj_bias": True}, "has the tensors .* but config.json needs"),
+        (None, "PARD-2 needs it"),
+    ],
+)
+def test_parallel_draft_of_a_damaged_checkpoint_is_refused(
+    tmp_path: Path, changes: dict[str, Any] | None, message: str
+) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(FIXTURES["pard2_llama"].head_folder, folder)
+    if changes is None:
+        (folder / "warp_model.bin").unlink()
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        FIXTURES["pard2_llama"].target.generate(
+            **prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(str(folder), k=3)
+        )

@@ -1,0 +1,281 @@
+"""Training passes equal drafting; losses equal naive ones, with their gradients; sharded drafters learn."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+import losses
+import train_dflash
+import train_dspark
+import train_eagle
+import train_medusa
+from conversations import IGNORED
+from drafter import answer_numbers, choose_anchors
+from hf_specgen.grown_tree import GrownTree
+from hf_specgen.heads import MedusaHeads
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
+from hf_specgen.targets.model_parts import decoder_layers, output_logits
+from losses import Drafts, Learnt, acceptance_counts, draft_loss, later_pairs
+from target import read_target
+from tests.helpers import VOCAB, tiny_model
+from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.medusa import random_heads
+from tests.helpers.paths import HEAD_FIXTURES
+from tests.helpers.processes import run_in_ranks
+from tests.helpers.recipes import arguments
+from tests.helpers.reference import naive_medusa_loss
+
+FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTURES)}
+EAGLE = [name for name in FIXTURES if name.startswith(("eagle3", "speculators_eagle3"))]
+BLOCK = ["dflash_zlab", "jetspec_causal", "speculators_dflash_full"]
+DSPARK = ["speculators_dspark_vanilla", "speculators_dspark_rnn", "deepspec_dspark_qwen3_vanilla"]
+ALL = 99
+"""More anchors than there are positions."""
+
+
+def batch_of(length: int, packed: bool = False) -> dict[str, torch.Tensor]:
+    """Two rows, the second one padded; packed: with a second conversation from position 8 on."""
+    ids = torch.randint(1, 120, (2, length), generator=torch.Generator().manual_seed(1))
+    predicts = torch.zeros(2, length, dtype=torch.bool)
+    predicts[0, 3 : 7 if packed else length - 1] = True
+    predicts[1, 5 : 7 if packed else length - 4] = True
+    positions = torch.arange(length).expand(2, -1).clone()
+    if packed:
+        positions[:, 8:] -= 8
+        predicts[0, 9 : length - 1] = True
+    batch = {"input_ids": ids, "labels": torch.where(predicts, ids.roll(-1, dims=1), IGNORED)}
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, length - 3 :] = 0
+    return batch | ({"position_ids": positions} if packed else {"attention_mask": mask})
+
+
+def conversations_of(batch: dict[str, torch.Tensor]) -> list[tuple[int, int, list[int], int]]:
+    """For each predicting position: row, first position of its conversation, its text, place in it."""
+    found = []
+    for row, root in (batch["labels"] != IGNORED).nonzero().tolist():
+        begin = 8 if "position_ids" in batch and root >= 8 else 0
+        end = 8 if "position_ids" in batch and root < 8 else batch["input_ids"].shape[1]
+        found.append((row, begin, batch["input_ids"][row, begin:end].tolist(), root - begin))
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", [*EAGLE, "speculators_peagle_llama"])
+@torch.no_grad()
+def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
+    """Would catch: a mask, position, token or fed-back state that is not that of drafting."""
+    fixture, depth, batch = FIXTURES[name], 3, batch_of(14, packed)
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    features = read_target(fixture.target, batch, bound.aux_hidden_state_layers).features
+    anchors = choose_anchors(batch, ALL, 0)
+    parallel = bound.head.config.mask_token_id is not None
+    drafted = (train_eagle.parallel_drafts if parallel else train_eagle.training_time_test)(
+        bound, batch, features, anchors, depth
+    )
+    assert anchors.numbers.tolist() == list(range(len(conversations_of(batch))))
+    for number, (row, begin, text, root) in enumerate(conversations_of(batch)):
+        known, following = features[row, begin : begin + root + 1], text[1 : root + 2]
+        if parallel:
+            logits = PEagleRunner(bound, 1).draft([known], [following], [True], depth)[0]
+            for step, state in enumerate(drafted):
+                torch.testing.assert_close(bound.target_logits(state[number]), logits[step], atol=1e-4, rtol=1e-4)
+            continue
+        runner = EagleRunner(bound, 1)
+        outputs = [runner.extend([known], [following]).output[0, 0]]
+        for step in range(1, depth):
+            if root + 1 + step < len(text):
+                chain = GrownTree(torch.tensor([text[root + 2 : root + 2 + step]]))
+                outputs.append(runner.expand(chain, 1).output[0, 0])
+        for step, expected in enumerate(outputs):
+            torch.testing.assert_close(drafted[step][number], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", BLOCK)
+@torch.no_grad()
+def test_block_training_equals_drafting(name: str, packed: bool) -> None:
+    fixture, batch = FIXTURES[name], batch_of(14, packed)
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    features = read_target(fixture.target, batch, bound.aux_hidden_state_layers).features
+    block = train_dflash.block_states(bound, batch, features, choose_anchors(batch, ALL, 0))
+    for number, (row, begin, text, root) in enumerate(conversations_of(batch)):
+        runner = BlockRunner(bound, 1)
+        known = features[row, begin : begin + root + 1]
+        logits = runner.draft([known], [text[1 : root + 2]], [True], runner.depth)[0]
+        states = block[number, bound.head.config.first_proposing_position :]
+        torch.testing.assert_close(bound.target_logits(states), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", DSPARK)
+@torch.no_grad()
+def test_dspark_training_corrects_by_the_true_tokens(name: str) -> None:
+    """Would catch: a correction by the token at another position, and a state that is not passed on."""
+    fixture, batch = FIXTURES[name], batch_of(14)
+    head: Any = load_head(fixture.head_folder)
+    bound = head.bind(fixture.target)
+    states = read_target(fixture.target, batch, bound.aux_hidden_state_layers)
+    drafter = SimpleNamespace(bound=lambda: bound, head=head, args=SimpleNamespace(anchors=ALL), step=0)
+    drafts = train_dspark.SparkDrafter.draft(drafter, batch, states)  # type: ignore[arg-type]
+    anchors = choose_anchors(batch, ALL, 0)
+    block = train_dflash.block_states(bound, batch, states.features, anchors)
+    for number, (row, _, text, root) in enumerate(conversations_of(batch)):
+        tokens = torch.tensor([text[root + 1 : root + 1 + len(drafts.states)]])
+        corrected = head.correct(bound, block[number : number + 1], tokens)
+        for depth in range(tokens.shape[1]):
+            state = drafts.states[depth][number : number + 1]
+            torch.testing.assert_close(drafts.logits[depth](state, state), corrected.logits[:, depth])
+            torch.testing.assert_close(drafts.confidence[depth](state, state), corrected.confidence[:, depth])
+        assert row in (0, 1)
+
+
+def medusa_drafts(model: Any, heads: MedusaHeads, hidden: torch.Tensor, tokens: torch.Tensor | None) -> Drafts:
+    outputs: list[Any] = list(heads.lm_heads) if heads.config.own_outputs else [model.lm_head] * heads.config.num_heads
+    return Drafts(
+        [heads.head_state(head, hidden, tokens) for head in range(heads.config.num_heads)],
+        [lambda state, _, matrix=output: output_logits(model, state, matrix) for output in outputs],
+        trained=[parameter for output in outputs for parameter in output.parameters()],
+    )
+
+
+def learnt(hidden: torch.Tensor, answers: list[int]) -> Learnt:
+    return Learnt(hidden, torch.randint(3, VOCAB, (len(hidden),)), torch.tensor(answers))
+
+
+@pytest.mark.parametrize("reads_path", [False, True])
+def test_loss_is_the_naive_one(reads_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients, over several chunks and answers of different lengths, one too short for any head."""
+    monkeypatch.setattr(losses, "CHUNK", 5)
+    model = tiny_model("cohere2")  # its logits are scaled
+    heads = random_heads(model, reads_token=True, reads_path=reads_path).train()
+    hidden, tokens = torch.randn(14, 64), torch.randn(14, 3 if reads_path else 1, 64)
+    rows = [0] * 7 + [1] + [2] * 6
+    loss = draft_loss(model, medusa_drafts(model, heads, hidden, tokens), learnt(hidden, rows), {"kl": 1.0}, 0.8)
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in heads.named_parameters()}
+    heads.zero_grad()
+    expected = naive_medusa_loss(model, heads, hidden, tokens, rows, 0.8)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in heads.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("drafted_ids", [None, torch.arange(0, VOCAB, 2)])
+def test_every_loss_is_the_naive_one(drafted_ids: torch.Tensor | None) -> None:
+    model, hidden, answers = tiny_model("llama"), torch.randn(9, 64), [0] * 5 + [1] * 4
+    known, matrix = learnt(hidden, answers), torch.randn(VOCAB if drafted_ids is None else len(drafted_ids), 64)
+    state = torch.randn(9, 64)
+    drafts = Drafts([state], [lambda some, _: some @ matrix.T], first=0, drafted_ids=drafted_ids)
+    ids = torch.arange(VOCAB) if drafted_ids is None else drafted_ids
+    p, q = output_logits(model, hidden)[:, ids].softmax(-1), (state @ matrix.T).softmax(-1)
+    tv, kl = (p - q).abs().sum(-1) / 2, (p * (p.log() - q.log())).sum(-1)
+    rate = torch.exp(-3 * (1 - tv))
+    inside = torch.isin(known.tokens, ids)
+    place = torch.searchsorted(ids, known.tokens[inside])
+    expected = {"kl": kl, "tv": tv, "lk": rate * kl + (1 - rate) * tv}
+    expected["ce"] = cross_entropy(q.log()[inside], place, reduction="none")
+    for name, each in expected.items():
+        torch.testing.assert_close(
+            draft_loss(model, drafts, known, {name: 2.0}, 1.0), 2 * each.sum(), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_acceptance_counts_are_those_of_replayed_drafts() -> None:
+    """Chains of a draft model, and those of heads, counted position by position."""
+    model, hidden, answers = tiny_model("llama"), torch.randn(9, 64), torch.tensor([0] * 5 + [1] * 4)
+    matrix, rows = model.lm_head.weight.detach() + 0.02 * torch.randn(VOCAB, 64), torch.tensor([0] * 5 + [1] * 4)
+    top_p, known = output_logits(model, hidden).argmax(-1), Learnt(hidden, answers, answers)
+    for first, states in ((0, [hidden]), (1, [hidden.roll(-1, 0), hidden.roll(-2, 0)])):
+        drafts = Drafts(states, [lambda some, _: some @ matrix.T] * len(states), first=first)
+        counts = acceptance_counts(model, drafts, known, rows, 2)
+        for depth in range(2):
+            chains = 0
+            index, later = later_pairs(answers, first + depth)
+            for place in later.tolist():
+                tops = [
+                    (hidden[place - back] @ matrix.T).argmax(-1) == top_p[place - back] for back in range(depth + 1)
+                ]
+                chains += all(tops)
+            assert int(counts[:, depth, 2].sum()) == chains and int(counts[:, depth, 0].sum()) == len(index)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [2, 1]])
+def test_answers_too_short_for_some_heads(lengths: list[int]) -> None:
+    """Every parameter still gets a gradient: zeros, without which several processes would wait for each other."""
+    model = tiny_model("llama")
+    heads = random_heads(model).train()
+    answers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).tolist()
+    hidden = torch.randn(len(answers), 64)
+    draft_loss(model, medusa_drafts(model, heads, hidden, None), learnt(hidden, answers), {"kl": 1.0}, 0.8).backward()
+    assert all(parameter.grad is not None for parameter in heads.parameters())
+
+
+def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for the backward pass: states and sums, nothing of `[positions, vocab]`."""
+    monkeypatch.setattr(losses, "CHUNK", 4)
+    model = tiny_model("llama")
+    heads = random_heads(model, own_outputs=True).train()
+    hidden = torch.randn(40, 64)
+    kept: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    drafts, known = medusa_drafts(model, heads, hidden, None), learnt(hidden, [0] * 40)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        draft_loss(model, drafts, known, {"kl": 1.0}, 0.8).backward()
+    vocabulary = [shape for shape in kept if VOCAB in shape]
+    assert max(shape[0] for shape in vocabulary if shape[-1] == VOCAB and shape[0] != 64) <= 4
+    assert sum(shape == (VOCAB, 64) for shape in vocabulary) <= 3 * 10 * 2 + 3  # matrices in use, one gradient a head
+
+
+def train_sharded(given: list[str], shard: bool) -> tuple[float, float]:
+    """In a rank of its own: losses of two steps of a Medusa drafter; `shard`: it and the target's layers, by FSDP2."""
+    from arguments import parse
+
+    Accelerator()
+    args = parse(train_medusa.MedusaArguments, None, given)
+    torch.manual_seed(0)
+    target = tiny_model("llama").requires_grad_(False)
+    args.target = str(Path(given[1]))
+    drafter = train_medusa.MedusaDrafter(args, target, None)
+    if shard:
+        for layer in decoder_layers(target):
+            fully_shard(layer)
+        fully_shard(drafter, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD([p for p in drafter.parameters() if p.requires_grad], lr=0.5)
+    ids = torch.arange(3, 27).view(2, 12)
+    mine = slice(dist.get_rank(), dist.get_rank() + 1) if shard else slice(None)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.roll(-1, 1)}
+    seen = []
+    for _ in range(2):
+        loss = drafter(**{name: tensor[mine] for name, tensor in batch.items()}, num_items_in_batch=torch.tensor(24))[
+            "loss"
+        ]
+        (loss * (2 if shard else 1)).backward()  # gradients are averaged over the processes
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if shard:
+            dist.all_reduce(total)
+        seen.append(float(total))
+    return seen[0], seen[1]
+
+
+def test_two_processes_with_sharded_drafter_and_target_have_the_loss_of_one(folder: Path) -> None:
+    """Would catch: a head that is not reached through its module's forward pass, gradients of one shard only."""
+    given = arguments(folder, "sharded", "--num-heads", "2")
+    two = run_in_ranks(train_sharded, [(given, True)] * 2)
+    (one,) = run_in_ranks(train_sharded, [(given, False)])
+    assert two[0] == two[1] == pytest.approx(one, rel=1e-4) and one[1] < one[0]
+    assert answer_numbers({"labels": torch.tensor([[5, IGNORED]])}).tolist() == [1]

@@ -1,0 +1,119 @@
+"""Drafts under a grammar, with a grammar that is a table: forced, forbidden and free tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_specgen import DraftTree, NgramCandidates
+from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.grammar import GrammarSession, GrammarState
+from hf_specgen.verification import VerificationResult
+from tests.helpers.calls import make_call, make_state
+
+VOCAB = 8
+Table = dict[int, tuple[int, ...]]
+"""Which tokens may follow each token; all may follow those that it does not contain."""
+
+
+class TableState(GrammarState):
+    """The grammar after some tokens."""
+
+    def __init__(self, table: Table, last: int):
+        self._table, self._last = table, last
+
+    def _allowed(self) -> np.ndarray:
+        return np.isin(np.arange(VOCAB), self._table.get(self._last, tuple(range(VOCAB))))
+
+    def after(self, token: int) -> GrammarState:
+        assert self.allowed[token], "a matcher is asked to accept a token that it forbids"
+        return TableState(self._table, token)
+
+
+class Fixed(DraftSession):
+    """Proposes a given tree, and remembers what it observed."""
+
+    def __init__(self, call: DraftCall, tree: DraftTree):
+        super().__init__(call)
+        self._tree, self.observed = tree, list[VerificationResult]()
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        return self._tree
+
+    def observe(self, result: VerificationResult) -> None:
+        self.observed.append(result)
+
+
+def draft_under(table: Table, tree: DraftTree, size: Any, text: Sequence[int] = (1, 2, 3)) -> DraftTree:
+    """The draft after a text that the grammar has been in since its last token."""
+    state = make_state([list(text[:-1])])
+    state.append(0, text[-1:])
+    session = GrammarSession(Fixed(make_call(state), tree), [TableState({**table, 0: (text[-1],)}, 0)], size)
+    return session.draft([4])
+
+
+def paths_of(tree: DraftTree) -> list[list[int]]:
+    return [tree.path(0, node) for node in range(len(tree.parents[0]))]
+
+
+def test_grammar_forced_tokens_are_drafted_with_probability_one() -> None:
+    """Would catch: forced tokens after the drafter's own first, or none where the drafter proposes nothing."""
+    tree = draft_under({3: (4,), 4: (5,), 5: (6,)}, DraftTree.empty(1), 3)
+    assert paths_of(tree) == [[4], [4, 5], [4, 5, 6]] and tree.probability == ((1.0, 1.0, 1.0),)
+    assert paths_of(draft_under({3: (4,)}, DraftTree.from_paths([[[4, 7], [5]]]), 3))[:2] == [[4], [4, 7]]
+
+
+def test_grammar_forbidden_tokens_are_left_out_with_what_follows_them() -> None:
+    drafted = DraftTree.from_paths([[[4, 5], [6, 7], [5]]])
+    assert [path for path in paths_of(draft_under({3: (5, 6), 6: (7,)}, drafted, 16)) if 4 in path[:1]] == []
+    assert paths_of(draft_under({3: (5, 6), 5: (1,), 6: (7,)}, DraftTree.chains([[4, 5]]), None))[0] in ([5], [6])
+
+
+def test_grammar_drafts_continue_where_the_drafter_proposes_nothing() -> None:
+    """Would catch: no use of the text: 7 followed 2 and 3 before, and the grammar leaves 5 and 7."""
+    tree = draft_under({3: (5, 7)}, DraftTree.empty(1), 4, text=[2, 3, 7, 1, 2, 3])
+    assert paths_of(tree)[0] == [7]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.dictionaries(st.integers(1, 7), st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)),
+    st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=4), max_size=4),
+    st.sampled_from([None, 1, 6, 20]),
+)
+def test_grammar_every_path_is_allowed(table: Table, paths: list[list[int]], size: int | None) -> None:
+    """Would catch: a forbidden token anywhere, a repeated sibling, a draft that is too large or too deep."""
+    drafted = DraftTree.from_paths([paths]) if paths else DraftTree.empty(1)
+    drafted = drafted if size else drafted.leftmost_chain()
+    tree = draft_under(table, drafted, size)
+    found = paths_of(tree)
+    for path in found:
+        for before, token in zip([3, *path], path, strict=False):
+            assert token in table.get(before, range(VOCAB))
+    assert len({tuple(path) for path in found}) == len(found) <= (size or 4)
+    assert all(len(path) <= 4 for path in found) and (size is not None or tree.is_chain)
+
+
+def test_grammar_session_reports_outcomes_of_the_drafters_own_tree() -> None:
+    """Would catch: nodes of the extended tree reported to a drafter that does not have them."""
+    state = make_state([[1, 2]])
+    state.append(0, [3])
+    inner = Fixed(make_call(state), DraftTree.chains([[6, 5]]))
+    session = GrammarSession(inner, [TableState({0: (3,), 3: (5,)}, 0)], 8)
+    tree = session.draft([4])
+    assert paths_of(tree)[0] == [5]
+    session.observe(VerificationResult([[0]], [[5, 1]], [1]))
+    assert inner.observed[0].paths == [[]] and inner.observed[0].accepted == [0]
+
+
+@pytest.mark.parametrize("text", [[1, 2, 3, 4], [1, 2, 3]])
+def test_grammar_that_the_text_has_left_is_not_used(text: list[int]) -> None:
+    """Would catch: a matcher that is asked about a text which it has refused."""
+    state = make_state([[1]])
+    state.append(0, text)
+    call = make_call(state, candidates=NgramCandidates(k=2))
+    session = GrammarSession(Fixed(call, DraftTree.chains([[7]])), [TableState({0: (1,), 1: (5,)}, 0)], None)
+    assert paths_of(session.draft([2])) == [[7]]

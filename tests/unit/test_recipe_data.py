@@ -1,0 +1,255 @@
+"""What recipes read: formats of conversations, labels, packing, the order of rows; arguments; resumed answers."""
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from arguments import Options, parse, preset
+from conversations import (
+    IGNORED,
+    ChatFormat,
+    StepSampler,
+    check_row_count,
+    collate,
+    encoded,
+    messages_of,
+    prompt_of,
+    read_rows,
+    rows_by_domain,
+)
+from drafter import answer_numbers, choose_anchors
+from generate_answers import RECORD, AnswerArguments, check_record, record_of
+from losses import later_pairs
+from tests.helpers.paths import ROOT
+from tests.helpers.recipes import write_rows
+from train_dflash import BlockArguments
+from train_draft import DraftArguments
+from train_dspark import SparkArguments
+from train_eagle import EagleArguments
+from train_layer_skip import ExitArguments
+from train_medusa import MedusaArguments
+
+LAUNCH = ROOT / "recipes" / "configs" / "fsdp.yaml"
+HI, YES = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+THREE = [HI, YES, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "no"}]
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and m.thought and loop.last %}{{ m.thought }}"
+    "{% endif %}{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if quick %}-{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [HI, YES]}, [HI, YES]),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}, [HI, YES]),
+        ({"prompt": "hi", "response": "yes"}, [HI, YES]),
+        ({"prompt": [HI], "completion": [YES]}, [HI, YES]),
+        ({"messages": [{**HI, "tool_calls": None}], "system": "S"}, [{"role": "system", "content": "S"}, HI]),
+        ({"text": "plain"}, []),
+    ],
+)
+def test_messages_of_every_format_are_the_same(row: dict[str, Any], expected: list[Any]) -> None:
+    assert messages_of(row) == expected
+    assert prompt_of(row)[-1]["role"] == "user"
+
+
+def test_missing_column_is_named_with_those_found() -> None:
+    with pytest.raises(ValueError, match=r"columns question, answer, but training needs `messages`.*`text`"):
+        messages_of({"question": "q", "answer": "a"})
+
+
+def test_every_answer_of_a_conversation_is_learnt_as_it_is_generated(tokenizer: Any) -> None:
+    """Catches: a loss on prompts, on one answer only, or on a prompt other than the one the model sees."""
+    (row,) = ChatFormat(tokenizer).encode({"messages": THREE}, 200)
+    prompt = ChatFormat(tokenizer).prompt(THREE[:1])
+    ids, labels = row["input_ids"], row["labels"]
+    assert (
+        tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        == ids[: labels.index(next(x for x in labels if x >= 0)) + 1]
+    )
+    runs = answer_numbers({"labels": torch.tensor([labels])})
+    learnt = torch.tensor(labels)[torch.tensor(labels) != IGNORED]
+    texts = [tokenizer.decode(learnt[runs == number]) for number in (1, 2)]
+    assert [text.replace(tokenizer.eos_token, "").strip() for text in texts] == ["yes", "no"]
+    assert all(ids[t + 1] == label for t, label in enumerate(labels) if label != IGNORED)
+    assert int(learnt[-1]) == tokenizer.eos_token_id
+    cut_off = next(iter(ChatFormat(tokenizer).encode({"messages": THREE, "finished": False}, 200)))
+    assert (
+        cut_off["input_ids"] == ids[: len(cut_off["input_ids"])] and tokenizer.eos_token_id != cut_off["input_ids"][-1]
+    )
+
+
+def test_answers_that_a_template_rewrites_later_get_rows_of_their_own(tokenizer: Any, monkeypatch: Any) -> None:
+    """Catches: reasoning that earlier turns lose in later prompts, learnt there or not learnt at all."""
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    messages = [HI, {**YES, "thought": "t1"}, THREE[2], {**THREE[3], "thought": "t2"}]
+    first, second = ChatFormat(tokenizer).encode({"messages": messages}, 200)
+    assert "t1" in tokenizer.decode(first["input_ids"]) and "t1" not in tokenizer.decode(second["input_ids"])
+    quick = ChatFormat(tokenizer, {"quick": True}).prompt([HI])
+    assert quick.endswith("[assistant]-")
+
+
+def test_packed_rows_keep_conversations_apart(tokenizer: Any) -> None:
+    rows = Dataset.from_list([{"messages": [HI, YES]}, {"messages": THREE}, {"messages": [HI, YES]}])
+    chat = ChatFormat(tokenizer)
+    plain, packed = encoded(rows, chat, 64), encoded(rows, chat, 64, packing=True)
+    assert len(packed) == 1 and packed[0]["length"] == sum(plain["length"][:])
+    batch = collate([packed[0]])
+    assert "attention_mask" not in batch and int((batch["position_ids"] == 0).sum()) == 3
+    assert len(answer_numbers(batch).unique()) == 4
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_local_files_of_every_kind_are_read(tmp_path: Path, suffix: str) -> None:
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
+    path, data = str(tmp_path / f"rows{suffix}"), Dataset.from_list(rows)
+    {".csv": data.to_csv, ".parquet": data.to_parquet}.get(suffix, data.to_json)(path)
+    assert list(read_rows(path)) == rows and list(read_rows(path, "train[1:]", streaming=False)) == rows[1:]
+    assert list(read_rows(path, streaming=True)) == rows
+    assert rows_by_domain(read_rows(path), 1) == {"all": rows[:1]}
+
+
+def test_files_without_rows_or_answers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl does not exist"):
+        read_rows(str(tmp_path / "nothing.jsonl"))
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a", "response": "b"}])
+    with pytest.raises(ValueError, match="no conversation has an answer within max_length=2 tokens"):
+        encoded(read_rows(str(tmp_path / "prompts.jsonl")), ChatFormat(tokenizer), 2)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_fewer_than_a_step_are_refused(streaming: bool) -> None:
+    """Would catch: streamed rows fewer than a micro-batch, of which every epoch has no batch."""
+    rows = Dataset.from_list([{"input_ids": [1]}] * 3)
+    with pytest.raises(ValueError, match="the data have 3 rows to train on, fewer than the 4 of one step"):
+        check_row_count(rows.to_iterable_dataset() if streaming else rows, 4)
+
+
+def test_steps_have_the_same_rows_for_any_micro_batch_and_others_in_each_epoch() -> None:
+    lengths = torch.randint(10, 500, (2001,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampler = StepSampler(lengths, 32, seed=0)
+    first = list(sampler)
+    assert len(first) == len(sampler) == 1984 and len(set(first)) == 1984
+    spread = [
+        max(lengths[i] for i in step) - min(lengths[i] for i in step) for step in zip(*[iter(first)] * 32, strict=True)
+    ]
+    assert sum(spread) / len(spread) < 50
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+def test_anchors_are_predicting_positions_and_those_of_their_row_in_any_batch() -> None:
+    labels = torch.full((2, 30), IGNORED)
+    labels[0, 3:20], labels[1, 5:29] = 7, 8
+    batch = {"labels": labels}
+    places, valid, numbers = choose_anchors(batch, 4, step=3)
+    rows = torch.arange(2)[:, None].expand_as(places)
+    assert (labels[rows[valid], places[valid]] != IGNORED).all()
+    assert torch.equal((labels != IGNORED).nonzero()[numbers], torch.stack([rows[valid], places[valid]], dim=1))
+    assert torch.equal(choose_anchors({"labels": labels[1:]}, 4, step=3).places[0], places[1])
+    assert not torch.equal(choose_anchors(batch, 4, step=4).places, places)
+
+
+def test_later_pairs_stay_inside_an_answer() -> None:
+    index, learns = later_pairs(torch.tensor([0, 0, 0, 1, 1]), 2)
+    assert index.tolist() == [0] and learns.tolist() == [2]
+
+
+REQUIRED = ["--target", "t", "--data", "d", "--output", "o"]
+
+
+def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "target: t\ndata: d\noutput: o\nsteps: 2\nlayers: [1, 2]\nlearning_rate: 3e-4\nloss: {tv: 1}\nresume: true\n"
+    )
+    args = parse(EagleArguments, None, ["--preset", "8b", "--config", str(file), "--steps", "3"])
+    assert (args.max_steps, args.layers, args.learning_rate, args.resume) == (3, [1, 2], 3e-4, True)
+    assert args.loss == {"tv": 1} and args.max_length == preset("8b", "EagleArguments")["max_length"]
+    for flags in (["--layers", "[4, 5]"], ["--layers", "4", "5"]):
+        assert parse(EagleArguments, None, ["--config", str(file), *flags]).layers == [4, 5]
+    assert isinstance(parse(DraftArguments, None, [*REQUIRED, "--draft", "x", "--lora", "{r: 2}"]).lora, Options)
+
+
+@pytest.mark.parametrize("recipe", [EagleArguments, BlockArguments, SparkArguments, MedusaArguments])
+@pytest.mark.parametrize("name", ["0.5b", "8b", "70b"])
+def test_presets_are_valid_for_every_recipe(recipe: Any, name: str) -> None:
+    args = parse(recipe, None, [*REQUIRED, "--preset", name])
+    assert args.max_length >= 2048 and args.learning_rate > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--stesp", "3"], "unknown option --stesp"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--steps", "0"], "max_steps must be at least 1"),
+        (["--learning-rate", "-1"], "learning_rate must be at least 0, got -1.0"),
+        (["--learning-rate", "nan"], "learning_rate must be at least 0, got nan"),
+        (["--batch-size", "4", "--micro-batch-size", "3"], "batch_size 4 must be a multiple of"),
+        (["--config", str(LAUNCH)], "unknown key 'compute_environment'"),
+        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
+        (["--preset", "9b"], "unknown preset '9b'; there are 0.5b, 8b, 70b, reference"),
+        (["--loss", "{mse: 1}"], "loss must weigh some of kl, ce, tv and lk"),
+        (["--eval-strategy", "steps"], "needs evaluation, a file of held-out prompts"),
+        (["--push-to-hub", "true"], "push_to_hub needs hub_model_id"),
+        (["--layers", "0"], "give either `layers` of the target, or `draft`"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(capsys: Any, more: list[str], message: str) -> None:
+    """Catches: a mistyped key that is dropped silently, and an invalid value that is noticed after data were read."""
+    with pytest.raises(SystemExit) as ended:
+        parse(DraftArguments, None, [*REQUIRED, "--draft", "x", *more])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and len(error.splitlines()) < 5
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [AnswerArguments, BlockArguments, DraftArguments, EagleArguments, ExitArguments, MedusaArguments, SparkArguments],
+)
+def test_the_reference_preset_is_whole_for_every_recipe_and_names_files_that_exist(recipe: Any) -> None:
+    """Catches: a preset that outlived a renamed key or a moved file."""
+    args = parse(recipe, None, ["--preset", "reference", "--output", "o"])
+    for key in ("target", "data", "prompts", "exclude", "evaluation", "draft", "head"):
+        if value := getattr(args, key, None):
+            assert (ROOT / value).exists(), f"{key}: {value}"
+
+
+BATCHES = [[{"domain": "math", "prompt": "1 + 1?"}], [{"domain": "code", "prompt": "Sort a list."}]]
+
+
+def answer_arguments(**changed: Any) -> AnswerArguments:
+    return AnswerArguments(**{"target": "org/model", "prompts": "prompts.jsonl", "output": "answers.jsonl", **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "batches", "difference"),
+    [
+        ({"output": "moved.jsonl"}, BATCHES, None),
+        ({"seed": 1}, BATCHES, r"seed 0 \(now 1\);"),
+        ({"batch_size": 4, "max_new_tokens": 9}, BATCHES, r"max_new_tokens 1024 \(now 9\), batch_size 32 \(now 4\);"),
+        ({"generation": {"default": {}}}, BATCHES, r"generation .*\(now "),
+        ({}, BATCHES[::-1], "content of the prompts"),
+    ],
+)
+def test_interrupted_answers_are_continued_with_their_own_settings_only(
+    tmp_path: Path, changed: dict[str, Any], batches: Any, difference: str | None
+) -> None:
+    """Would catch: answers of two settings, or of other prompts of the same name, in one file."""
+    (tmp_path / "0.jsonl").write_text(json.dumps({"batch": 0, "rows": []}))
+    (tmp_path / RECORD).write_text(json.dumps(record_of(answer_arguments(), BATCHES)))
+    record = record_of(answer_arguments(**changed), batches)
+    if difference is None:
+        check_record(tmp_path, record)
+        return
+    with pytest.raises(ValueError, match=f"interrupted run with .*{difference}.*remove that folder|{difference}"):
+        check_record(tmp_path, record)
+    assert list(chain(tmp_path.glob("*.jsonl")))
