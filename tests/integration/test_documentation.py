@@ -28,7 +28,7 @@ LENGTH = re.compile(r"max_new_tokens=\d\d+")
 """Replaced by few tokens: other tests compare long outputs with those of plain `generate`."""
 COMMANDS = re.compile(
     r"```bash\n(.*?)```|"
-    r"`((?:hf-specgen|python -m (?:benchmarks|tests)|accelerate launch (?:-m|recipes)|make|pytest) ?[^`]+)`",
+    r"`((?:hf-specgen|python (?:-m benchmarks|-m tests|recipes)|accelerate launch (?:-m|recipes)|make|pytest) ?[^`]+)`",
     re.S,
 )
 PLACEHOLDERS = {
@@ -84,7 +84,7 @@ def test_navigation_names_every_page() -> None:
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each command, without placeholders, comments and what another program prints."""
     for block, inline in COMMANDS.findall(page.read_text(encoding="utf-8")):
-        for line in (block or inline).replace("\\\n", " ").split("\n"):
+        for line in (block or inline.replace("\n", " ")).replace("\\\n", " ").split("\n"):
             words = shlex.split(line, comments=True)
             while words and "=" in words[0]:  # variables of the environment
                 words.pop(0)
@@ -97,8 +97,10 @@ def read_recipe(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPat
     """The settings that a recipe would have; it is stopped there."""
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     module = importlib.import_module(Path(script).stem)
-    if arguments:  # else they were left out on the page
-        module.parse_config(module.Settings, None, arguments)
+    own = (value for name, value in vars(module).items() if name.endswith("Arguments"))
+    settings = next(value for value in own if value.__module__ == module.__name__)
+    if "--output" in arguments:  # else some of them were left out on the page
+        importlib.import_module("arguments").parse(settings, None, arguments)
 
 
 def read_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +118,8 @@ def read_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             read_command(["python", "-m", options.training_script, *options.training_script_args], monkeypatch)
         else:
             read_recipe(options.training_script, options.training_script_args, monkeypatch)
+    elif program == "python" and words[1].startswith("recipes/"):
+        read_recipe(words[1], words[2:], monkeypatch)
     elif words[:2] == ["python", "-m"]:
         if words[2] == "hf_specgen.cli":
             read_command(["hf-specgen", *words[3:]], monkeypatch)
