@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation into docs/images: `python docs/screenshots.py [speed] [demo] [chat] …`.
+"""Draws the pictures of the documentation into docs/images: `python docs/screenshots.py [measured] [demo] [chat] …`.
 
 Speeds are those of the recorded suite `projected`. The demo and a chat run as they would on a terminal of 80 columns;
 the benchmark report (`report`) is drawn by a headless Chromium, if there is one.
@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
 IMAGES = ROOT / "docs" / "images"
 PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
 DRAWN = ("n-grams", "n-grams + recycling", "draft model", "EAGLE", "n-grams + EAGLE")
+MEASURED = ROOT / "benchmarks" / "results" / "wide" / "report.json"
 REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUESTION = "Rename `price` to `cost` in this code.\n\ndef total(price, tax):\n    price = price + tax\n    return price"
@@ -74,6 +75,17 @@ def chat() -> Path:
     return save(console, "hf-specgen chat", "chat.svg")
 
 
+def measured() -> Path:
+    """Tokens per second of every strategy and its peer in Transformers."""
+    from benchmarks.report.figures import throughput
+
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["tables"]["speed"]
+    rows = [row for row in rows if row["domain"] in ("edit", "prose", "all")]  # most gain, least gain, and all five
+    image = IMAGES / "measured.png"
+    throughput(rows).savefig(image, dpi=160, facecolor="white")
+    return image
+
+
 def speed() -> Path:
     """Projected speedups by domain of the strategies that are best for some text."""
     from benchmarks.report.figures import figures
@@ -109,7 +121,13 @@ def save(console: Console, title: str, name: str) -> Path:
     return image
 
 
-PICTURES: dict[str, Callable[[], Path]] = {"speed": speed, "demo": demo, "chat": chat, "report": report}
+PICTURES: dict[str, Callable[[], Path]] = {
+    "measured": measured,
+    "speed": speed,
+    "demo": demo,
+    "chat": chat,
+    "report": report,
+}
 
 if __name__ == "__main__":
     for picture in sys.argv[1:] or PICTURES:

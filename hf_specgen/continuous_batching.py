@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -108,6 +109,8 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
     run, arguments = _run.get() or _run_of({}, attachment), by_name(original, args, kwargs)
     if run.settings is not None:
+        candidates = run.settings.candidates.for_model(compat.unwrapped(model))
+        run.settings = replace(run.settings, candidates=candidates)
         config = copy.copy(arguments.get("continuous_batching_config") or ContinuousBatchingConfig())
         config.use_async_batching = config.use_async_batching or False
         config.use_cuda_graph = config.use_cuda_graph or False

@@ -54,20 +54,9 @@ def speculative_decode(
 ) -> Any:
     """Generate as plain `generate` does, several tokens per forward pass of the target.
 
-    Args:
-        call: the call; its state holds the prompt.
-        input_ids: `[batch, prompt]`, left-padded.
-        model_kwargs: attention mask, positions, cache, as prepared by `generate`.
-        candidates: proposes draft tokens.
-        verifier: decides which draft tokens are accepted.
-        policy: chooses draft depths; `candidates.policy` if None.
-        monitor: receives the record of every step.
-        criteria: stopping criteria, as prepared by `generate`.
-        streamer: receives every emitted column.
-        on_start: called once everything has been checked, before the first forward pass, with the call's statistics.
-
-    Returns:
-        `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
+    `input_ids` `[batch, prompt]` (left-padded), `model_kwargs` and `criteria` are as prepared by `generate`. `on_start`
+    receives the statistics of the call once everything has been checked, before the first forward pass. Returns
+    `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
     """
     assert call.model is not None
     outputs = OutputCollector(call, criteria, streamer)
@@ -157,9 +146,7 @@ class DecodingLoop:
         state, padding = self.state, self.padding
         while not state.all_stopped:
             tree, pending = self.begin_step()
-            processed = self._active
-            if padding.in_steps:
-                tree, processed = padding.add_to_step(tree, pending), [True] * state.batch
+            processed = [True] * state.batch if padding.in_steps else self._active
             with self.timer.part("forward"):
                 logits = self.target.forward(tree, pending, processed)
             self.end_step(tree, logits)
@@ -169,7 +156,7 @@ class DecodingLoop:
     def begin_step(self) -> tuple[DraftTree, list[int]]:
         """The draft and the pending tokens of the next step."""
         self._active = self._active_rows()
-        return self.policy.padded(self._propose(self.drafter.draft, self._active)), self.state.pending()
+        return self.policy.padded(self._propose(self.drafter.draft, self._active)), self.padding.pending()
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
@@ -305,11 +292,18 @@ class StepTimer:
         self._started = perf_counter()
         self.seconds = dict.fromkeys(("prefill", *STEP_PARTS, "policy"), 0.0)
         self._before_step = dict.fromkeys(STEP_PARTS, 0.0)
-        self._parts = {name: _Part(self.seconds, name) for name in self.seconds}
+        self._part, self._began = "draft", 0.0
 
-    def part(self, name: str) -> _Part:
-        """A context whose time is added to a part; a part is not entered again inside itself."""
-        return self._parts[name]
+    def part(self, name: str) -> StepTimer:
+        """A context whose time is added to a part; parts do not contain each other."""
+        self._part = name
+        return self
+
+    def __enter__(self) -> None:
+        self._began = perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds[self._part] += perf_counter() - self._began
 
     def step_seconds(self) -> dict[str, float]:
         """Seconds of each part since the last call of this method; parts that took no time are left out."""
@@ -321,18 +315,3 @@ class StepTimer:
         """The seconds of all parts, and of the call in `total`."""
         self.seconds["total"] = perf_counter() - self._started
         return self.seconds
-
-
-class _Part:
-    """Adds the time inside the context to a part: a class, since a generator would take longer than some parts."""
-
-    __slots__ = ("_begin", "_name", "_seconds")
-
-    def __init__(self, seconds: dict[str, float], name: str):
-        self._seconds, self._name = seconds, name
-
-    def __enter__(self) -> None:
-        self._begin = perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self._seconds[self._name] += perf_counter() - self._begin

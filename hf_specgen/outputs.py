@@ -7,7 +7,7 @@ passes it.
 Plain `generate` feeds padding to ended rows until the last row ends. The results appear only in the returned cache and
 scores, so here one forward pass at the end of the call processes all padding. There is one exception: processors that
 need all rows of a column at once (`LogitsPipeline.lockstep`) need the padding's logits in the step that decides the
-column, if their scores are returned. Then an ended row takes part in every step with a chain of padding as its draft.
+column, if their scores are returned. Then ended rows take part in every step, which drafts nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from hf_specgen.call import Call
 from hf_specgen.counters import Statistics
 from hf_specgen.targets.target import Target
-from hf_specgen.tree import DraftTree, chain_parents
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession
 
 BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
@@ -161,42 +161,27 @@ class Padding:
     def needs_plain_steps(self) -> bool:
         """Whether steps must not draft, because what the user sees besides the tokens could not be computed.
 
-        Where padding takes part in the steps, a custom stopping criterion may end a row inside its draft, and an
-        early-exit target would start from hidden states that the drafter has computed for other tokens. In a batch such
-        a criterion may also cut off tokens of an earlier step, which a recurrent state cannot forget.
+        Where padding takes part in the steps it takes one column at a time, and a custom stopping criterion may end a
+        row inside its draft. In a batch such a criterion may also cut off tokens of an earlier step, which a recurrent
+        state cannot forget.
         """
-        state, target, criteria = self._state, self._target, self._outputs.has_custom_criteria
+        state, criteria = self._state, self._outputs.has_custom_criteria
         if self.in_steps:
-            ended = any(state.has_ended(row) for row in range(state.batch))
-            return criteria or (target.reuses_drafter_states and ended)
-        return criteria and self.is_visible and state.batch > 1 and target.has_recurrent_state
+            return criteria or any(state.has_ended(row) for row in range(state.batch))
+        return criteria and self.is_visible and state.batch > 1 and self._target.has_recurrent_state
 
-    def add_to_step(self, tree: DraftTree, pending: list[int]) -> DraftTree:
-        """The draft and, in place, the pending tokens of a step in which padding takes part.
-
-        Ended rows get a chain of padding as deep as the deepest draft.
-        """
-        state = self._state
-        assert state.pad_id is not None
-        depth = max(max(tree.depths(row)) for row in range(tree.batch))
-        tokens, parents = tree.tokens.clone(), list(tree.parents)
-        for row in range(tree.batch):
-            if len(state.generated[row]) < self._outputs.columns:
-                pending[row] = state.pad_id
-            if state.has_ended(row):
-                tokens[row, :depth] = state.pad_id
-                parents[row] = chain_parents(depth)
-        return DraftTree(tokens, tuple(parents), tree.q)
+    def pending(self) -> list[int]:
+        """The pending token of each row; where padding takes part in the steps, that of ended rows."""
+        pending = self._state.pending()
+        if self.in_steps:
+            assert self._state.pad_id is not None
+            for row, tokens in enumerate(self._state.generated):
+                pending[row] = self._state.pad_id if len(tokens) < self._outputs.columns else pending[row]
+        return pending
 
     def paths(self, result: VerificationResult) -> list[list[int] | None]:
-        """The nodes of each row to keep in the cache: accepted ones; in an ended row, padding of decided columns."""
-        if not self.in_steps:
-            return result.paths
-        columns = [len(scores) for scores in result.scores]
-        return [
-            list(range(count - 1)) if path is None and count else path
-            for path, count in zip(result.paths, columns, strict=True)
-        ]
+        """The nodes of each row to keep in the cache: accepted ones; an ended row keeps its pending padding."""
+        return [path or [] for path in result.paths] if self.in_steps else result.paths
 
     def process_rest(self) -> None:
         """At the end of a call with a visible cache: cut it to the output, process all padding, add its scores."""

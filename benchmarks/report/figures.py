@@ -106,6 +106,34 @@ def _speedups(rows: Rows) -> Figure:
     return _with_legend(figure, axes)
 
 
+def throughput(rows: Rows) -> Figure:
+    """Tokens per second by domain, a bar for each variant, with the speedup over plain `generate` at its end."""
+    domains = list(dict.fromkeys(row["domain"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    with rc_context(STYLE):
+        figure, axes = _axes(1.2 + 0.15 * len(rows))
+        height = 0.86 / len(variants)
+        for place, variant in enumerate(variants):
+            mine = [row for row in rows if row["variant"] == variant]
+            at = [domains.index(row["domain"]) + (place - (len(variants) - 1) / 2) * height for row in mine]
+            color = GRID if variant == "plain" else color_of(variant)
+            bars = axes.barh(
+                at, [row["tokens/s"] for row in mine], height, color=color, label=_without_setting(variant)
+            )
+            labels = [f"{row['speedup']:.1f}x" if "speedup" in row else f"{row['tokens/s']:.0f}" for row in mine]
+            axes.bar_label(bars, labels, padding=2, fontsize=6.5)
+        axes.set_yticks(range(len(domains)), domains)
+        axes.set_ylim(len(domains) - 0.5, -0.5)
+        axes.margins(x=0.08)
+        axes.set_xlabel("tokens per second; at the bars: speedup over plain generate")
+        return _with_legend(figure, axes)
+
+
+def _without_setting(variant: str) -> str:
+    """The name of a variant without the settings that it runs with."""
+    return re.sub(r" (k|n|tree|p)[=>]\S+", "", variant)
+
+
 def _projected(rows: Rows) -> Figure:
     """Bars by domain, one for each variant, with the value at the end of the bars of all domains together."""
     domains = [name for name in rows[0] if name != "variant"]

@@ -7,6 +7,7 @@ shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_sp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,10 +68,14 @@ class Calibration:
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
 
-    def log_table(self) -> Floats:
-        """`[RANKS * fine bins]` logarithms of the acceptance of a token by rank and fine bin of confidence."""
+    def by_fine_bin(self, prior: Floats = FINE_CENTERS) -> Floats:
+        """`[RANKS, fine bins]` acceptance of a token by rank and fine bin of confidence, shrunk towards a prior."""
         bins = np.searchsorted(EDGES, FINE_CENTERS)
-        estimate = (self.accepted[:, bins] + 6.0 * FINE_CENTERS) / (self.seen[:, bins] + 6.0)
+        return (self.accepted[:, bins] + 6.0 * prior) / (self.seen[:, bins] + 6.0)
+
+    def log_table(self, prior: Floats = FINE_CENTERS) -> Floats:
+        """`[RANKS * fine bins]` logarithms of the acceptance of a token by rank and fine bin of confidence."""
+        estimate = self.by_fine_bin(prior)
         return np.log(np.minimum(np.minimum.accumulate(estimate, axis=0), MAX_PROBABILITY)).astype(np.float32).ravel()
 
     def by_bin(self, prior: float = 1.0) -> Floats:
@@ -138,6 +143,16 @@ class CalibratedSession(DraftSession):
         if self.remembers:
             for key, calibration in zip(self._keys, self.calibrations, strict=True):
                 memory.store(self.call.model, key, calibration)
+
+
+def log_tables(calibrations: Sequence[Calibration]) -> Floats:
+    """`[calibrations * RANKS * fine bins]` the table of each calibration, shrunk towards the counts of all of them."""
+    if len(calibrations) == 1:
+        return calibrations[0].log_table()
+    pooled = Calibration()
+    pooled.seen = np.sum([one.seen for one in calibrations], axis=0)
+    pooled.accepted = np.sum([one.accepted for one in calibrations], axis=0)
+    return np.concatenate([one.log_table(pooled.by_fine_bin()) for one in calibrations])
 
 
 def confidence_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:

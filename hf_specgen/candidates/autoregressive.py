@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hf_specgen.candidates.acceptance import FINE_CENTERS, FINE_EDGES, RANKS, CalibratedSession, confidence_by_rank
+from hf_specgen.candidates.acceptance import (
+    FINE_CENTERS,
+    FINE_EDGES,
+    RANKS,
+    CalibratedSession,
+    confidence_by_rank,
+    log_tables,
+)
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
@@ -35,6 +42,7 @@ class AutoregressiveSession(CalibratedSession):
             number of nodes; None for chains.
         confidence_threshold: nodes whose token has a lower probability are not expanded.
         vocab: size of the target's vocabulary; the drafter's may be padded to another size.
+        calibrations: how many there are; see `calibration_of`.
 
     Attributes:
         expanded_nodes_first: whether the nodes of a tree begin with those that were expanded.
@@ -44,8 +52,16 @@ class AutoregressiveSession(CalibratedSession):
 
     expanded_nodes_first = False
 
-    def __init__(self, call: DraftCall, k: int, tree: str | int | None, confidence_threshold: float, vocab: int):
-        super().__init__(call)
+    def __init__(
+        self,
+        call: DraftCall,
+        k: int,
+        tree: str | int | None,
+        confidence_threshold: float,
+        vocab: int,
+        calibrations: int = 1,
+    ):
+        super().__init__(call, calibrations)
         chains_only = call.target is not None and call.target.verifies_chains_only
         self._k, self._size, self._vocab = k, None if chains_only else tree, vocab
         self._threshold = confidence_threshold
@@ -62,9 +78,9 @@ class AutoregressiveSession(CalibratedSession):
         """How large the trees of the next step become."""
         return tree_size(tree, self.call, depths, children)
 
-    def confidences(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """`[batch, nodes, children]` confidences from those of the tokens of a pass, most preferred first."""
-        return probabilities
+    def calibration_of(self) -> torch.Tensor | None:
+        """`[batch, nodes]` which of the calibrations holds after each node of the last pass; None: the first."""
+        return None
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
@@ -94,7 +110,10 @@ class AutoregressiveSession(CalibratedSession):
         if not isinstance(tree, GrownTree):
             return
         values, bins = tree.node_values, len(FINE_CENTERS)
-        self._features = [(row[:, 0] // bins, FINE_CENTERS[row[:, 0] % bins], row[:, 0]) for row in values]
+        features = [row[:, 0] for row in values]
+        self._features = [
+            (row // bins % RANKS, FINE_CENTERS[row % bins], 1 + row // (RANKS * bins)) for row in features
+        ]
         super().observe(result)
         if self._expanded:
             # The nodes of a path that were expanded come first: a child is expanded after its parent.
@@ -111,7 +130,7 @@ class AutoregressiveSession(CalibratedSession):
         size = self.tree_size(tree, depths, children)
         logits = self.first_scores()[:, None]
         last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
-        host = np.concatenate([np.array(last_tokens, dtype=np.float32).ravel(), self.calibrations[0].log_table()])
+        host = np.concatenate([np.array(last_tokens, dtype=np.float32).ravel(), log_tables(self.calibrations)])
         on_device = torch.from_numpy(host).to(logits.device)
         growth = Growth(depths, min(size.children, self._vocab), on_device[: len(depths), None])
         self._table = on_device[len(depths) :]
@@ -148,7 +167,9 @@ class AutoregressiveSession(CalibratedSession):
                 self._qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
                 confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
         edges, ranks = _bins(logits.device, best.shape[-1])
-        features = torch.bucketize(self.confidences(confidence), edges) + ranks
+        features = torch.bucketize(confidence, edges) + ranks
+        if (number := self.calibration_of()) is not None:
+            features = features + number[..., None] * (RANKS * len(FINE_CENTERS))
         growth.add(tokens, self._table[features], features, expandable)
 
 

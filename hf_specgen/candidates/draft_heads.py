@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.head_sessions import AssistantSession, EagleSession, ParallelSession
 from hf_specgen.candidates.path_heads import PathSession
 from hf_specgen.depth import Policy
@@ -98,6 +99,9 @@ class HeadCandidates(PretrainedCandidates):
             k the draft is a chain of k tokens.
         aux_hidden_state_layers: which hidden states of the target the head reads, as indices into Transformers'
             `hidden_states`, instead of those that the checkpoint names.
+        draft_window: how much of a long text the head reads: a number of recent tokens, or a pair of first and recent
+            ones; its cache holds up to twice as many. "auto": only beyond the positions of the head's config, half of
+            them; None: all of it.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -118,10 +122,12 @@ class HeadCandidates(PretrainedCandidates):
         *,
         tree: Tree = None,
         aux_hidden_state_layers: Sequence[int] | None = None,
+        draft_window: DraftWindowSetting = "auto",
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=self.max_depth)
         self._set_tree(tree, k)
+        self.draft_window = check_window(draft_window)
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
         check_head(type(self).__name__, head_or_path, DraftHead)
         self._head = head_or_path if isinstance(head_or_path, DraftHead) else None
@@ -135,7 +141,12 @@ class HeadCandidates(PretrainedCandidates):
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         """The session of a call."""
-        return EagleSession(call, target, bound, self.k, self.tree)
+        return EagleSession(call, target, bound, self.k, self.tree, window=self.window(call, bound))
+
+    def window(self, call: DraftCall, bound: BoundHead) -> DraftWindow | None:
+        """The part of the texts of a call that the head reads."""
+        layer = getattr(bound.head.config, "layer", None)
+        return draft_window(self.draft_window, getattr(layer, "max_position_embeddings", None), call)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The head, on the CPU; a copy of one that was given loaded."""
@@ -154,7 +165,7 @@ class HeadCandidates(PretrainedCandidates):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; a head that was given loaded is identified by the object, as its name is only that of its class."""
         name = self._name if self._head is None else f"{self._name} {number_of(self._head)}"
-        return ("head", name, self.k, str(self.tree), str(self.aux_hidden_state_layers))
+        return ("head", name, self.k, str(self.tree), str(self.aux_hidden_state_layers), str(self.draft_window))
 
     def _on(self, model: PreTrainedModel) -> BoundHead:
         """The head on its target, in its dtype on its device."""
@@ -173,7 +184,8 @@ class HeadCandidates(PretrainedCandidates):
         )
 
     def __repr__(self) -> str:
-        settings = self._show(tree=self.tree, aux_hidden_state_layers=self.aux_hidden_state_layers)
+        window = None if self.draft_window == "auto" else self.draft_window
+        settings = self._show(tree=self.tree, aux_hidden_state_layers=self.aux_hidden_state_layers, draft_window=window)
         return f"{type(self).__name__}({self._name!r}, k={self.k}{settings})"
 
 
@@ -189,7 +201,7 @@ class EagleCandidates(HeadCandidates):
     Args:
         head_or_path: a loaded head, or a folder or Hub id of one: EAGLE-1, EAGLE-2, EAGLE-3, EAGLE-3.1 and HASS in the
             original format, in that of SpecForge, ModelOpt and DeepSpec, and the `eagle3` format of speculators.
-        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
+        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`.
 
     Example:
         >>> EagleCandidates("org/eagle3-head", k=4)
@@ -215,7 +227,7 @@ class PEagleCandidates(HeadCandidates):
     Args:
         head_or_path: a loaded head, or a folder or Hub id of one: vLLM's layout with `mask_hidden`, and the `peagle`
             format of speculators.
-        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
+        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`.
 
     Example:
         >>> PEagleCandidates("org/peagle-head", k=5)
@@ -233,7 +245,7 @@ class PEagleCandidates(HeadCandidates):
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         runner = PEagleRunner(bound, call.state.batch)
-        return ParallelSession(call, target, bound, runner, self.k, self.tree)
+        return ParallelSession(call, target, bound, runner, self.k, self.tree, self.window(call, bound))
 
 
 class DFlashCandidates(HeadCandidates):
@@ -242,7 +254,8 @@ class DFlashCandidates(HeadCandidates):
     Args:
         head_or_path: a loaded head, or a folder or Hub id of one: DFlash and DFlash2 of z-lab, JetSpec, DSpark of
             DeepSpec and SpecForge, Domino, and the formats `dflash`, `dflash2` and `dspark` of speculators.
-        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`; a draft is never longer than the block.
+        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`; a draft is at most as long as
+            the block.
 
     Example:
         >>> DFlashCandidates("org/dflash-head", k=7, tree=32)
@@ -255,9 +268,9 @@ class DFlashCandidates(HeadCandidates):
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         if isinstance(bound.head, PathHead):
-            return PathSession(call, target, bound, self.k, self.tree)
-        runner = BlockRunner(bound, call.state.batch)
-        return ParallelSession(call, target, bound, runner, min(self.k, runner.depth), self.tree)
+            return PathSession(call, target, bound, self.k, self.tree, self.window(call, bound))
+        runner, window = BlockRunner(bound, call.state.batch), self.window(call, bound)
+        return ParallelSession(call, target, bound, runner, min(self.k, runner.depth), self.tree, window)
 
 
 class MTPCandidates(HeadCandidates):
@@ -268,7 +281,7 @@ class MTPCandidates(HeadCandidates):
 
     Args:
         checkpoint: folder or Hub id of the target's checkpoint; left out, it is where the target was loaded from.
-        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
+        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`.
 
     Example:
         >>> MTPCandidates(k=2)
@@ -286,10 +299,17 @@ class MTPCandidates(HeadCandidates):
         *,
         tree: Tree = None,
         aux_hidden_state_layers: Sequence[int] | None = None,
+        draft_window: DraftWindowSetting = "auto",
         policy: Policy | None = None,
     ):
-        name = "" if checkpoint is None else str(checkpoint)
-        super().__init__(name, k, tree=tree, aux_hidden_state_layers=aux_hidden_state_layers, policy=policy)
+        super().__init__(
+            "" if checkpoint is None else str(checkpoint),
+            k,
+            tree=tree,
+            aux_hidden_state_layers=aux_hidden_state_layers,
+            draft_window=draft_window,
+            policy=policy,
+        )
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The layer, from the checkpoint."""
@@ -300,7 +320,7 @@ class MTPCandidates(HeadCandidates):
         if layers == 1:
             return super().begin(call, target, bound)
         runner = LayeredRunner(bound, call.state.batch)
-        return EagleSession(call, target, bound, min(self.k, layers), self.tree, runner)
+        return EagleSession(call, target, bound, min(self.k, layers), self.tree, runner, self.window(call, bound))
 
     def __repr__(self) -> str:
         return super().__repr__().replace("('', ", "(")
@@ -311,7 +331,7 @@ class GemmaAssistantCandidates(HeadCandidates):
 
     Args:
         head_or_path: a loaded assistant, or a folder or Hub id of one.
-        k, tree, aux_hidden_state_layers, policy: as for `HeadCandidates`.
+        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`.
 
     Example:
         >>> GemmaAssistantCandidates("google/gemma-4-E2B-it-assistant", k=4)

@@ -37,13 +37,15 @@ from hf_specgen.candidates.base import (
 )
 from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
 from hf_specgen.candidates.draft_heads import number_of
-from hf_specgen.candidates.draft_sessions import DraftModelSession, ParallelDraft, ParallelDraftSession
+from hf_specgen.candidates.draft_sessions import DraftModelSession, DraftRunner, ParallelDraft, ParallelDraftSession
+from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
 from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
 from hf_specgen.targets.support import check_model, position_table
+from hf_specgen.targets.target import Target
 
 logger = logging.getLogger("hf_specgen")
 
@@ -68,6 +70,9 @@ class DraftModelCandidates(PretrainedCandidates):
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
+        draft_window: how much of a long text the draft reads: a number of recent tokens, or a pair of first and recent
+            ones; its cache holds up to twice as many. "auto": only beyond the positions of its config, half of them;
+            None: all of it. For decoder-only drafts with the target's tokenizer.
         compile: whether the draft's forward passes are captured as CUDA graphs, as for `speculate`.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
@@ -93,6 +98,7 @@ class DraftModelCandidates(PretrainedCandidates):
         quantization_config: Any = None,
         trust_remote_code: bool = False,
         share_encoder: bool | None = None,
+        draft_window: DraftWindowSetting = "auto",
         compile: Compile = "auto",
         policy: Policy | None = None,
     ):
@@ -106,6 +112,7 @@ class DraftModelCandidates(PretrainedCandidates):
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
+        self.draft_window = check_window(draft_window)
         if compile not in ("auto", "graphs", False, None):
             raise ValueError(f'compile must be "auto", "graphs" or False, got {compile!r}')
         self.compile, self._is_given_loaded = compile, loaded
@@ -137,8 +144,12 @@ class DraftModelCandidates(PretrainedCandidates):
                 "lengths; load the draft with attn_implementation='sdpa'"
             )
         is_same_vocabulary = call.model is None or have_same_vocabulary(draft, call.model)
+        window, parallel = self._window(draft, call), None
         if is_same_vocabulary:
-            _check_prompt_length(draft, max(map(len, call.state.prompts)))
+            parallel = None if reads_encoder(draft) else ParallelDraft.of(draft)
+            window = None if parallel is not None and parallel.layers else window
+            read = max(map(len, call.state.prompts))
+            _check_prompt_length(draft, sum(window) if window is not None and window.is_exceeded_by(read) else read)
         elif reads_encoder(draft):
             raise ValueError(
                 f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
@@ -149,16 +160,27 @@ class DraftModelCandidates(PretrainedCandidates):
         check_computation(draft, TargetRequirements(), *prompt)
         if not is_same_vocabulary:
             return CrossTokenizerSession(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
-        parallel = ParallelDraft.of(draft)
         # Captured passes run without the hook that adds the target's hidden states.
         compile: Compile = False if parallel is not None and parallel.layers else self.compile
-        reader = make_target(TargetRequirements(), draft, *prompt, compile=compile)
+
+        def reader(texts: list[list[int]]) -> Target:
+            read = prompt if texts == prompts else draft_prompt(draft, call, texts, self.share_encoder)
+            return make_target(TargetRequirements(), draft, *read, compile=compile)
+
+        runner = DraftRunner(call, draft, reader, window)
         if parallel is not None:
-            return ParallelDraftSession(call, draft, reader, parallel, self.k, self.tree)
-        return DraftModelSession(call, draft, reader, self.k, self.tree, self.confidence_threshold)
+            return ParallelDraftSession(call, draft, runner, parallel, self.k, self.tree)
+        return DraftModelSession(call, draft, runner, self.k, self.tree, self.confidence_threshold)
+
+    def _window(self, draft: PreTrainedModel, call: DraftCall) -> DraftWindow | None:
+        """The part of the texts of a call that the draft model reads."""
+        if reads_encoder(draft):
+            return None
+        trained = getattr(text_config(draft), "max_position_embeddings", None)
+        return draft_window(self.draft_window, trained, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        settings = self.confidence_threshold, str(self.share_encoder), str(self.compile)
+        settings = self.confidence_threshold, str(self.share_encoder), str(self.compile), str(self.draft_window)
         return ("draft_model", *self._identity(), self.k, str(self.tree), *settings)
 
     def _identity(self) -> tuple[str, ...]:
@@ -183,6 +205,7 @@ class DraftModelCandidates(PretrainedCandidates):
             tree=self.tree,
             confidence_threshold=self.confidence_threshold,
             share_encoder=self.share_encoder,
+            draft_window=None if self.draft_window == "auto" else self.draft_window,
             compile=None if self.compile == "auto" else self.compile,
         )
         return f"DraftModelCandidates({self._name!r}, k={self.k}{settings})"

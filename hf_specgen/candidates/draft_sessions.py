@@ -10,7 +10,7 @@ Source: An et al., "PARD: Accelerating LLM Inference with Low-Cost PARallel Draf
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, last_of
 from hf_specgen.candidates.base import DraftCall, Tree, vocabulary_size
+from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
 from hf_specgen.candidates.head_sessions import FeatureQueue, IndependentHeadsSession
 from hf_specgen.grown_tree import GrownTree
@@ -42,64 +43,107 @@ PROJECTION_FILE = "warp_model.bin"
 class DraftRunner:
     """Runs a draft model over the texts of a call; its cache holds the beginning of each row's text.
 
+    Args:
+        read: makes a target of the draft model for the beginning of each row's text.
+        window: the part of long texts that is read; None for all of it.
+
     Attributes:
         drafts: the rows that take part in the current draft.
+        passes: tokens, over all rows, of the passes of `uncached` and `extend` for the current draft.
     """
 
-    def __init__(self, call: DraftCall, draft: PreTrainedModel, reader: Target):
-        self._state, self._reader, self._embedded = call.state, reader, embedding_size(draft)
+    def __init__(
+        self,
+        call: DraftCall,
+        draft: PreTrainedModel,
+        read: Callable[[list[list[int]]], Target],
+        window: DraftWindow | None,
+    ):
+        self._state, self._read, self._window, self._embedded = call.state, read, window, embedding_size(draft)
         self._max_positions = position_table(text_config(draft))
         self._is_prefilled = False
-        self._cached = [0] * call.state.batch  # generated tokens of each row in the cache
-        self.drafts = [True] * call.state.batch
+        prompts = call.state.prompts
+        exceeds = window is not None and window.is_exceeded_by(max(map(len, prompts)))
+        self._begin([self._kept(prompt) if exceeds else known_tokens(prompt, self._embedded) for prompt in prompts])
+        self._cached = [0] * call.state.batch  # generated tokens of each row in the cache, or before the window
+        self.drafts, self.passes = [True] * call.state.batch, list[int]()
+
+    def _kept(self, tokens: list[int]) -> list[int]:
+        """What the draft model reads of a row's text when it starts on it."""
+        return known_tokens(tokens if self._window is None else self._window.kept(tokens), self._embedded)
+
+    def _begin(self, prompts: list[list[int]]) -> None:
+        """Read from these tokens on."""
+        self.reader, self._lengths = self._read(prompts), list(map(len, prompts))
+
+    def _length(self, row: int) -> int:
+        """Tokens of a row that are in the cache, or will be after the next pass."""
+        tokens = self._lengths[row] + len(self._state.generated[row]) - self._cached[row]
+        return 1 + sum(self._window) if self._window is not None and self._window.is_exceeded_by(tokens) else tokens
 
     def max_draft_tokens(self, row: int) -> int:
         """How many positions the draft model has left; none where its cache slots may run out."""
-        state = self._state
-        longest = max(map(len, state.prompts)) + max(map(len, state.generated))
-        if longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
+        if max(map(self._length, range(self._state.batch))) + MAX_DRAFT_SLOTS > self.reader.slot_limit:
             return 0
-        return max(0, self._max_positions - len(state.prompts[row]) - len(state.generated[row]))
+        return max(0, self._max_positions - self._length(row))
 
     def prefill(self) -> torch.Tensor | None:
         """Before the first draft, so that a call that never drafts has none: `[batch, vocab]` logits; then None."""
         if self._is_prefilled:
             return None
         self._is_prefilled = True
-        return self._reader.prefill(DraftTree.empty(len(self._cached)))[:, -1]
+        return self.reader.prefill(DraftTree.empty(self._state.batch))[:, -1]
 
     def uncached(self, max_depths: Sequence[int]) -> list[list[int]]:
         """The tokens of each row that the draft model has not read, in the rows that draft; otherwise the last one."""
-        state, rows = self._state, range(len(self._cached))
-        self._reader.drop_rows([not state.has_ended(row) for row in rows])
+        state, rows = self._state, range(self._state.batch)
+        self.passes.clear()
         self.drafts = [max_depths[row] > 0 and self.max_draft_tokens(row) > 0 for row in rows]
+        if self._window is not None:
+            self._restart(self._window)
+        self.reader.drop_rows([not state.has_ended(row) for row in rows])
         texts = zip(state.generated, self._cached, self.drafts, strict=True)
         return [known_tokens(text[read:] if drafts else text[-1:], self._embedded) for text, read, drafts in texts]
+
+    def _restart(self, window: DraftWindow) -> None:
+        """Read the window of all rows anew if one of them exceeds it."""
+        generated = self._state.generated
+        counts = zip(self._lengths, generated, self._cached, strict=True)
+        tokens = [length + len(text) - cached for length, text, cached in counts]
+        if not any(window.is_exceeded_by(count) for count, drafts in zip(tokens, self.drafts, strict=True) if drafts):
+            return
+        self.reader.abandon()
+        texts = zip(self._state.prompts, generated, strict=True)
+        self._begin([self._kept([*prompt, *text][:-1]) for prompt, text in texts])
+        self._cached = [max(0, len(text) - 1) for text in generated]
+        self.reader.prefill(DraftTree.empty(self._state.batch))
+        self.passes.append(sum(self._lengths))
 
     def extend(self, uncached: Sequence[list[int]], masks: Sequence[int] = ()) -> torch.Tensor:
         """`[batch, tokens, vocab]` logits of a pass over uncached tokens, which are kept, and masks after them."""
         tree = DraftTree.chains([[*tokens[1:], *masks] for tokens in uncached])
-        logits = self._reader.forward(tree, [tokens[0] for tokens in uncached], self.drafts)
+        logits = self.reader.forward(tree, [tokens[0] for tokens in uncached], self.drafts)
         kept = zip(uncached, self.drafts, strict=True)
-        self._reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
-        for row, tokens in enumerate(uncached):
-            self._cached[row] += len(tokens) if self.drafts[row] else 0
+        self.reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
+        self._count([len(tokens) for tokens in uncached])
+        self.passes.append(sum(self.drafts) * logits.shape[1])
         return logits
+
+    def _count(self, new: Sequence[int]) -> None:
+        """Count tokens that were added to the cache, in the rows that draft."""
+        for row, count in enumerate(new):
+            if self.drafts[row]:
+                self._cached[row] += count
+                self._lengths[row] += count
 
     def grow(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree."""
-        return self._reader.grow(tree, new, self.drafts)
+        return self.reader.grow(tree, new, self.drafts)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep accepted nodes in the cache; the next pass computes those that were not expanded."""
-        self._reader.commit(list(paths))
-        for row, path in enumerate(paths):
-            self._cached[row] += len(path) if self.drafts[row] else 0
-
-    @property
-    def rows(self) -> list[int]:
-        """The rows of the call that are in the cache."""
-        return self._reader.rows
+        self.reader.commit(list(paths))
+        self._count(list(map(len, paths)))
 
 
 class DraftModelSession(AutoregressiveSession):
@@ -109,14 +153,14 @@ class DraftModelSession(AutoregressiveSession):
         self,
         call: DraftCall,
         draft: PreTrainedModel,
-        reader: Target,
+        runner: DraftRunner,
         k: int,
         tree: Tree,
         confidence_threshold: float,
     ):
-        tree = None if reader.verifies_chains_only else tree
+        tree = None if runner.reader.verifies_chains_only else tree
         super().__init__(call, k, tree, confidence_threshold, vocabulary_size(call.model or draft))
-        self._runner = DraftRunner(call, draft, reader)
+        self._runner = runner
 
     def max_draft_tokens(self, row: int) -> int:
         return self._runner.max_draft_tokens(row)
@@ -128,7 +172,7 @@ class DraftModelSession(AutoregressiveSession):
             return after_prompt
         uncached = self._runner.uncached(self.max_depths)
         logits = self._runner.extend(uncached)
-        self.passes.append(sum(self._runner.drafts) * logits.shape[1])
+        self.passes += self._runner.passes
         return last_of(logits, [len(tokens) for tokens in uncached])
 
     def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
@@ -207,11 +251,11 @@ class ParallelDraftSession(IndependentHeadsSession):
     """Drafts for one call with a model that predicts all tokens in one pass."""
 
     def __init__(
-        self, call: DraftCall, draft: PreTrainedModel, reader: Target, settings: ParallelDraft, k: int, tree: Tree
+        self, call: DraftCall, draft: PreTrainedModel, runner: DraftRunner, settings: ParallelDraft, k: int, tree: Tree
     ):
         self._vocab = vocabulary_size(call.model or draft)
         super().__init__(call, k, tree, min(RANKS, self._vocab))
-        self._runner, self._mask = DraftRunner(call, draft, reader), settings.mask_token
+        self._runner, self._mask = runner, settings.mask_token
         self._added = None
         if settings.layers and isinstance(call.target, HiddenStateTarget):
             self._added = TargetFeatures(call, call.target, draft, settings)
@@ -238,7 +282,7 @@ class ParallelDraftSession(IndependentHeadsSession):
         counts = [len(tokens) for tokens in uncached]
         with nullcontext() if added is None else added.in_pass(counts, self._runner, depth - 1):
             logits = self._runner.extend(uncached, [self._mask] * (depth - 1))
-        self.passes = [sum(self._runner.drafts) * logits.shape[1]]
+        self.passes = list(self._runner.passes)
         slots = torch.tensor(counts, device=logits.device)[:, None] - 1 + torch.arange(depth, device=logits.device)
         rows = torch.arange(batch, device=logits.device)[:, None]
         return logits[rows, slots][..., : self._vocab].float()
@@ -293,7 +337,7 @@ class TargetFeatures:
     def in_pass(self, counts: Sequence[int], runner: DraftRunner, masks: int) -> Iterator[None]:
         """Inside, those of the next `counts` tokens of each row that drafts are added, and of the masks after them."""
         parts = []
-        for row in runner.rows:
+        for row in runner.reader.rows:
             own = self._rows[row][: counts[row]]
             parts.append(torch.cat([own, own[-1:].expand(masks, -1)]))
             if runner.drafts[row]:

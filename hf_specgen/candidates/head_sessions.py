@@ -10,7 +10,7 @@ for best-first trees over the distributions of a block.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from hf_specgen.candidates.acceptance import MAX_PROBABILITY, CalibratedSession,
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
+from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.tree_search import TreeSize, draft_of, tree_size
 from hf_specgen.grown_tree import GrownTree
@@ -42,8 +43,18 @@ DEFAULT_NODES = 16
 class FeatureQueue:
     """The inputs of a head: hidden states of accepted tokens that it has not processed, and the token after each."""
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, layers: Sequence[int]):
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        layers: Sequence[int],
+        window: DraftWindow | None = None,
+        restart: Callable[[int], None] = lambda row: None,
+    ):
         self._state, self._target, self._layers = call.state, target, layers
+        self._window, self._restart = window, restart
+        # With a window, of each row what the head has processed since it was restarted.
+        self._history: list[tuple[torch.Tensor, list[int]]] = []
         self._features: list[list[torch.Tensor]] = []
         self._processed: list[int] = []
         """The position in each row's text of the first feature in the queue."""
@@ -89,6 +100,22 @@ class FeatureQueue:
             tokens.append(self._next_tokens(row, len(features[row])))
             self._processed[row] += len(tokens[row])
             queued.clear()
+            if self._window is not None:
+                features[row], tokens[row] = self._within(self._window, row, features[row], tokens[row])
+        return features, tokens
+
+    def _within(
+        self, window: DraftWindow, row: int, features: torch.Tensor, tokens: list[int]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """New features and tokens; those of the window, for a head that starts again, once there are too many."""
+        self._history = self._history or [(self._nothing, []) for _ in self._features]
+        known, text = self._history[row]
+        known, text = torch.cat([known, features]), [*text, *tokens]
+        if window.is_exceeded_by(len(text)):
+            known, text = torch.cat([known[: window.first], known[-window.recent :]]), window.kept(text)
+            features, tokens = known, text
+            self._restart(row)
+        self._history[row] = known, text
         return features, tokens
 
     def _next_tokens(self, row: int, count: int) -> list[int]:
@@ -118,6 +145,7 @@ class EagleSession(AutoregressiveSession):
         k: int,
         tree: str | int | None,
         runner: LayeredRunner | None = None,
+        window: DraftWindow | None = None,
     ):
         assert call.model is not None
         super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
@@ -126,7 +154,7 @@ class EagleSession(AutoregressiveSession):
         captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
         captures = captures and not torch.is_autocast_enabled(device)
         self.runner = runner or EagleRunner(bound, call.state.batch, call.compiled if captures else False)
-        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers, window, self.runner.restart)
         self._has_prefilled = False
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
@@ -283,10 +311,11 @@ class ParallelSession(IndependentHeadsSession):
         runner: ParallelRunner,
         depth: int,
         tree: str | int | None,
+        window: DraftWindow | None = None,
     ):
         super().__init__(call, depth, tree, min(RANKS, bound.head.config.draft_vocab_size))
         self.runner = runner
-        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers, window, runner.restart)
         self.passes: list[int] = []
         self._drafting: list[bool] = []
 

@@ -14,6 +14,7 @@ import torch
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
+from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
@@ -25,6 +26,9 @@ from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
+CONFIDENCE_LEVELS = 4
+"""Ranges of a confidence head's estimate, of equal width, with acceptance counts of their own."""
+
 
 class PathSession(AutoregressiveSession):
     """The state of one call.
@@ -33,10 +37,19 @@ class PathSession(AutoregressiveSession):
         runner: the head's cache, and its passes.
     """
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead, k: int, tree: str | int | None):
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        bound: BoundHead,
+        k: int,
+        tree: str | int | None,
+        window: DraftWindow | None = None,
+    ):
         assert call.model is not None and isinstance(bound.head, BlockHead)
         config = bound.head.config
-        super().__init__(call, min(k, config.depth), tree, 0.0, vocabulary_size(call.model))
+        levels = CONFIDENCE_LEVELS if getattr(config, "enable_confidence_head", False) else 1
+        super().__init__(call, min(k, config.depth), tree, 0.0, vocabulary_size(call.model), levels)
         self._votes, self._block_size = None, config.block_size
         self._key = ("layout", call.drafting.key)
         if config.measures_layout:
@@ -44,7 +57,7 @@ class PathSession(AutoregressiveSession):
             model = call.model if self.remembers else None
             self._votes = memory.recall(model, self._key, lambda: LayoutVotes(guess))
         self.runner = PathRunner(bound, call.state.batch, self.wants_q, self._votes)
-        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers)
+        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers, window, self.runner.restart)
         self._drafting: list[bool] = []
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
@@ -85,14 +98,12 @@ class PathSession(AutoregressiveSession):
         children = min(children, self.runner.max_candidates)
         return tree_size(tree, self.call, depths, children, only_pass=self._block_size)
 
-    def confidences(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """With a confidence head, the mean of its logit and that of the most likely token; others share the rest."""
+    def calibration_of(self) -> torch.Tensor | None:
+        """With a confidence head, by its estimate: how often tokens are accepted is counted for each of its levels."""
         if self.runner.confidence is None:
-            return probabilities
-        best = probabilities[..., :1].clamp(0.001, 0.999)
-        estimate = ((best.logit() + self.runner.confidence[..., None].float()) / 2).sigmoid()
-        others = probabilities[..., 1:] * (1 - estimate) / (1 - best)
-        return torch.cat([estimate, others], dim=-1)
+            return None
+        levels = self.runner.confidence.float().sigmoid() * CONFIDENCE_LEVELS
+        return levels.long().clamp(max=CONFIDENCE_LEVELS - 1)
 
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
         draft = super()._grow(max_depths, tree, children)

@@ -23,6 +23,9 @@ from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
+FACTORS = {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"}
+"""Fields that the format of speculators lacks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Config(BlockConfig):
@@ -141,10 +144,9 @@ def load_dflash2(file: HeadFile) -> DFlash2Head:
     file.names = {ours.replace("codebook.weight", "codebook"): name for ours, name in file.names.items()}
     fields = Fields(file.fields.nested("dflash_config").values, file.fields.values)
     sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    factors = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
     options = block_options(file, both_ways=True)
     options |= {name: fields.integer(name) for name in sizes if fields.get(name) is not None}
-    options |= {name: fields.number(name) for name in factors if fields.get(name) is not None}
+    options |= {name: fields.number(name) for name in FACTORS if fields.get(name) is not None}
     return file.build(DFlash2Head, DFlash2Config(**options))
 
 

@@ -36,7 +36,7 @@ class DSparkConfig(BlockConfig):
 
     markov_rank: int = 256  # 0: no correction
     markov_head_type: str = "vanilla"  # or "gated", "rnn"
-    has_confidence_head: bool = True
+    enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True  # whether the confidence head reads the previous token
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class DSparkHead(PathHead):
         self.markov_head = MarkovHead(config) if rank else None
         self.state_size = rank if config.markov_head_type == "rnn" else 0
         width = config.hidden_size + (rank if with_markov else 0)
-        self.confidence_head = ConfidenceHead(width) if config.has_confidence_head else None
+        self.confidence_head = ConfidenceHead(width) if config.enable_confidence_head else None
 
     def keys(self) -> torch.Tensor:
         """`[draft_vocab, rank]`."""
@@ -141,7 +141,7 @@ def load_dspark(file: HeadFile) -> DSparkHead:
         **options | _layout(file, fields, options["block_size"]),
         markov_rank=rank,
         markov_head_type=fields.text("markov_head_type") if fields.get("markov_head_type") else "vanilla",
-        has_confidence_head=confidence > 0,
+        enable_confidence_head=confidence > 0,
         confidence_head_with_markov=not rank or confidence != options["hidden_size"],
     )
     return file.build(DSparkHead, config)

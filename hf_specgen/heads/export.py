@@ -13,19 +13,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_specgen.heads.base import DraftHead
-from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.block import BlockConfig, BlockHead
 from hf_specgen.heads.checkpoint import write_checkpoint
-from hf_specgen.heads.dflash2 import DFlash2Head
+from hf_specgen.heads.dflash2 import FACTORS, DFlash2Head
 from hf_specgen.heads.domino import DominoHead
 from hf_specgen.heads.dspark import DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, eagle_layers
-from hf_specgen.heads.layers import LayerConfig
 
 PROGRAMS = ("eagle", "sglang", "vllm")
 Config = dict[str, Any]
@@ -34,14 +34,16 @@ Config = dict[str, Any]
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
     """Write an EAGLE, P-EAGLE or block head so that `load_head` and vLLM read it; returns the files."""
     if isinstance(head, Eagle3Head):
-        return _write(head, folder, speculators_eagle(head), {})
-    if isinstance(head, BlockHead) and fits_speculators(head):
-        return _write(head, folder, speculators_block(head), {})
-    if isinstance(head, BlockHead):
-        return _write(head, folder, zlab_block(head), {})
-    if isinstance(head, Eagle1Head):
-        return _write(head, folder, original_eagle1(head), {})
-    raise ValueError(f"{type(head).__name__} has no format of its own; it stays in the checkpoint that it came from")
+        config = speculators_eagle(head)
+    elif isinstance(head, BlockHead):
+        config = speculators_block(head) if fits_speculators(head) else zlab_block(head)
+    elif isinstance(head, Eagle1Head):
+        config = original_eagle1(head)
+    else:
+        raise ValueError(
+            f"{type(head).__name__} has no format of its own; it stays in the checkpoint that it came from"
+        )
+    return _write(head, folder, config, {})
 
 
 def export_head(head: DraftHead, folder: str | Path, to: str) -> list[Path]:
@@ -93,8 +95,9 @@ def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
         raise ValueError(f"{what} cannot express a head with {', '.join(refused)}")
 
 
-def _layer_config(layer: LayerConfig, num_layers: int, vocab: int) -> Config:
-    """A Llama or Qwen3 config."""
+def _layer_config(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
+    """The layers as a Llama or Qwen3 config."""
+    layer = head.config.layer
     if layer.qkv_bias != layer.output_bias:
         raise ValueError(
             "Llama and Qwen3 configs cannot express biases of queries, keys and values without the output's"
@@ -106,7 +109,7 @@ def _layer_config(layer: LayerConfig, num_layers: int, vocab: int) -> Config:
         "num_attention_heads": layer.num_heads,
         "num_key_value_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": head.config.num_layers,
         "rms_norm_eps": layer.norm_eps,
         "hidden_act": layer.hidden_act,
         "attention_bias": layer.qkv_bias,
@@ -114,7 +117,7 @@ def _layer_config(layer: LayerConfig, num_layers: int, vocab: int) -> Config:
         "max_position_embeddings": layer.max_position_embeddings,
         "rope_parameters": dict(layer.rope),
         "tie_word_embeddings": False,
-        "vocab_size": vocab,
+        "vocab_size": head.config.vocab_size,
     }
 
 
@@ -149,7 +152,6 @@ def speculators_eagle(head: Eagle3Head) -> Config:
     _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
     parallel = config.mask_token_id is not None
     kind, architecture = ("peagle", "PEagleDraftModel") if parallel else ("eagle3", "Eagle3DraftModel")
-    layer = _layer_config(config.layer, config.num_layers, config.vocab_size)
     own = {
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
@@ -160,7 +162,7 @@ def speculators_eagle(head: Eagle3Head) -> Config:
         "embed_requires_grad": parallel,
     }
     return (
-        _speculators(head, kind, architecture, layer, 5)
+        _speculators(head, kind, architecture, _layer_config(head), 5)
         | own
         | ({"mask_token_id": config.mask_token_id} if parallel else {})
     )
@@ -178,37 +180,16 @@ def fits_speculators(head: BlockHead) -> bool:
     causal = {kind.causal for kind in head.config.attention if kind.window is not None}
     full = [kind for kind in head.config.attention if kind.window is None]
     from_anchor = all(kind.window_from_anchor for kind in head.config.attention if kind.window is not None)
-    plain_logits = not isinstance(head, DFlash2Head) or not any(_factors(head).values())
-    in_table = type(head) in SPECULATORS_TYPES
-    return in_table and plain_logits and len(causal) < 2 and from_anchor and not any(kind.causal for kind in full)
-
-
-def _factors(head: DFlash2Head) -> Config:
-    """The factors of embeddings and logits that differ from what other heads have."""
-    config = head.config
-    return {
-        "output_multiplier": None if config.output_multiplier == 1 else config.output_multiplier,
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "input_embedding_scale": None if config.input_embedding_scale == 1 else config.input_embedding_scale,
-    }
+    expressible = type(head) in SPECULATORS_TYPES and not _correction(head).keys() & FACTORS
+    return expressible and len(causal) < 2 and from_anchor and not any(kind.causal for kind in full)
 
 
 def _correction(head: BlockHead) -> Config:
-    """The fields that describe the correction by the path."""
-    config: Any = head.config
-    if isinstance(head, DSparkHead):
-        return {
-            "markov_rank": config.markov_rank,
-            "markov_head_type": config.markov_head_type,
-            "enable_confidence_head": config.has_confidence_head,
-            "confidence_head_with_markov": config.confidence_head_with_markov,
-        }
-    names: tuple[str, ...] = ()
-    if isinstance(head, DFlash2Head):
-        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    if isinstance(head, DominoHead):
-        names = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
-    return {name: getattr(config, name) for name in names}
+    """The fields that describe the correction by the path: those that its config adds to that of a plain block head."""
+    values = vars(head.config)
+    added = [field for field in fields(head.config) if field.name not in BlockConfig.__dataclass_fields__]
+    kept = [field.name for field in added if field.name not in FACTORS or values[field.name] != field.default]
+    return {name: values[name] for name in kept}
 
 
 def _sliding(head: BlockHead) -> Config:
@@ -224,7 +205,7 @@ def speculators_block(head: BlockHead) -> Config:
     config = head.config
     _refuse({"no norms of queries and keys": not config.layer.qk_norm}, "speculators' format")
     sliding = [kind for kind in config.attention if kind.window is not None]
-    layer = _layer_config(config.layer, config.num_layers, config.vocab_size) | _sliding(head)
+    layer = _layer_config(head) | _sliding(head)
     own = {
         "aux_hidden_state_layer_ids": _layer_ids(head),
         "block_size": config.block_size,
@@ -259,9 +240,7 @@ def zlab_block(head: BlockHead) -> Config:
     } | _correction(head)
     if corrects:
         dflash |= {"projector_type": "dspark" if isinstance(head, DSparkHead) else "domino", "shift_label": from_anchor}
-    if isinstance(head, DFlash2Head):
-        dflash |= {name: value for name, value in _factors(head).items() if value is not None}
-    layer = _flat(_layer_config(config.layer, config.num_layers, config.vocab_size)) | _sliding(head)
+    layer = _flat(_layer_config(head)) | _sliding(head)
     return layer | {
         "architectures": [type(head).__name__.replace("BlockHead", "DFlashHead").replace("Head", "DraftModel")],
         "block_size": config.block_size,
@@ -283,7 +262,7 @@ def original_eagle1(head: Eagle1Head) -> Config:
     """The config of an EAGLE-1 or EAGLE-2 head in the original layout."""
     config = head.config
     _refuse({"norms of queries and keys": config.layer.qk_norm, "MLP biases": config.layer.mlp_bias}, "EAGLE's layout")
-    layer = _flat(_layer_config(config.layer, config.num_layers, config.vocab_size))
+    layer = _flat(_layer_config(head))
     return layer | {"architectures": ["LlamaForCausalLM"], "bias": config.projection_bias}
 
 
@@ -307,7 +286,7 @@ def flat_eagle3(head: Eagle3Head, to: str) -> Config:
         unsupported["fc_norm"] = config.fc_norm  # and the original implementation reads three fixed states
         unsupported[f"aux_hidden_state_layers {layers} (export to sglang or vllm)"] = layers is not None and not default
     _refuse(unsupported, "EAGLE's layout" if to == "eagle" else "SpecForge's layout")
-    result = _flat(_layer_config(config.layer, 1, config.vocab_size)) | {"draft_vocab_size": config.draft_vocab_size}
+    result = _flat(_layer_config(head)) | {"draft_vocab_size": config.draft_vocab_size}
     if config.target_hidden_size != config.hidden_size:
         result["target_hidden_size"] = config.target_hidden_size
     if to == "eagle":

@@ -67,6 +67,12 @@ class LayeredRunner(HeadRunner):
         self._paths = torch.zeros(len(rows), 1, self.layers, dtype=torch.long, device=device)
         return self._scatter(self.bound.target_logits(self._last[0]))
 
+    def restart(self, row: int) -> None:
+        super().restart(row)
+        if row in self.rows:
+            place = self.rows.index(row)
+            self._features[place], self._tokens[place] = self._features[place][:0], []
+
     def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)

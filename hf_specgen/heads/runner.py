@@ -70,6 +70,12 @@ class HeadRunner:
             yield [slice(min(start, end), min(start + PREFILL_CHUNK, end)) for end in early]
         yield [slice(end, count) for end, count in zip(early, new, strict=True)]
 
+    def restart(self, row: int) -> None:
+        """Forget what was computed for a row of the call."""
+        if row in self.rows:
+            self.lengths[self.rows.index(row)] = 0
+            self.cache.set_lengths(self.lengths)
+
     def _commit(self, new: Sequence[int]) -> None:
         """Keep the first `new[b]` entries that were appended to row b, and drop the others."""
         self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]

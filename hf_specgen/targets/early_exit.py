@@ -96,8 +96,7 @@ class EarlyExitTarget(Target):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         with self._replaceable.replaced(self._last):
             module = self.model if with_logits else decoder(self.model)
-            rows = self._within_table(tree.batch, self._active)
-            outputs = self._run(module, tree, {"input_ids": tokens}, rows, cached)
+            outputs = self._run(module, tree, {"input_ids": tokens}, self._active, cached)
         self._states.append(self._layout.scatter(self._exit_state(), tree.batch))
         return self._states[-1], self._layout.scatter(outputs.logits, tree.batch) if with_logits else None
 
@@ -108,10 +107,9 @@ class EarlyExitTarget(Target):
         if not self._states:
             return super().forward(tree, pending, active)
         states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
-        rows = self._within_table(tree.batch, active)
         self.cache.set_lengths(self._starts)
         with self._replaceable.replaced(self._first):
-            logits = self._run(self.model, tree, {"inputs_embeds": states}, rows).logits
+            logits = self._run(self.model, tree, {"inputs_embeds": states}, active).logits
         return self._layout.scatter(logits, tree.batch)
 
     def _exit_state(self) -> torch.Tensor:
@@ -123,14 +121,6 @@ class EarlyExitTarget(Target):
                 "one vector for each token"
             )
         return state
-
-    def _within_table(self, batch: int, active: Sequence[bool] | None) -> list[bool]:
-        """Of the active rows, those for which one more token can be drafted within the model's position table."""
-        within = [True] * batch if active is None else list(active)
-        places = zip(self.rows, self._starts, self.cache.lengths, self._layout.offsets, strict=True)
-        for row, start, now, offset in places:
-            within[row] &= not start + offset <= self.last_position < now + offset
-        return within
 
     def _take_states(self, tree: DraftTree) -> torch.Tensor:
         """The kept states of all tokens; runs the first layers on those nodes that have none yet."""

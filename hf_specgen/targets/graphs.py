@@ -181,7 +181,9 @@ class _Graph:
         self._memory = memory
         self._inputs = [leaf.to(memory.device, copy=True) if _is_tensor(leaf) else leaf for leaf in leaves]
         static = pytree.tree_unflatten(self._inputs, structure)
-        self._replay, self._outputs = capture(lambda: run(static), memory)
+        with memory.lock:
+            memory.wait()
+            self._replay, self._outputs = capture(lambda: run(static), memory)
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """The outputs for other inputs, copied: the next replay of any graph of this memory overwrites them."""

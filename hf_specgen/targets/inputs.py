@@ -164,7 +164,7 @@ class RowLayout:
         limits = []
         for index, (base, part) in enumerate(zip(bases, takes_part, strict=True)):
             is_clamped = not part or (base <= last and (cached > 0 or isinstance(tree, GrownTree)))
-            limits.append(last if is_clamped else max(last, base + len(tree.parents[index])))
+            limits.append(last if is_clamped else max(last, base + max(tree.depths(index))))
         return (depths + first).minimum(torch.tensor(limits, device=depths.device)[:, None])
 
     def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:

@@ -163,8 +163,7 @@ class _ColumnWalk:
     """Verification column by column along the accepted paths, for processors that depend on the preceding tokens.
 
     Rows may start at different columns. A column is decided once for all rows that have reached it. The chosen tokens
-    are appended to the state tentatively, so that processors see them. Ended rows follow their chain of padding if its
-    scores are returned (`VerificationSession.processes_padding`).
+    are appended to the state tentatively, so that processors see them.
     """
 
     def __init__(self, session: VerificationSession, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]):
@@ -193,7 +192,6 @@ class _ColumnWalk:
             on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
             for row in self._padding:
                 self._keep(row, scores, logits)
-                self._node[row] = min(self._node[row] + 1, len(self._tree.parents[row]) - 1)
             if self._processors.lockstep and not all(on_draft):
                 break
         for row, path in enumerate(self._result.paths):

@@ -17,6 +17,7 @@ from hf_specgen import (
 )
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import EMBEDDED_EAGLE, load
+from hf_specgen.targets import graphs
 from tests.cuda.helpers import draft, inputs, same_tokens
 from tests.helpers import SAMPLING
 from tests.helpers.medusa import random_heads
@@ -88,6 +89,38 @@ def test_captured_architecture_same_tokens_or_refusal(architecture: str) -> None
         same_tokens(model, inputs(2), NgramCandidates(k=4), **SAMPLING["sampled"])
         return
     assert statistics.drafted > 0
+
+
+def test_graphs_are_captured_by_default_after_the_first_passes() -> None:
+    """Would catch: a default that stays eager, and captures for a short call."""
+    model = fresh_model("llama").to("cuda")
+    same_tokens(model, inputs(1), NgramCandidates(k=4), max_new_tokens=graphs.EAGER_PASSES // 2)
+    assert not graphs.is_captured(model)
+    for _ in range(2):
+        assert same_tokens(model, inputs(1), NgramCandidates(k=4, tree=6), max_new_tokens=64).drafted > 0
+    assert graphs.is_captured(model)
+
+
+@pytest.mark.parametrize("mode", SAMPLING)
+def test_captured_commit_of_trees_same_tokens(target: Any, mode: str) -> None:
+    """Accepted paths that are scattered over the tree are moved into place by a graph."""
+    candidates = DraftModelCandidates(draft(), k=4, tree=12, compile="graphs")
+    for length in (12, 20):
+        statistics = same_tokens(target, inputs(3, length), candidates, compile="graphs", **SAMPLING[mode])
+        assert statistics.accepted > 0
+
+
+def test_failed_capture_goes_on_eagerly_by_default(caplog: pytest.LogCaptureFixture) -> None:
+    """A pass that waits for the GPU cannot be captured; later calls and other models are not affected."""
+    model = fresh_model("llama").to("cuda")
+    handle = model.model.layers[0].register_forward_hook(lambda *_: torch.cuda.synchronize())
+    for sampling in SAMPLING.values():
+        same_tokens(model, inputs(2), NgramCandidates(k=4), max_new_tokens=48, **sampling)
+    assert caplog.text.count("it runs eagerly") == 1 and not graphs.is_captured(model)
+    handle.remove()
+    other = fresh_model("llama").to("cuda")
+    same_tokens(other, inputs(2), NgramCandidates(k=4), compile="graphs")
+    assert graphs.is_captured(other)
 
 
 def test_adapter_that_is_switched_off_is_not_replayed() -> None:

@@ -10,7 +10,7 @@ SCRIPTED = ("oracle", "oracle_tree", "random", "random_tree")
 WITHOUT_TRAINING = ("ngram", "ngram_tree", "history", "prediction", "recycling", "combined_default", "auto", "native")
 DRAFT_MODELS = ("draft", "draft_other", "draft_reencoded", "skip", "skip_adapter")
 MEDUSA = ("medusa", "medusa_auto")
-HEADS = ("eagle1", "eagle3", "dflash", "dspark", "dflash2", "domino", "peagle")
+HEADS = ("eagle1", "eagle3", "dflash", "peagle")
 """Heads that are built for any target."""
 OWN_TARGETS = {
     "mtp": ("mtp_deepseek_v3", "mtp_glm4_moe", "mtp_qwen3_5", "mtp_qwen3_next"),

@@ -36,19 +36,31 @@ from tests.fuzz.models import ASSISTANT, FIXTURES
 CLASSES: dict[str, Any] = {
     "eagle1": EagleCandidates,
     "eagle3": EagleCandidates,
-    **dict.fromkeys(("dflash", "dspark", "dflash2", "domino"), DFlashCandidates),
+    "dflash": DFlashCandidates,
     "peagle": PEagleCandidates,
     "mtp": MTPCandidates,
     "assistant": GemmaAssistantCandidates,
 }
-BLOCK_HEADS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "dflash": (BlockHead, BlockConfig, {}),
-    "dspark": (DSparkHead, DSparkConfig, {"markov_rank": 8}),
-    "dflash2": (DFlash2Head, DFlash2Config, {"selector_rank": 8, "selector_top_k": 6}),
-    "domino": (DominoHead, DominoConfig, {"emb_dim": 8, "gru_hidden_dim": 8}),
-}
-"""The head, its configuration, and the sizes of its correction."""
 BLOCK_SIZE = 5
+BLOCK_HEADS: dict[str, Callable[[dict[str, Any]], BlockHead]] = {
+    "DFlash": lambda sizes: BlockHead(BlockConfig(**sizes)),
+    "DSpark": lambda sizes: DSparkHead(DSparkConfig(markov_rank=4, **sizes)),
+    "DSpark, rnn": lambda sizes: DSparkHead(
+        DSparkConfig(markov_rank=4, markov_head_type="rnn", measures_layout=True, **sizes)
+    ),
+    "DFlash2": lambda sizes: DFlash2Head(
+        DFlash2Config(
+            conv_group_size=4,
+            selector_rank=4,
+            selector_top_k=9,
+            **sizes | {"draft_vocab_size": sizes["vocab_size"], "own_lm_head": True},
+        )
+    ),
+    "Domino": lambda sizes: DominoHead(
+        DominoConfig(emb_dim=4, gru_hidden_dim=6, max_draft_tokens=BLOCK_SIZE - 1, **sizes)
+    ),
+}
+"""The variants of block heads, with the fields that they have in common."""
 MASK_TOKEN = 3
 
 Answer = Callable[[int, list[int]], list[int]]
@@ -89,7 +101,7 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
         head_dim=16,
         qk_norm=random.random() < 0.5,
     )
-    aux_layers = (layers,) if name == "eagle1" else (1, layers) if name in BLOCK_HEADS else (0, 1, layers)
+    aux_layers = {"eagle1": (layers,), "dflash": (1, layers)}.get(name, (0, 1, layers))
     reduced = random.random() < 0.3  # not all of the target's tokens can be proposed
     sizes: dict[str, Any] = {
         "hidden_size": width,
@@ -101,25 +113,21 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
         "own_embeddings": embedding.shape[1] != width or random.random() < 0.3,
         "own_lm_head": True,
     }
-    if name in BLOCK_HEADS:
-        head_class, config_class, correction = BLOCK_HEADS[name]
+    if name == "dflash":
         attention = [
             BlockAttention(),
             BlockAttention(causal=True),
             BlockAttention(window=4),
             BlockAttention(causal=True, window=6, window_from_anchor=True),
         ]
-        return head_class(
-            config_class(
-                layer=layer,
-                attention=tuple(random.choices(attention, k=2)),
-                block_size=BLOCK_SIZE,
-                mask_token_id=MASK_TOKEN,
-                first_proposing_position=random.choice((0, 1)),
-                **correction,
-                **sizes,
-            )
-        )
+        block: dict[str, Any] = {
+            "layer": layer,
+            "attention": tuple(random.choices(attention, k=2)),
+            "block_size": BLOCK_SIZE,
+            "mask_token_id": MASK_TOKEN,
+            "first_proposing_position": random.choice((0, 1)),
+        }
+        return random.choice(list(BLOCK_HEADS.values()))(block | sizes)
     options = {"num_layers": random.choice((1, 2))}
     if name == "eagle1":
         return Eagle1Head(EagleConfig(layer=layer, **options, **sizes))

@@ -15,8 +15,9 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specgen.cli.app import app
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import REFERENCE_LM, ROOT
 
+BUNDLED = REFERENCE_LM
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -37,6 +38,8 @@ PLACEHOLDERS = {
     "ID": "org/model",
 }
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
+MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
+"""The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(#[^)]*)?\)")
 
 
@@ -45,7 +48,7 @@ def names() -> dict[str, Any]:
     """What a page may assume from the pages before it: a model, its tokenizer, inputs, two strategies."""
     from hf_specgen import DraftModelCandidates, NgramCandidates
 
-    folder = str(ROOT / "benchmarks" / "assets" / "reference-lm")
+    folder = str(BUNDLED)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     return {
         "model": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -63,7 +66,8 @@ def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatc
     before = set(ROOT.iterdir())
     namespace = dict(names)
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
-        exec(compile(LENGTH.sub("max_new_tokens=8", block), str(page), "exec"), namespace)
+        code = MODEL.sub(f'name = "{BUNDLED.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
+        exec(compile(code, str(page), "exec"), namespace)
     assert set(ROOT.iterdir()) == before, "an example wrote into the working folder"
 
 

@@ -258,3 +258,22 @@ def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:
     fixture = HEADS["domino_specforge"]
     statistics = assert_same_tokens(fixture.target, prompts(2), strategy(fixture, k=5, tree=8), max_new_tokens=8)
     assert {tuple(step.drafter) for step in statistics.passes if step.drafter} <= {(8,), (16,)}
+
+
+@pytest.mark.parametrize(("bias", "level"), [(-9.0, 0), (0.5, 2), (9.0, 3)])
+def test_confidence_head_selects_the_calibration_of_a_node(bias: float, level: int) -> None:
+    """Would catch: acceptance that is counted for another level of the confidence head than it was looked up in."""
+    fixture, sessions = HEADS["speculators_dspark_vanilla"], list[Any]()
+    head: Any = load_head(fixture.head_folder)
+    head.confidence_head.proj.bias.fill_(bias)
+    head.confidence_head.proj.weight.zero_()
+
+    class Recording(DFlashCandidates):
+        def begin(self, *arguments: Any) -> Any:
+            sessions.append(super().begin(*arguments))
+            return sessions[-1]
+
+    candidates = Recording(head, k=3, tree=6)
+    fixture.target.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates, memory=False)
+    counts = [calibration.seen.sum() for calibration in sessions[0].calibrations]
+    assert counts[level] > 0 and sum(counts) == counts[level]

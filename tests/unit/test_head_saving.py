@@ -72,7 +72,7 @@ DFLASH2 = DFlash2Config(**PATH, conv_group_size=4, selector_rank=3, selector_top
 PATH_HEADS: dict[str, Callable[[], DraftHead]] = {
     "DSpark": lambda: DSparkHead(DSparkConfig(**PATH, markov_rank=3, first_proposing_position=0)),
     "DSpark gated": lambda: DSparkHead(
-        DSparkConfig(**PATH | REDUCED, markov_rank=3, markov_head_type="gated", has_confidence_head=False)
+        DSparkConfig(**PATH | REDUCED, markov_rank=3, markov_head_type="gated", enable_confidence_head=False)
     ),
     "DSpark rnn": lambda: DSparkHead(
         DSparkConfig(**PATH, markov_rank=3, markov_head_type="rnn", confidence_head_with_markov=False)

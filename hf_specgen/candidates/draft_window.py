@@ -1,0 +1,70 @@
+"""The draft window: a drafter reads the first tokens of a long text and the most recent ones.
+
+A draft head or draft model proposes worse tokens beyond the length that it was trained on. Within a window its
+positions stay small, as do its cache and the time of its passes. Once the recent part has doubled, the drafter's cache
+is computed again from the window alone: one pass in as many tokens as the window has.
+
+Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), for the first tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from hf_specgen.call import Call
+
+FIRST_TOKENS = 4
+"""First tokens of a window that is given by its recent part, as in the paper."""
+DraftWindowSetting = int | tuple[int, int] | Literal["auto"] | None
+"""Recent tokens; or first and recent tokens; "auto" beyond the length that the drafter was trained on; None never."""
+
+
+class DraftWindow(NamedTuple):
+    """How many tokens at the beginning and at the end of a text a drafter reads.
+
+    Example:
+        >>> DraftWindow(1, 2).is_exceeded_by(5), DraftWindow(1, 2).is_exceeded_by(6)
+        (False, True)
+        >>> DraftWindow(1, 2).kept([1, 2, 3, 4, 5, 6])
+        [1, 5, 6]
+    """
+
+    first: int
+    recent: int
+
+    def is_exceeded_by(self, tokens: int) -> bool:
+        """Whether so many tokens are more than the drafter's cache may hold."""
+        return tokens > self.first + 2 * self.recent
+
+    def kept(self, tokens: list[int]) -> list[int]:
+        """The tokens inside the window."""
+        size = self.first + self.recent
+        return tokens if len(tokens) <= size else [*tokens[: self.first], *tokens[-self.recent :]]
+
+
+def check_window(setting: DraftWindowSetting) -> DraftWindowSetting:
+    """The setting; `ValueError` if it is no window."""
+    sizes = setting if isinstance(setting, tuple) else (0, setting)
+    is_number = len(sizes) == 2 and all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+    if setting is None or setting == "auto" or (is_number and sizes[0] >= 0 and sizes[1] >= 1):  # type: ignore[operator]
+        return setting
+    raise ValueError(
+        f'draft_window must be "auto", None, a number of recent tokens or a pair (first, recent), got {setting!r}'
+    )
+
+
+def draft_window(setting: DraftWindowSetting, trained_length: int | None, call: Call) -> DraftWindow | None:
+    """The window of a call.
+
+    Args:
+        trained_length: the longest text that the drafter was trained on, if its config states it.
+        call: whose texts may be longer.
+    """
+    if setting == "auto":
+        longest = max(map(len, call.state.prompts), default=0) + call.max_new_tokens
+        if trained_length is None or longest <= trained_length or trained_length <= 2 * FIRST_TOKENS:
+            return None
+        return DraftWindow(FIRST_TOKENS, (trained_length - FIRST_TOKENS) // 2)
+    if setting is None:
+        return None
+    return DraftWindow(*setting) if isinstance(setting, tuple) else DraftWindow(FIRST_TOKENS, int(setting))
