@@ -62,6 +62,7 @@ class DraftingSettings:
         k: maximum depth of a draft.
         key: identifies the strategy for what is remembered between calls, see `Candidates.profile_key`.
         negligible_cost: whether drafting takes a negligible time.
+        has_free_drafts: whether some drafts take a negligible time, as in a combination with n-grams.
         sizes_trees: whether the strategy sizes each draft itself, so that a policy only decides whether to draft.
         name: the strategy as text, for log lines.
     """
@@ -71,6 +72,7 @@ class DraftingSettings:
     negligible_cost: bool = False
     sizes_trees: bool = False
     name: str = ""
+    has_free_drafts: bool = False
 
 
 @dataclass(frozen=True)

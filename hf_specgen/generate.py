@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from hf_specgen.targets.model_parts import mask_name
 from hf_specgen.targets.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
+Verification = Literal["exact", "rejection", "typical"]
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 ASSISTANT_SETTINGS = {
     "num_assistant_tokens": "give k= to the strategy, or policy=",
@@ -157,7 +158,7 @@ class Speculation:
 def speculate(
     candidate_generator: CandidateGenerator | Preset,
     *,
-    verification: str | Verifier = "exact",
+    verification: Verification | Verifier = "exact",
     streamer: BaseStreamer | None = None,
     policy: Policy | None = None,
     monitor: Monitor | None = None,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_specgen.call import Prediction
+from hf_specgen.call import DraftingSettings, Prediction
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
@@ -79,6 +79,9 @@ class CombinedCandidates(Candidates):
         if prediction is not None and not self.uses_prediction:
             raise ValueError("prediction= needs n-grams among the strategies; add NgramCandidates()")
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
+
+    def settings(self) -> DraftingSettings:
+        return replace(super().settings(), has_free_drafts=any(one.negligible_draft_cost for one in self.strategies))
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         needs = [strategy.target_requirements(model) for strategy in self.strategies]

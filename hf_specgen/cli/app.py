@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -64,18 +62,3 @@ def export(
             files = export_head(load_head(heads), output, to)
         for file in files:
             typer.echo(file)
-
-
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(context: typer.Context) -> None:
-    """Measure acceptance and speed by task domain: `python -m benchmarks suite` in a clone; see `bench --help`."""
-    if not (Path("benchmarks") / "__main__.py").is_file():
-        raise SystemExit(
-            "the benchmarks come with the repository, not with the package: change to the root of a clone and run "
-            "`python -m benchmarks suite`"
-        )
-    sys.stdout.flush()
-    choosing = ("--model", "--wide", "--widen", "--help", "-h", "--resume")
-    chosen = any(argument.partition("=")[0] in choosing for argument in context.args)
-    target = [] if chosen else ["--wide"]
-    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", "suite", *target, *context.args])

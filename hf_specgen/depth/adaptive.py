@@ -22,6 +22,8 @@ MAX_CREDIT = 10.0
 """Plain steps gained by drafting that are set against later losses."""
 LOSS_PER_STEP = 0.02
 """Plain steps that drafting may lose again for every plain step: at most 2% of the time."""
+MAX_PREFILL = 0.08
+"""Time that the drafter may take for the prompt, as a fraction of the plain steps of the call; else none is drafted."""
 FORGETTING = 0.9
 """Factor by which the weight of earlier drafts in the acceptance rate decreases with every draft."""
 
@@ -30,8 +32,10 @@ class AdaptiveDepth(Policy):
     """Drafts while that is faster than plain decoding, chains at the depth with the most expected tokens per second.
 
     A step with a draft loses its time, by the latency model, less the time of plain steps for the same tokens. Drafting
-    pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps. So no call is
-    slower than plain decoding by more than 2%, 1.5 plain steps and one draft. The latencies, T(q) of the target and the
+    pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps, the tokens that
+    the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
+    1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
+    call, nothing is drafted. The latencies, T(q) of the target and the
     drafter's passes, are measured once per model (`hf_specgen.depth.calibrate`). All ranks of a tensor-parallel model
     use the first rank's.
 
@@ -63,11 +67,6 @@ class DraftingLoss:
 
     plain_steps: float = 0.0
 
-    @property
-    def is_too_high(self) -> bool:
-        """Whether drafting pauses."""
-        return self.plain_steps >= MAX_LOSS
-
     def add(self, loss: float) -> None:
         """Count a step: the time that it took beyond plain steps for the same tokens."""
         self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
@@ -88,6 +87,7 @@ class AdaptiveSession(PolicySession):
         self._loss = memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
+        self._uncached, self._has_drafted = call.context_length, False
         if policy.latency is None:
             self._use(known_curve(call))
         else:
@@ -107,11 +107,26 @@ class AdaptiveSession(PolicySession):
         rows = sum(limit > 0 for limit in limits)
         if self.latency is None or not rows:
             return [0] * len(limits)
-        if self._loss.is_too_high:
+        if self._pauses(rows):
+            self._uncached += 1
             self._loss.add(-LOSS_PER_STEP)
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
+
+    def _pauses(self, rows: int) -> bool:
+        """Whether drafting has lost too much, or would by the tokens that the drafter has to process before it."""
+        assert self.latency is not None
+        catching_up = 0.0
+        if not self._call.drafting.has_free_drafts:
+            target, drafter = self.latency.at(rows, self._call.context_length)
+            seconds = drafter.seconds_of(rows * (1 + self._uncached)) - drafter.seconds_of(rows)
+            catching_up = seconds / target.seconds_of(rows)
+        if self._has_drafted:
+            return self._loss.plain_steps + catching_up >= MAX_LOSS
+        is_known = self._timer is None or self._timer.is_known
+        is_long = is_known and catching_up > MAX_PREFILL * self._call.max_new_tokens
+        return is_long or self._loss.plain_steps >= MAX_LOSS
 
     def _fastest_chain(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, if each token is accepted equally often."""
@@ -132,6 +147,7 @@ class AdaptiveSession(PolicySession):
         drafted = [row for row in rows if row.drafted]
         if self.latency is None or not any(step.requested) or not (drafted or step.passes):
             return
+        self._uncached, self._has_drafted = 0, True
         if self._timer is not None and self._timer.observe(step):
             self.latency = LatencyModel((Bucket(self.latency.buckets[0].target, {ANY_DRAFTER: self._timer.latency()}),))
         target, drafter = self.latency.at(step.batch, self._call.context_length)

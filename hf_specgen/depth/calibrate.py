@@ -126,6 +126,11 @@ class DrafterTimer:
         self.fraction = 0.3 if known is None else known
         self._ratios: list[float] | None = [] if known is None else None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the cost has been measured."""
+        return self._ratios is None
+
     def latency(self) -> DraftLatency:
         """The drafter's latency, as far as it is known."""
         curve = self._curve

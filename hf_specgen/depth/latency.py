@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import inf, log2
 from pathlib import Path
@@ -125,7 +125,6 @@ class LatencyModel:
     Args:
         buckets: at different numbers of rows and context lengths; the nearest one is used.
         drafter: the kind of drafter in use.
-        description: what the latencies depend on, as written to latency files.
 
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
@@ -136,7 +135,6 @@ class LatencyModel:
 
     buckets: tuple[Bucket, ...]
     drafter: str = ANY_DRAFTER
-    description: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 < len(self.buckets) <= 64:
@@ -162,7 +160,7 @@ class LatencyModel:
             if not {drafter, ANY_DRAFTER} & drafters.keys():
                 raise ValueError(f"the latency file has no drafter {drafter!r}; it has {sorted(drafters)}")
             buckets.append(Bucket(target, drafters))
-        return LatencyModel(tuple(buckets), drafter, self.description)
+        return LatencyModel(tuple(buckets), drafter)
 
     @classmethod
     def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:
@@ -176,7 +174,7 @@ class LatencyModel:
             {"target": asdict(one.target), "drafters": {kind: asdict(draft) for kind, draft in one.drafters.items()}}
             for one in self.buckets
         ]
-        data = {"format": FORMAT, "description": dict(self.description), "slices": buckets}
+        data = {"format": FORMAT, "slices": buckets}
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -186,7 +184,7 @@ class LatencyModel:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
                 raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
-            return cls(tuple(map(_bucket, data["slices"])), description=dict(data.get("description", {})))
+            return cls(tuple(map(_bucket, data["slices"])))
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} is not a latency file: {error!r}") from None
 

@@ -2,14 +2,12 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from benchmarks.__main__ import main
 from benchmarks.harness import memory, runner
@@ -18,7 +16,6 @@ from benchmarks.harness.runner import run
 from benchmarks.report import page
 from benchmarks.report.decision import overview, sentence
 from benchmarks.report.results import result
-from hf_specgen.cli.app import app
 from hf_specgen.depth import CostCurve
 from hf_specgen.depth.latency import Bucket, DraftLatency, LatencyModel
 from tests.helpers.bench_run import SMALL, on_tiny_target
@@ -153,19 +150,6 @@ def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     assert len(over_all) == 3 and {"plain", "plain, prepacked"} < set(over_all)
     assert all("low" in row for name, row in over_all.items() if name != "plain")  # 4 requests, from both processes
     assert saved["execution"] == "eagerly"
-
-
-def test_bench_runs_the_module_of_the_clone_and_leaves_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[list[str]] = []
-    monkeypatch.setattr("os.execv", lambda program, arguments: called.append([program, *arguments[1:]]))
-    monkeypatch.chdir(ROOT)
-    before = list(sys.path)
-    CliRunner().invoke(app, ["bench", "drafting", "--help"])
-    CliRunner().invoke(app, ["bench", "--quick"])
-    CliRunner().invoke(app, ["bench", "--widen=0"])
-    suite = [sys.executable, "-m", "benchmarks", "suite"]
-    assert called == [[*suite, "drafting", "--help"], [*suite, "--wide", "--quick"], [*suite, "--widen=0"]]
-    assert sys.path == before
 
 
 def profile(folder: Path, *drafters: str) -> str:

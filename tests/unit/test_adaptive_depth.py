@@ -1,12 +1,14 @@
 """`AdaptiveDepth`: drafts while that is faster, tries again after growing intervals, chooses the depth of chains."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from hf_specgen.counters import RowStep, StepRecord
-from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
+from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel
 from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS
 from hf_specgen.memory import memory
 from tests.helpers.depth import Model, depth_call, run
@@ -143,3 +145,26 @@ def test_adaptive_depth_remembers_the_speed_of_earlier_calls() -> None:
     given = AdaptiveDepth(FLAT).start(depth_call(model=model, negligible_cost=False))
     assert given.depths([99]) != [0], "with a given latency equal calls make the same drafts"
     memory.clear()
+
+
+def prompt_call(prompt: int, max_new_tokens: int, **changes: Any) -> Any:
+    """A session for a drafter whose pass takes half the time of the target's, on a machine where tokens take time."""
+    curve = CostCurve((1, 8, 64), (1.0, 2.0, 9.0), 256, 1)
+    drafter = DraftLatency((1, 8, 64), (0.5, 1.0, 4.5))
+    call = depth_call(prompt=prompt, max_new_tokens=max_new_tokens, negligible_cost=False, sizes_trees=True)
+    call = replace(call, drafting=replace(call.drafting, **changes))
+    return AdaptiveDepth(LatencyModel((Bucket(curve, {"any": drafter}),))).start(call)
+
+
+def test_adaptive_depth_short_answer_to_a_long_prompt_drafts_nothing() -> None:
+    """Would catch: a draft model that processes a thousand tokens of prompt to save a few steps."""
+    assert prompt_call(100, 1000).depths([99]) != [0]
+    assert prompt_call(100, 40).depths([99]) == [0]
+    assert prompt_call(100, 40, has_free_drafts=True).depths([99]) != [0], "n-grams need no prefill"
+
+
+def test_adaptive_depth_after_a_pause_counts_what_the_drafter_has_to_catch_up_on() -> None:
+    """Would catch: a trial after 40 plain steps that costs the time of five steps for the tokens of the pause."""
+    session = prompt_call(10, 10**6)
+    run(session, 3, [0])
+    assert not any(depth for (depth,) in run(session, 400, [0])), "the longer the pause, the more there is to process"

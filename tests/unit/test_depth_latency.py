@@ -28,7 +28,7 @@ def models(draw: st.DrawFn) -> LatencyModel:
         times = draw(st.lists(st.floats(0, 10), min_size=len(widths), max_size=len(widths)))
         draft = DraftLatency(tuple(widths), tuple(times), draw(st.floats(0, 1)))
         buckets.append(Bucket(curve, {"draft_model": draft}))
-    return LatencyModel(tuple(buckets), "draft_model", {"target": "some model"})
+    return LatencyModel(tuple(buckets), "draft_model")
 
 
 @settings(max_examples=100, deadline=None)
@@ -87,7 +87,7 @@ def test_gpu_like_profile_follows_its_formula(tokens: int) -> None:
 CURVE = {"queries": [1, 2], "seconds": [1.0, 1.5], "context": 1, "batch": 1}
 ANY = {"tokens": [1], "seconds": [0.0], "overhead": 0.0, "prefill": 0.0}
 VALID: dict[str, Any] = {
-    "format": FORMAT, "description": {}, "slices": [{"target": CURVE, "drafters": {"any": ANY}}]
+    "format": FORMAT, "slices": [{"target": CURVE, "drafters": {"any": ANY}}]
 }  # fmt: skip
 
 
@@ -123,7 +123,6 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         _changed("slices.0.drafters.any.seconds", [float("inf")]),
         _changed("slices.0.drafters.any.overhead", "much"),
         _changed("slices.0.drafters.any", {"tokens": [1], "seconds": [1.0]}),
-        _changed("description", 5),
     ],
 )
 def test_model_of_invalid_data_raises_a_value_error(data: Any, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_help_takes_less_than_half_a_second_of_cpu_and_loads_no_torch() -> None:
     run = run_python(code)
     seconds, loaded = json.loads(run.stdout.splitlines()[-1])
     assert seconds < 0.5 and loaded == [] and run.stderr == ""
-    for command in ("demo", "chat", "generate", "doctor", "tune", "export", "bench"):
+    for command in ("demo", "chat", "generate", "doctor", "find", "tune", "export"):
         assert f" {command} " in run.stdout
 
 
