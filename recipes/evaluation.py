@@ -13,10 +13,10 @@ from datasets import Dataset
 from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
-from answers import answer_batch, batches_by_domain, generation_of
 from arguments import Arguments
 from conversations import ChatFormat, Row, prompt_of
-from hf_specgen import AutoCandidates, FixedDepth
+from generate_answers import answer_rows, batches_by_domain, generation_of
+from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates
 from hf_specgen.counters import Statistics
 
 Prompts = dict[str, list[Row]]
@@ -40,9 +40,11 @@ def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, p
     if kept and kept.exists():
         return Dataset.from_list(json.loads(kept.read_text(encoding="utf-8")))
     rows: list[Row] = []
+    call = {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
+    plain = NgramCandidates(policy=FixedDepth(0))  # the same passes in all processes, which a sharded target needs
     with torch.random.fork_rng():
-        for seed, members in enumerate(batches_by_domain([row for some in prompts.values() for row in some], 32)):
-            rows += answer_batch(target, chat, members, args.generation, args.evaluation_tokens, seed)
+        for seed, members in enumerate(batches_by_domain([row for some in prompts.values() for row in some], 64)):
+            rows += answer_rows(target, chat, members, plain, 1000 * seed, args.generation, **call)
     if kept and PartialState().is_main_process:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(rows), encoding="utf-8")
@@ -52,16 +54,7 @@ def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, p
 def measure(
     args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, folder: Path, settings: Any
 ) -> dict[str, Measured]:
-    """Generate answers with the drafter as it was saved, and count; the random state is left unchanged.
-
-    Args:
-        args: of the recipe.
-        target: the target.
-        chat: its chat format.
-        prompts: by domain.
-        folder: with the drafter.
-        settings: from whether trees are drafted to settings of the candidate generator.
-    """
+    """Generate answers with the drafter as it was saved, and count; the random state is left unchanged."""
     state = PartialState()
     if not state.is_main_process and not args.shard_target:  # a sharded target needs all processes in each pass
         return {}
