@@ -154,11 +154,6 @@ class Arguments(DataArguments, TrainingArguments):
 def parse(config_class: type[Config], documentation: str | None, arguments: Sequence[str] | None = None) -> Config:
     """The arguments of a recipe: `--preset NAME`, then `--config FILE`, then flags, each overriding those before.
 
-    Args:
-        config_class: a dataclass; its fields are the keys of the files and the flags.
-        documentation: shown by `--help`.
-        arguments: the command line; that of this process if None.
-
     Raises:
         SystemExit: with a message, for an unknown key or flag, an invalid value or a missing one.
     """

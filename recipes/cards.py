@@ -56,14 +56,7 @@ def generate(model: Any, **arguments: Any) -> Any:
 
 
 def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], results: dict[str, Measured]) -> None:
-    """Write card, record and custom code into the output folder.
-
-    Args:
-        drafter: that was saved there.
-        chat: the format in which it read conversations.
-        history: what `Trainer` has logged.
-        results: measured, by domain.
-    """
+    """Write card, record and custom code into the output folder."""
     args, folder = drafter.args, Path(drafter.args.output_dir)
     name = args.hub_model_id or args.output_dir
     _write_record(args, chat, folder)

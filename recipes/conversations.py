@@ -60,11 +60,16 @@ def read_rows(source: str, split: str = "train", config: str | None = None, stre
     return rows
 
 
+def domain_of(row: Row) -> str:
+    """The domain of a row; "all" for rows without one."""
+    return str(row.get("domain") or "all")
+
+
 def rows_by_domain(rows: Any, per_domain: int) -> dict[str, list[Row]]:
-    """The first `per_domain` rows of each value of the column `domain`; of "all" without that column."""
+    """The first `per_domain` rows of each domain."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        members = found.setdefault(str(row.get("domain") or "all"), [])
+        members = found.setdefault(domain_of(row), [])
         if len(members) < per_domain:
             members.append(row)
     return found

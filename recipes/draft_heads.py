@@ -168,11 +168,6 @@ def copy_layers(layers: Sequence[nn.Module], target: PreTrainedModel, sources: S
     In the first layer of EAGLE-3, whose attention reads the token beside the state, the queries' copy reads the token
     and that of keys and values the states; the other halves start small. So a layer that finds where the current token
     stood before (an induction head) does the same in the head.
-
-    Args:
-        layers: of the head.
-        target: the target.
-        sources: for each of them which layer of the target, counted from 0.
     """
     for layer, source in zip(layers, sources, strict=True):
         copied_layer = decoder_layers(target)[source]
@@ -226,13 +221,7 @@ def nearest_state(states: Sequence[int], layer: int) -> int:
 
 
 def frequent_tokens(rows: Any, count: int, vocab: int) -> torch.Tensor:
-    """`[count]` ids of the most frequent tokens of the answers, in ascending order.
-
-    Args:
-        rows: encoded conversations.
-        count: how many.
-        vocab: size of the vocabulary; unseen tokens follow in the order of their ids.
-    """
+    """`[count]` ids of the most frequent tokens of the answers, in ascending order."""
     if count >= vocab:
         return torch.arange(vocab)
     seen = Counter(dict.fromkeys(range(vocab), 0))

@@ -156,11 +156,6 @@ def choose_anchors(batch: Batch, most: int, step: int) -> Anchors:
 
     They depend on the row's tokens and the step alone: a run draws the same with any number of processes, and after it
     was resumed.
-
-    Args:
-        batch: as from `collate`.
-        most: positions of a row at most.
-        step: of the training.
     """
     predicts = batch["labels"] != IGNORED
     length = predicts.shape[1]

@@ -4,7 +4,8 @@
     python recipes/generate_answers.py --server http://localhost:8000/v1 --target NAME --prompts … --output …
 
 Prompts are conversations in any format of training data; answers that these have are replaced, the last one of each.
-Batches are divided among the processes and have a seed each, so the result does not depend on the number of processes.
+Batches are divided among the processes and have a seed each, so the result does not depend on the number of processes;
+a drafter (`--drafter`, by default n-grams of the text) changes the speed alone.
 An interrupted run continues where it stopped: finished batches are kept in OUTPUT.parts until all are there, with the
 settings that they belong to; other settings are refused.
 """
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,14 @@ from huggingface_hub import InferenceClient
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from answers import answer_batch, answered, batches_by_domain, generation_of
 from arguments import DataArguments, Options, launch, option, parse
-from conversations import ChatFormat, Row, prompt_of, read_rows
+from conversations import ChatFormat, Row, domain_of, prompt_of, read_rows
+from hf_specgen import AutoCandidates, generate_many
 
 RECORD = "settings.json"
 """File in OUTPUT.parts: what the finished batches depend on."""
+ROUNDS = 4
+"""Prompts of a batch, which is written at once, for each that is processed at a time."""
 Answer = Callable[[list[Row], int], list[Row]]
 """From the rows of a batch and its seed to rows with answers."""
 
@@ -58,7 +62,7 @@ class AnswerArguments(DataArguments):
         help="arguments of generate (of the server: of the API) by domain; default: for others",
     )
     max_new_tokens: int = option(default=1024, help="tokens per answer")
-    batch_size: int = option(default=32, help="prompts per generate call, or requests at the same time")
+    batch_size: int = option(default=32, help="prompts that are processed at a time")
     target_kwargs: Options = option(
         default_factory=lambda: Options({"dtype": "auto"}), help="for the target's from_pretrained"
     )
@@ -73,7 +77,7 @@ class AnswerArguments(DataArguments):
 def main(arguments: list[str] | None = None) -> None:
     """Parse, load, generate, save."""
     args = parse(AnswerArguments, __doc__, arguments)
-    batches = batches_by_domain(chosen_prompts(args), args.batch_size)
+    batches = batches_by_domain(chosen_prompts(args), ROUNDS * args.batch_size)
     parts, record = Path(args.output + ".parts"), record_of(args, batches)
     parts.mkdir(parents=True, exist_ok=True)
     check_record(parts, record)
@@ -87,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     with (parts / f"{state.process_index}.jsonl").open("a", encoding="utf-8") as file:
         file.write("\n")  # terminates a line that an interruption cut off
         for i in tqdm(mine, disable=not state.is_main_process, unit="batch"):
-            rows = answer(batches[i], args.seed * 1_000_003 + i)
+            rows = answer(batches[i], (args.seed * 1_000_003 + i) * 1_000)
             file.write(json.dumps({"batch": i, "rows": rows}, ensure_ascii=False) + "\n")
             file.flush()
     state.wait_for_everyone()
@@ -100,19 +104,51 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def local_answers(args: AnswerArguments) -> Answer:
-    """Answers of the target in this process, with speculative decoding if there is a drafter."""
+    """Answers of the target in this process, by speculative decoding."""
     chat = ChatFormat(AutoTokenizer.from_pretrained(args.target), args.chat_template_kwargs)
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, **args.target_kwargs).eval()
     if not {"device_map", "quantization_config"} & args.target_kwargs.keys():
         model = model.to(PartialState().device)
-    generation: dict[str, Any] = dict(args.generation)
-    if args.drafter:
-        from hf_specgen import AutoCandidates
+    candidates = AutoCandidates.from_pretrained(args.drafter) if args.drafter else "auto"
+    call = {"max_new_tokens": args.max_new_tokens, "max_rows": args.batch_size}
+    return lambda rows, seed: answer_rows(model, chat, rows, candidates, seed, args.generation, **call)
 
-        candidates = AutoCandidates.from_pretrained(args.drafter)
-        default = {"default": {}, **generation}
-        generation = {name: {**some, "candidate_generator": candidates} for name, some in default.items()}
-    return lambda rows, seed: answer_batch(model, chat, rows, generation, args.max_new_tokens, seed)
+
+def answer_rows(
+    model: Any, chat: ChatFormat, rows: list[Row], candidates: Any, seed: int, generation: dict[str, Any], **call: Any
+) -> list[Row]:
+    """Generate the answers to rows of one domain; `call` are arguments of `generate_many`."""
+    tokenizer = chat.tokenizer
+    prompts = [chat.ids(chat.prompt(prompt_of(row), row.get("tools")), True) for row in rows]
+    call = {**call, "pad_token_id": tokenizer.pad_token_id or 0, **generation_of(generation, rows[0])}
+    ends = model.generation_config.eos_token_id
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
+    answers = generate_many(model, prompts, candidates, ordered=True, seed=seed, **call)
+    return [
+        answered(row, str(tokenizer.decode(found.tokens, skip_special_tokens=True)), not ends.isdisjoint(found.tokens))
+        for row, found in zip(rows, answers, strict=True)
+    ]
+
+
+def answered(row: Row, answer: str, finished: bool) -> Row:
+    """A row with the answer after its prompt, in the format of the prompt."""
+    kept = {name: row[name] for name in ("domain", "tools") if row.get(name)}
+    if isinstance(row.get("prompt"), str) and not row.get("system"):
+        return {**kept, "prompt": row["prompt"], "response": answer, "finished": finished}
+    messages = [*prompt_of(row), {"role": "assistant", "content": answer}]
+    return {**kept, "messages": messages, "finished": finished}
+
+
+def generation_of(generation: dict[str, Any], row: Row) -> dict[str, Any]:
+    """The arguments of `generate` for the domain of a row."""
+    return dict(generation.get(domain_of(row), generation.get("default", {})))
+
+
+def batches_by_domain(rows: Sequence[Row], size: int) -> list[list[Row]]:
+    """Batches of similar prompt length, each within one domain, as decoding settings belong to the domain."""
+    ordered = sorted(rows, key=lambda row: (domain_of(row), len(str(prompt_of(row)))))
+    domains = (list(members) for _, members in groupby(ordered, domain_of))
+    return [members[first : first + size] for members in domains for first in range(0, len(members), size)]
 
 
 def ask_server(args: AnswerArguments, rows: list[Row], seed: int) -> list[Row]:
@@ -136,7 +172,7 @@ def ask_server(args: AnswerArguments, rows: list[Row], seed: int) -> list[Row]:
             row, f"<think>\n{reasoning}\n</think>\n\n{text}" if reasoning else text, choice.finish_reason != "length"
         )
 
-    with ThreadPoolExecutor(len(rows)) as pool:
+    with ThreadPoolExecutor(args.batch_size) as pool:
         return list(pool.map(ask, rows))
 
 
@@ -149,9 +185,8 @@ def chosen_prompts(args: AnswerArguments) -> list[Row]:
     taken: Counter[str] = Counter()
     chosen = []
     for row in rows:
-        domain = str(row.get("domain") or "")
-        if taken[domain] < args.per_domain.get(domain, args.per_domain.get("default", len(rows))):
-            taken[domain] += 1
+        if taken[domain_of(row)] < args.per_domain.get(domain_of(row), args.per_domain.get("default", len(rows))):
+            taken[domain_of(row)] += 1
             chosen.append(row)
     return chosen
 
@@ -205,7 +240,7 @@ def merge(done: dict[int, list[Row]], output: Path) -> Counter[str]:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     # Without a time stamp, equal answers are equal files.
     output.write_bytes(gzip.compress(text.encode(), mtime=0) if output.suffix == ".gz" else text.encode())
-    return Counter(str(row.get("domain") or "") for row in rows)
+    return Counter(map(domain_of, rows))
 
 
 if __name__ == "__main__":

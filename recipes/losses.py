@@ -80,11 +80,6 @@ def later_pairs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of sources, and the position `offset` after each of them, where that is in the same answer.
 
-    Args:
-        answers: `[positions]` number of the answer of each position.
-        offset: distance.
-        sources: `[sources]` positions; None: all.
-
     Example:
         >>> later_pairs(torch.tensor([0, 0, 0, 1, 1]), 1, torch.tensor([1, 2, 3]))
         (tensor([0, 2]), tensor([2, 4]))
@@ -171,11 +166,6 @@ def acceptance_counts(
     """`[batch, depths, 4]` by row and depth: drafts, most likely tokens that agree, chains that do, sum of 1 - TV.
 
     The true tokens before it are given to each draft token. A chain agrees at a depth if all depths up to it do.
-
-    Args:
-        target, drafts, learnt: as for `draft_loss`.
-        rows: `[positions]` row of each predicting position in the batch.
-        depths: of drafts; a drafter with one state for each position drafts as many as are wanted.
     """
     positions = torch.arange(len(learnt.answers), device=rows.device)
     sources = positions if drafts.sources is None else drafts.sources
@@ -211,13 +201,7 @@ def gradient_at_once(
     states: Sequence[torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """A sum of scalars whose gradients are computed one by one, so that only one of their graphs exists at a time.
-
-    Args:
-        parts: yields the scalars, from detached copies of the states.
-        states: receive the accumulated gradient.
-        parameters: further inputs of the scalars; those that require no gradient are left out.
-    """
+    """A sum of scalars whose gradients are computed one by one, so that only one of their graphs exists at a time."""
     trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
     return cast(torch.Tensor, _GradientAtOnce.apply(parts, len(states), *states, *trained))
 

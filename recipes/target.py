@@ -98,13 +98,7 @@ def check_target(target: PreTrainedModel, packing: bool = False) -> None:
 
 @torch.no_grad()
 def read_target(target: PreTrainedModel, batch: Batch, layers: Sequence[int]) -> States:
-    """One forward pass of the frozen target over whole conversations.
-
-    Args:
-        target: the target.
-        batch: as from `collate`.
-        layers: indices of `hidden_states` to return.
-    """
+    """One forward pass of the frozen target over whole conversations."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
     # Versions before 5.23 count a list of indices without the embedding.
     captured: Any = list(layers) if Version(transformers.__version__) >= Version("5.23") else bool(layers)
@@ -118,20 +112,15 @@ class StoredStates(Dataset[Row]):
     """Encoded rows with the target's hidden states, read from a folder."""
 
     def __init__(self, rows: Any, folder: Path):
-        self._rows, self._folder = rows, folder
+        self.rows, self._folder = rows, folder
         self._open = lru_cache(maxsize=16)(lambda path: safe_open(path, framework="pt"))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, number: int) -> Row:
         file = self._open(self._folder / _file_name(number))
-        return {**self._rows[number], **{name: file.get_tensor(f"{name}.{number}") for name in States._fields}}
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return list(self._rows["length"][:])
+        return {**self.rows[number], **{name: file.get_tensor(f"{name}.{number}") for name in States._fields}}
 
 
 def _file_name(number: int) -> str:
@@ -179,16 +168,7 @@ def store_states(
     args: Arguments,
     copied: Sequence[int] = (),
 ) -> None:
-    """Compute the states of all rows, divided among the processes; what an interrupted run has stored is kept.
-
-    Args:
-        target: the target.
-        rows: encoded conversations.
-        folder: where to.
-        description: as from `describe_states`.
-        args: of the recipe.
-        copied: layers of the target that the drafter starts from.
-    """
+    """Compute the states of all rows, divided among the processes; what an interrupted run has stored is kept."""
     state = PartialState()
     folder.mkdir(parents=True, exist_ok=True)
     shared = _shared_tensors(target, copied)

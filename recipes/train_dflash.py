@@ -82,14 +82,7 @@ class BlockDrafter(HeadDrafter):
 
 
 def block_states(bound: BoundHead, batch: Batch, features: torch.Tensor, anchors: Anchors) -> torch.Tensor:
-    """Draft a block from chosen positions; returns `[anchors, block, hidden]`.
-
-    Args:
-        bound: the head on its target.
-        batch: as from `collate`.
-        features: `[batch, length, states * hidden]`.
-        anchors: positions before the blocks.
-    """
+    """Draft a block from chosen positions; returns `[anchors, block, hidden]`."""
     head: Any = bound.head
     config: BlockConfig = head.config
     ids, cache, (roots, valid, _) = batch["input_ids"], DynamicCache(), anchors

@@ -101,13 +101,7 @@ def _vocabulary(name: str) -> dict[str, int]:
 
 
 def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, Any]) -> PreTrainedModel:
-    """A model with one layer for each of `layers`, with the target's weights wherever shapes are equal.
-
-    Args:
-        target: the target.
-        layers: indices of the target's layers; the i-th initializes layer i of the draft.
-        changes: fields of the config that differ from the target's.
-    """
+    """A model with one layer for each of `layers`, with the target's weights wherever shapes are equal."""
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
     if getattr(text, "layer_types", None):

@@ -114,15 +114,7 @@ def _default_states(num_layers: int) -> tuple[int, ...]:
 def training_time_test(
     bound: BoundHead, batch: Batch, features: torch.Tensor, anchors: Anchors, depth: int
 ) -> list[torch.Tensor]:
-    """Draft `depth` tokens from chosen positions; returns for each depth `[anchors, hidden]`.
-
-    Args:
-        bound: the head on its target.
-        batch: as from `collate`.
-        features: `[batch, length, states * hidden]`.
-        anchors: positions to draft from.
-        depth: draft steps.
-    """
+    """Draft `depth` tokens from chosen positions; returns for each depth `[anchors, hidden]`."""
     head: Any = bound.head
     cache, (roots, valid, _) = DynamicCache(), anchors
     output, visible = _known_positions(bound, batch, features, cache, roots)

@@ -177,11 +177,6 @@ def count_acceptance(drafts: Drafts, learnt: Learnt, hits: torch.Tensor, seen: t
 
     A head is counted where all heads before it had the generated token among their first `RANKS`: otherwise its token
     could not have been accepted.
-
-    Args:
-        drafts: of all heads.
-        learnt: the generated tokens.
-        hits, seen: `[heads, bins, ranks]` and `[heads, bins]` counts, which are increased.
     """
     alive = torch.ones(len(learnt.tokens), dtype=torch.bool, device=learnt.tokens.device)
     edges = torch.tensor(CONFIDENCE_EDGES, device=alive.device)

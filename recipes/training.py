@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
+from itertools import chain
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any, cast
@@ -30,7 +32,7 @@ from conversations import (
     rows_by_domain,
 )
 from drafter import Drafter
-from evaluation import measure, target_answers
+from evaluation import answers_file, measure, target_answers
 from target import (
     StoredStates,
     check_target,
@@ -50,12 +52,6 @@ RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors
 def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | None, argv: list[str] | None) -> None:
     """Everything that a recipe's script does: parse, check, load, train, save, measure.
 
-    Args:
-        recipe: the drafter.
-        arguments_class: a subclass of `Arguments`.
-        documentation: shown by `--help`.
-        argv: the command line; that of this process if None.
-
     Raises:
         ValueError: for arguments, a target or data that cannot be used, before anything is trained.
     """
@@ -66,10 +62,11 @@ def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | 
     source = read_rows(args.data, args.data_split, args.data_config, args.streaming)
     messages_of(next(iter(source)))  # refuses other columns now, and below not after the training
     prompts = rows_by_domain(read_rows(args.evaluation), args.evaluation_per_domain) if args.evaluation else {}
-    for row in (row for rows in prompts.values() for row in rows):
+    for row in chain.from_iterable(prompts.values()):
         prompt_of(row)
     needs_answers = bool(prompts) and (args.eval_strategy != "no" or args.simulate)
-    is_complete = has_states(args.features, needs_answers)
+    kept = answers_file(args, prompts) if needs_answers else None
+    is_complete = has_states(args.features, needs_answers) and (kept is None or kept.exists())
     target = target_without_layers(args) if is_complete else load_target(args)
     if not is_complete:
         check_target(target, args.packing)
@@ -84,13 +81,11 @@ def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | 
     del target
     if args.features:
         rows, held_out = stored(args, drafter, rows, held_out)
-    trainer = DrafterTrainer(args, drafter, tokenizer, rows, held_out)
+    trainer = DrafterTrainer(args, drafter, tokenizer.pad_token_id or 0, rows, held_out)
     if args.simulate:
-        print_acceptance(trainer.evaluate())
-        return
+        return print_acceptance(trainer.evaluate())
     if args.dry_run:
-        trainer.dry_run()
-        return
+        return trainer.dry_run()
     if PartialState().is_main_process:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         (Path(args.output_dir) / RUN).write_text(json.dumps(args.own_values(), indent=2) + "\n", encoding="utf-8")
@@ -108,9 +103,8 @@ def check_arguments(args: Arguments) -> None:
     checkpoint, record = last_checkpoint(args), folder / RUN
     if args.resume and checkpoint and record.exists():
         recorded, now = json.loads(record.read_text(encoding="utf-8")), args.own_values()
-        changed = [name for name in now if name in recorded and recorded[name] != now[name]]
-        changed = [name for name in changed if name not in ("max_steps", "num_train_epochs")]
-        if changed:
+        compared = (recorded.keys() & now.keys()) - {"max_steps", "num_train_epochs"}
+        if changed := sorted(name for name in compared if recorded[name] != now[name]):
             named = ", ".join(f"{name} {recorded[name]!r:.60} (now {now[name]!r:.60})" for name in changed)
             raise ValueError(
                 f"{folder} has a run with {named}; resume it with the same settings, or give another --output"
@@ -123,6 +117,9 @@ def check_arguments(args: Arguments) -> None:
                 f"{folder} holds a checkpoint of an earlier run: continue it with --resume true, start anew with "
                 "--overwrite true, or give another --output"
             )
+    elif args.overwrite and PartialState().is_main_process:
+        for old in folder.glob("checkpoint-*"):
+            shutil.rmtree(old)
     for callback in get_reporting_integration_callbacks(args.report_to):
         try:
             callback()
@@ -131,7 +128,7 @@ def check_arguments(args: Arguments) -> None:
     if args.push_to_hub:
         try:
             HfApi(token=args.hub_token).create_repo(
-                cast(str, args.hub_model_id), exist_ok=True, private=args.hub_private_repo
+                str(args.hub_model_id), exist_ok=True, private=args.hub_private_repo
             )
         except (HfHubHTTPError, OSError, ValueError) as error:
             raise ValueError(f"push_to_hub: {args.hub_model_id} cannot be written: {error}") from None
@@ -149,15 +146,11 @@ def last_checkpoint(args: Arguments) -> str | None:
 
 
 def stored(args: Arguments, drafter: Drafter, rows: Any, held_out: Any) -> tuple[Any, Any]:
-    """The rows with the target's states from the folder of states, which are computed first where they are missing.
-
-    The drafter's target is replaced by one without layers.
-    """
-    assert args.features is not None
-    found = []
+    """The rows with the target's states from disk, computed first where they are missing; frees the target's layers."""
+    found: list[Any] = []
     for name, some in (("train", rows), ("evaluation", held_out)):
-        folder, description = Path(args.features) / name, describe_states(some, args, drafter.layers) if some else None
-        if description and not is_stored(folder, description):
+        folder = Path(str(args.features)) / name
+        if some and not is_stored(folder, description := describe_states(some, args, drafter.layers)):
             store_states(drafter.target, some, folder, description, args, drafter.copied)
         found.append(StoredStates(some, folder) if some else None)
     drafter.replace_target(target_without_layers(args))
@@ -167,95 +160,76 @@ def stored(args: Arguments, drafter: Drafter, rows: Any, held_out: Any) -> tuple
 class DrafterTrainer(Trainer):
     """`Trainer` for a drafter: its order of rows, its parameter groups, checkpoints of what is trained only."""
 
-    def __init__(self, args: Arguments, drafter: Drafter, tokenizer: Any, rows: Any, held_out: Any):
-        pad = tokenizer.pad_token_id or 0
+    def __init__(self, args: Arguments, drafter: Drafter, pad_token_id: int, rows: Any, held_out: Any):
         super().__init__(
             model=drafter,
             args=args,
-            data_collator=lambda members: collate(members, pad),
+            data_collator=lambda members: collate(members, pad_token_id),
             train_dataset=rows,
             eval_dataset=held_out,
             compute_metrics=acceptance_metrics,
-            callbacks=[_Steps(drafter)],
+            callbacks=[Steps(drafter)],
         )
-        self.drafter = drafter
+        self.drafter, self.recipe_args = drafter, args
+        sized = rows.rows if isinstance(rows, StoredStates) else rows
+        self.lengths: list[int] = sized["length"][:] if hasattr(rows, "__len__") else []
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        rows: Any = self.train_dataset if train_dataset is None else train_dataset
-        if not hasattr(rows, "__len__"):
-            return None
-        lengths = rows.lengths if isinstance(rows, StoredStates) else rows["length"][:]
-        return StepSampler(lengths, cast(Arguments, self.args).rows_per_step, self.args.seed)
+        return StepSampler(self.lengths, self.recipe_args.rows_per_step, self.args.seed) if self.lengths else None
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = optimizer_class(
-                self.drafter.parameter_groups(), weight_decay=self.args.weight_decay, **kwargs
-            )
+            groups = self.drafter.parameter_groups()
+            self.optimizer = optimizer_class(groups, weight_decay=self.args.weight_decay, **kwargs)
         return self.optimizer
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        state = self.drafter.state_dict() if state_dict is None else state_dict
+        super()._save(output_dir, self._trained(self.drafter.state_dict() if state_dict is None else state_dict))
+
+    def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
         trained = {name for name, parameter in self.drafter.named_parameters() if parameter.requires_grad}
-        super()._save(output_dir, {name: tensor for name, tensor in state.items() if name in trained})
+        return {name: tensor for name, tensor in state.items() if name in trained}
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Frozen parameters are not in checkpoints."""
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """The complete trained weights on the CPU, also where they are sharded; in the main process."""
-        state = self.accelerator.get_state_dict(self.model_wrapped)
-        trained = {name for name, parameter in self.drafter.named_parameters() if parameter.requires_grad}
-        return {name: tensor.cpu() for name, tensor in (state or {}).items() if name in trained}
+        state = self._trained(self.accelerator.get_state_dict(self.model_wrapped) or {})
+        return {name: tensor.cpu() for name, tensor in state.items()}
 
     def dry_run(self) -> None:
-        """Train three steps and print what the whole run would take."""
-        args = cast(Arguments, self.args)
-        per_epoch = len(cast(Any, self.train_dataset)) // args.rows_per_step if not args.streaming else 0
+        """Train a step to warm up and three more, and print what the whole run would take."""
+        args, rows = self.recipe_args, self.recipe_args.rows_per_step
+        per_epoch = len(self.lengths) // rows
         steps = args.max_steps if args.max_steps > 0 else math.ceil(per_epoch * args.num_train_epochs)
-        args.max_steps, args.save_strategy, args.eval_strategy, args.report_to = 3, "no", "no", []
-        clock = _Clock()
-        self.add_callback(clock)
+        args.max_steps, args.save_strategy, args.eval_strategy, args.report_to = 4, "no", "no", []
         self.train()
-        seconds = (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1)
-        tokens = clock.tokens(self) / len(clock.times)
+        times = next(one.ends for one in self.callback_handler.callbacks if isinstance(one, Steps))
+        seconds = (times[-1] - times[0]) / (len(times) - 1)
+        tokens = rows * sum(self.lengths) / max(1, len(self.lengths))
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
         is_gpu = args.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated() if is_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
         PartialState().print(
             f"trained parameters: {parameters:,}\nmemory: {memory / 2**30:.2f} GiB per process\n"
-            f"steps: {steps:,} of {args.rows_per_step} rows\n"
-            f"time: {seconds:.3f} s per step, {tokens / seconds:,.0f} tokens per second, "
-            f"{steps * seconds / 3600:.2f} hours in all"
+            f"steps: {steps:,} of {rows} rows\ntime: {seconds:.3f} s per step, {tokens / seconds:,.0f} tokens per "
+            f"second, {steps * seconds / 3600:.2f} hours in all"
         )
 
 
-class _Steps(TrainerCallback):
-    """Tells the drafter the step, from which it draws random positions."""
+class Steps(TrainerCallback):
+    """Tells the drafter the step, from which it draws random positions; keeps the times of the ends of steps."""
 
     def __init__(self, drafter: Drafter):
-        self._drafter = drafter
+        self._drafter, self.ends = drafter, list[float]()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._drafter.step = state.global_step
 
-
-class _Clock(TrainerCallback):
-    """Times of the ends of steps."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def tokens(self, trainer: DrafterTrainer) -> int:
-        """Tokens of the steps so far."""
-        rows, sampler = cast(Any, trainer.train_dataset), trainer._get_train_sampler()
-        count = len(self.times) * cast(Arguments, trainer.args).rows_per_step
-        numbers = range(count) if sampler is None else list(sampler)[:count]
-        return sum(len(rows[number]["input_ids"]) for number in numbers) if sampler else 0
+        self.ends.append(time.perf_counter())
 
 
 def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -280,11 +254,8 @@ def print_acceptance(metrics: dict[str, float]) -> None:
 
 def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: ChatFormat, prompts: Any) -> None:
     """Save the result, then measure it as it is loaded, write the card, upload."""
-    args = cast(Arguments, trainer.args)
-    folder = Path(args.output_dir)
-    weights = trainer.trained_weights()
-    state = PartialState()
-    drafter = trainer.drafter
+    args, drafter, state = trainer.recipe_args, trainer.drafter, PartialState()
+    weights, folder = trainer.trained_weights(), Path(args.output_dir)
     if any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in drafter.parameters()):
         drafter = recipe(args, drafter.target, rows)  # the trained one is sharded
     if state.is_main_process:
@@ -299,12 +270,12 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
         drafter.replace_target(target)
         if state.is_main_process and not args.shard_target:
             drafter.tune(lambda: encoded(target_answers(args, target, chat, prompts), chat, args.max_length))
-        results = measure(args, target, chat, prompts, folder, drafter.settings)
+        results = measure(args, target, chat, prompts, drafter.settings)
         if state.is_main_process:
             write_card(drafter, chat, trainer.state.log_history, results)
     if args.hub_always_push and state.is_main_process:
         HfApi(token=args.hub_token).upload_folder(
-            repo_id=cast(str, args.hub_model_id),
+            repo_id=str(args.hub_model_id),
             folder_path=folder,
             ignore_patterns=["checkpoint*", "*/checkpoint*", "runs/*", "wandb/*", "training_args.bin"],
         )

@@ -43,7 +43,8 @@ from hf_specgen.evaluation.workloads import (
     load,
     load_model,
 )
-from hf_specgen.targets.graphs import CapturedFunctions, move_captured
+from hf_specgen.targets.cache import move_captured
+from hf_specgen.targets.graphs import CapturedFunctions
 
 PARAMETERS, LAYERS = 8 * 10**9, 32
 """Of a target like Llama 3.1 8B: a pass takes as long as reading so many parameters, or the launch overhead of so many

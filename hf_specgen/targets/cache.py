@@ -164,6 +164,50 @@ class RaggedLayer(CacheLayerMixin):
             self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
 
+class StepLayer(CacheLayerMixin):
+    """Keys and values of one layer during one captured pass, written to buffers at `slots` `[batch, new]`.
+
+    Attention reads the whole buffers; the mask leaves out the unfilled slots.
+    """
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self._slots = keys, values, slots
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: the buffers are given."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `[batch, heads, new, head_dim]` states to the slots; returns all slots."""
+        assert self.keys is not None and self.values is not None
+        rows = torch.arange(self._slots.shape[0], device=self._slots.device)[:, None]
+        self.keys[rows, :, self._slots] = key_states.transpose(1, 2)
+        self.values[rows, :, self._slots] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy slots within rows, as `RaggedLayer.move`."""
+        move_slots(self, rows, source, destination)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        assert self.keys is not None
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        """Slots before the pass, at most: models that place tokens by `position_ids` do not compute with it."""
+        return self.get_mask_sizes(0)[0] - int(self._slots.shape[1])
+
+    def get_max_length(self) -> int:
+        return -1
+
+
 class RaggedCache(Cache):
     """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
@@ -302,6 +346,12 @@ def move_slots(layer: Any, rows: torch.Tensor, source: torch.Tensor, destination
     """Copy keys and values of a layer within rows; the indices are `[rows, slots]`."""
     layer.keys[rows, :, destination] = layer.keys[rows, :, source]
     layer.values[rows, :, destination] = layer.values[rows, :, source]
+
+
+def move_captured(module: torch.nn.Module, moves: torch.Tensor, cache: Any) -> None:
+    """Copy slots of all layers, see `path_moves`: the function that commits accepted paths."""
+    for layer in cache.layers:
+        layer.move(*moves.unbind())
 
 
 def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> torch.Tensor:

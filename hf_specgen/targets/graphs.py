@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from hf_specgen.call import Compile
-from hf_specgen.targets.cache import RaggedCache, move_slots
+from hf_specgen.targets.cache import RaggedCache, StepLayer
 from hf_specgen.targets.model_parts import fingerprint
 
 logger = logging.getLogger("hf_specgen")
@@ -41,50 +41,6 @@ MAX_IDLE_BUFFERS = 2
 
 Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer."""
-
-
-class StepLayer(CacheLayerMixin):
-    """Keys and values of one layer during one captured pass, written to buffers at `slots` `[batch, new]`.
-
-    Attention reads the whole buffers; the mask leaves out the unfilled slots.
-    """
-
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self._slots = keys, values, slots
-        self.dtype, self.device = keys.dtype, keys.device
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the buffers are given."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[batch, heads, new, head_dim]` states to the slots; returns all slots."""
-        assert self.keys is not None and self.values is not None
-        rows = torch.arange(self._slots.shape[0], device=self._slots.device)[:, None]
-        self.keys[rows, :, self._slots] = key_states.transpose(1, 2)
-        self.values[rows, :, self._slots] = value_states.transpose(1, 2)
-        return self.keys, self.values
-
-    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy slots within rows, as `RaggedLayer.move`."""
-        move_slots(self, rows, source, destination)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        assert self.keys is not None
-        return self.keys.shape[2], 0
-
-    def get_seq_length(self) -> int:
-        """Slots before the pass, at most: models that place tokens by `position_ids` do not compute with it."""
-        return self.get_mask_sizes(0)[0] - int(self._slots.shape[1])
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class GraphMemory:
@@ -437,9 +393,3 @@ def is_captured(module: nn.Module) -> bool:
     """Whether a function of a module has been captured."""
     functions = _functions.get(module)
     return functions is not None and functions.is_captured
-
-
-def move_captured(module: nn.Module, moves: torch.Tensor, cache: Any) -> None:
-    """Copy slots of all layers, see `path_moves`: the function that commits accepted paths."""
-    for layer in cache.layers:
-        layer.move(*moves.unbind())

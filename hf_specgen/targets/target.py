@@ -8,18 +8,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache, RaggedLayer, padded_width
-from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, move_captured
+from hf_specgen.targets.cache import RaggedCache, RaggedLayer, move_captured, padded_width
+from hf_specgen.targets.graphs import CapturedFunctions, captured_functions
 from hf_specgen.targets.inputs import EncoderStepInputs, Prompt, RowLayout, StepInputs, step_tokens, takes_positions
 from hf_specgen.targets.masks import StepMasks, fixed_mask
-from hf_specgen.targets.model_parts import has_special_layers, keeps_state, layer_windows, mask_name, text_config
+from hf_specgen.targets.model_parts import keeps_state, mask_name, text_config
 from hf_specgen.targets.replay import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
-from hf_specgen.targets.state_cache import make_layers
+from hf_specgen.targets.state_cache import CallCache
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
 from hf_specgen.tree import DraftTree
 
@@ -378,68 +378,3 @@ def _agree(eager: PassOutput, captured: PassOutput) -> bool:
         return True
     pairs = zip(eager.logits.float().flatten(0, 1), captured.logits.float().flatten(0, 1), strict=True)
     return is_rounding([largest_difference(*pair) for pair in pairs], eager.logits.dtype)
-
-
-class CallCache:
-    """The cache of a call, and the one that the caller of `generate` gave, if any.
-
-    With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
-    """
-
-    def __init__(self, given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool):
-        self._given = given if compat.is_user_defined(given) else None
-        length = generation_config.max_length
-        slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
-        self.cache = _make_cache(given, self.is_given, config, slots, keeps_all)
-        self._given_lengths = self.cache.lengths
-        if self.cache is self._given:
-            self.cache.protect()
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the caller of `generate` gave a cache, and so sees its contents after the call."""
-        return self._given is not None
-
-    def write_back(self) -> DynamicCache | None:
-        """Copy the contents into the `DynamicCache` that the caller gave; returns it, or None for any other cache."""
-        if not isinstance(self._given, DynamicCache):
-            return None
-        self.cache.to_dynamic(self._given)
-        return self._given
-
-    def restore(self) -> None:
-        """After an exception: cut a cache that the caller gave to what it held before."""
-        if self.cache is self._given:
-            self.cache.set_lengths(self._given_lengths or (0,) * len(self.cache.lengths))
-
-
-def _make_cache(given: Any, user_owned: bool, config: Any, slots: int | None, keeps_all: bool) -> RaggedCache:
-    """The cache for a call that can fill so many slots; other arguments as for `CallCache`."""
-    if isinstance(given, RaggedCache):
-        return given
-    if given is not None and (type(given) is not DynamicCache or given.offloading):
-        raise _unusable_cache(given, user_owned)
-    special = has_special_layers(config)
-    if user_owned and special:
-        raise ValueError(
-            "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "
-            "leave past_key_values out of the first call, and give later ones the cache that it returned"
-        )
-    if given is not None and user_owned:
-        return RaggedCache.from_dynamic(given, slots)
-    windows = [] if keeps_all else layer_windows(config)
-    if keeps_all and slots is not None:
-        slots += 128  # for the padding of captured passes
-    return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
-
-
-def _unusable_cache(given: Any, user_owned: bool) -> ValueError:
-    """The reason why a call cannot speculate with a cache, and what to do."""
-    kind = type(given).__name__
-    if getattr(given, "offloading", False):
-        kind = f"an offloaded {kind}"
-    remedy = "leave past_key_values out" if user_owned else 'give cache_implementation="dynamic"'
-    return ValueError(
-        "candidate_generator= works with a DynamicCache that is not offloaded, or the cache of an earlier speculative "
-        f"call, not with {kind}; {remedy}"
-    )

@@ -18,6 +18,7 @@ from hf_specgen import (
     NgramCandidates,
 )
 from hf_specgen.targets import graphs, target
+from hf_specgen.targets.cache import StepLayer
 from tests.helpers import SAMPLING, perturbed_copy, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.medusa import fitted_heads
@@ -113,7 +114,7 @@ def test_captured_pass_with_other_logits_refused(captures: list[Any], monkeypatc
 
     def wrong(model: Any, arguments: Any, cache: Any) -> Any:
         output = forward(model, arguments, cache)
-        is_captured = isinstance(cache.layers[0], graphs.StepLayer)
+        is_captured = isinstance(cache.layers[0], StepLayer)
         return output._replace(logits=output.logits + is_captured * torch.linspace(0, 1, output.logits.shape[-1]))
 
     monkeypatch.setattr(target, "model_pass", wrong)

@@ -12,9 +12,8 @@ import torch
 from accelerate.state import AcceleratorState
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-import answers
 import generate_answers
 import train_dflash
 import train_draft
@@ -91,14 +90,11 @@ def test_any_target_gets_a_drafter_from_conversations(
     assert "AutoCandidates" in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
 
 
-class Interrupt(TrainerCallback):
-    """Ends a run like a killed process."""
-
-    def __init__(self, step: int):
-        self._step = step
+class Interrupted(training.Steps):
+    """Ends a run in the step after the last checkpoint, like a killed process."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
+        if state.global_step == 13:
             raise KeyboardInterrupt
 
 
@@ -107,11 +103,8 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
     more = [*HEAD, *SAVES, "--steps", "20", "--save-steps", "4", "--evaluation", str(folder / "held-out.jsonl")]
     more += ["--eval-strategy", "steps", "--eval-steps", "8", "--evaluation-tokens", "4"]
     train_eagle.main(arguments(folder, "whole", *more))
-    steps = training._Steps
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "_Steps", lambda drafter: type("Both", (steps, Interrupt), {})(drafter))
-        patch.setattr(Interrupt, "__init__", lambda self, drafter: None)
-        patch.setattr(Interrupt, "_step", 13, raising=False)
+        patch.setattr(training, "Steps", Interrupted)
         train_eagle.main(arguments(folder, "resumed", *more))
     with pytest.raises(ValueError, match=r"checkpoint of an earlier run: continue it with --resume true"):
         train_eagle.main(arguments(folder, "resumed", *more))
@@ -307,15 +300,15 @@ def test_dry_run_and_simulation_print_what_to_expect(folder: Path, capsys: Any) 
 def test_answers_are_the_targets_own_and_resume(folder: Path, monkeypatch: Any) -> None:
     """Catches: answers that depend on where a run was interrupted, and prompts of the test set in the training set."""
     settings = ["--target", str(folder / "target"), "--prompts", str(folder / "data.jsonl"), "--max-new-tokens", "4"]
-    settings += ["--batch-size", "4", "--exclude", str(folder / "held-out.jsonl"), "--per-domain", "{default: 5}"]
+    settings += ["--batch-size", "1", "--exclude", str(folder / "held-out.jsonl"), "--per-domain", "{default: 5}"]
     whole, resumed = folder / "whole.jsonl.gz", folder / "resumed.jsonl.gz"
     generate_answers.main([*settings, "--output", str(whole)])
     rows = [json.loads(line) for line in gzip.decompress(whole.read_bytes()).decode().splitlines()]
     excluded = {json.loads(line)["prompt"] for line in (folder / "held-out.jsonl").open(encoding="utf-8")}
     assert 20 <= len(rows) <= 25 and not excluded & {row["prompt"] for row in rows}
-    given = iter([rows[:4]])
+    given = iter([[row for row in rows[:4] if row["domain"] == rows[0]["domain"]]])
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
-        patch.setattr(generate_answers, "answer_batch", lambda *_: next(given))
+        patch.setattr(generate_answers, "answer_rows", lambda *_, **__: next(given))
         generate_answers.main([*settings, "--output", str(resumed)])
     with (Path(f"{resumed}.parts") / "0.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"batch": 1, "ro')  # interrupted in the second batch
@@ -415,7 +408,6 @@ def test_the_shipped_draft_and_exit_adapter_agree_with_their_target(reference_mo
         own = output_logits(draft, read_target(draft, batch, ()).hidden)
         early = head(states.features[batch["labels"] != IGNORED])
     assert all(float((logits.argmax(-1) == truth).float().mean()) > 0.8 for logits in (own, early))
-    assert answers.batches_by_domain(rows, 4)
 
 
 def test_a_lora_head_is_saved_and_loaded_as_an_adapter(folder: Path, caplog: Any) -> None:
@@ -441,3 +433,14 @@ def test_a_lora_head_is_saved_and_loaded_as_an_adapter(folder: Path, caplog: Any
     )
     assert not caplog.text
     assert type(AutoCandidates.from_pretrained(folder / "adapter")).__name__ == "DraftModelCandidates"
+
+
+def test_the_notebook_trains_a_head_that_drafts(capsys: Any, monkeypatch: Any) -> None:
+    """Every cell, one after the other; catches: a notebook that outlived an argument."""
+    notebook = json.loads((ROOT / "docs" / "train_a_head.ipynb").read_text(encoding="utf-8"))
+    monkeypatch.chdir(ROOT / "docs")
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert float(capsys.readouterr().out.split("tokens per step: ")[-1]) > 1.2

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.graphs import CAPACITY_BLOCK, CapturedFunctions, GraphBuffers, StepLayer, move_captured
+from hf_specgen.targets.cache import RaggedCache, StepLayer, move_captured
+from hf_specgen.targets.graphs import CAPACITY_BLOCK, CapturedFunctions, GraphBuffers
 from hf_specgen.targets.masks import fixed_mask
 from tests.helpers.captures import graphs_on_cpu
 
