@@ -169,7 +169,7 @@ class AutoregressiveSession(CalibratedSession):
         edges, ranks = _bins(logits.device, best.shape[-1])
         features = torch.bucketize(confidence, edges) + ranks
         if (number := self.calibration_of()) is not None:
-            features = features + number[..., None] * (RANKS * len(FINE_CENTERS))
+            features = features.add(number[..., None], alpha=RANKS * len(FINE_CENTERS))
         growth.add(tokens, self._table[features], features, expandable)
 
 
