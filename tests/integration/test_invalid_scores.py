@@ -277,3 +277,21 @@ def test_sampling_stopped_before_the_invalid_scores_does_not_raise(processor: ty
         do_sample=True,
         top_k=0,
     )
+
+
+def test_sampling_stopped_before_invalid_logits_does_not_raise() -> None:
+    """The same where whole paths are verified at once: logits are NaN behind the last token of the text."""
+    model, inputs, arguments = tiny_model("llama"), prompts(1), {"do_sample": True, "top_k": 0}
+    torch.manual_seed(1)
+    plain = model.generate(**inputs, **arguments, max_new_tokens=20)
+    last = int(plain[0, 12 + FIRST_INVALID - 1])
+    assert last not in plain[0, : 12 + FIRST_INVALID - 1]
+
+    def stop(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 12 + FIRST_INVALID, dtype=torch.bool)
+
+    arguments |= {"stopping_criteria": [stop], "candidate_generator": Oracle(plain[:, 12:], accuracy=1.0, k=8)}
+    with changed_logits(model, nan_behind(last)):
+        torch.manual_seed(1)
+        ours = model.generate(**inputs, **arguments, max_new_tokens=20)
+    assert torch.equal(ours, plain[:, : 12 + FIRST_INVALID])
