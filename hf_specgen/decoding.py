@@ -138,8 +138,7 @@ class DecodingLoop:
         if tree.nodes:
             self.policy.observe(tree, self.statistics.record(tree, result, is_prefill=True), self.drafter.passes)
         if not self.state.all_stopped:
-            with self.timer.part("policy"):
-                self.policy.prefilled()
+            self.policy.prefilled()
 
     def decode(self) -> None:
         """Run steps until every row has stopped."""
@@ -237,24 +236,17 @@ class PolicyRunner:
         return self._requested
 
     def _max_draft_tokens(self, may_draft: Sequence[bool]) -> list[int]:
-        """How many draft tokens each row can use: one less than it has tokens left, since the bonus token follows them.
-
-        Draft tokens also stay within `target.last_position`, unless the row itself has passed it, and within the slots
-        that the target can attend to.
-        """
+        """How many draft tokens each row can use before its last token, the last position and the last cache slot."""
         state, target = self._call.state, self._target
         columns = state.prompt_length + max(map(len, state.generated))
         if columns + MAX_DRAFT_SLOTS > target.slot_limit:
             return [0] * state.batch
         limits = []
         for row, tokens in enumerate(state.generated):
-            if not may_draft[row]:
-                limits.append(0)
-                continue
             pending = target.first_positions[row] + len(tokens) - 1
             positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
-            draft_limit = positions if tokens else min(positions, MAX_PREFILL_DRAFT)
-            limits.append(int(max(0, min(state.remaining(row) - 1, draft_limit))))
+            most = min(state.remaining(row) - 1, positions, UNLIMITED if tokens else MAX_PREFILL_DRAFT)
+            limits.append(int(max(0, most)) if may_draft[row] else 0)
         return limits
 
     def padded(self, tree: DraftTree) -> DraftTree:
@@ -268,7 +260,8 @@ class PolicyRunner:
     def prefilled(self) -> None:
         """Let the policy measure the target's latency, unless the target's slots are few."""
         if self._call.context_length + MAX_DRAFT_SLOTS <= self._target.slot_limit:
-            self._session.prefilled(self._target)
+            with self._timer.part("policy"):
+                self._session.prefilled(self._target)
 
     def observe(self, tree: DraftTree, rows: list[RowStep | None], drafter_passes: Sequence[int] | None) -> None:
         """Report a step, and count its forward passes."""
@@ -282,11 +275,7 @@ class PolicyRunner:
 
 
 class StepTimer:
-    """Measures the wall time of a call by part.
-
-    Attributes:
-        seconds: of each part so far.
-    """
+    """Measures the wall time of a call by part, in `seconds`."""
 
     def __init__(self) -> None:
         self._started = perf_counter()

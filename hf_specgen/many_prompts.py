@@ -19,12 +19,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call
+from hf_specgen.candidates.tree_search import TreeSize
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.common import CommonDepths
+from hf_specgen.depth.latency import StepLatency
 from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.targets.joined import JoinedTargets
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier
 
 
@@ -104,6 +107,24 @@ def generate_many(
         completions = _in_order(completions)
     total = len(prompts) if isinstance(prompts, Sized) else None
     return iter(tqdm(completions, total=total, unit="prompt")) if progress_bar else completions
+
+
+def _of_common_width(drafts: list[tuple[DraftTree, list[int]]], latency: StepLatency | None) -> list[Any]:
+    """The drafts cut to the number of tokens with the most expected tokens per second of all rows together.
+
+    Each row pays for the largest draft.
+    """
+    trees = [tree for tree, _ in drafts]
+    if latency is None or not all(tree.probability for tree in trees if tree.nodes):
+        return drafts
+    size = TreeSize(None, latency=latency, rows=len(trees))
+    width = size.best_size([tree.probability[0] if tree.probability else () for tree in trees])
+    return [(_first_nodes(tree, width) if tree.nodes > width else tree, pending) for tree, pending in drafts]
+
+
+def _first_nodes(tree: DraftTree, count: int) -> DraftTree:
+    """The first nodes of the draft of one row: the most probable ones, as all are in this order."""
+    return DraftTree.from_nodes([(tree.token_lists()[0][:count], tree.parents[0][:count])])
 
 
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
@@ -193,7 +214,7 @@ class _Batch:
         with self._decoding():
             loops = self._join(depths)
             depths.begin([loop.state for loop in loops])
-            drafts = [loop.begin_step() for loop in loops]
+            drafts = _of_common_width([loop.begin_step() for loop in loops], depths.step_latency)
             with loops[0].timer.part("forward"):
                 logits = self._joined.forward([tree for tree, _ in drafts], [pending[0] for _, pending in drafts])
             for loop, (tree, _), values in zip(loops, drafts, logits, strict=True):

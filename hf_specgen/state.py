@@ -115,7 +115,7 @@ class GenerationState:
         """Cut the row to `length` generated tokens."""
         del self.generated[row][length:]
         column = self.prompt_length + self._filled[row]
-        self._columns.numpy()[row, self.prompt_length + length : column] = self._padding
+        self._columns[row, self.prompt_length + length : column] = self._padding
         self._filled[row] = min(self._filled[row], length)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,16 @@ class Measured:
     prompts: int = 0
 
 
+def answers_file(args: Arguments, prompts: Prompts) -> Path | None:
+    """Where the target's answers to held-out prompts are kept, beside its hidden states; None without these."""
+    depends_on = json.dumps([prompts, args.generation, args.evaluation_tokens], sort_keys=True)
+    digest = hashlib.sha256(depends_on.encode()).hexdigest()[:16]
+    return Path(args.features) / f"answers-{digest}.json" if args.features else None
+
+
 def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, prompts: Prompts) -> Dataset:
-    """The target's own answers to the held-out prompts; kept beside its hidden states where these are."""
-    kept = Path(args.features) / "answers.json" if args.features else None
+    """The target's own answers to the held-out prompts."""
+    kept = answers_file(args, prompts)
     if kept and kept.exists():
         return Dataset.from_list(json.loads(kept.read_text(encoding="utf-8")))
     rows: list[Row] = []
@@ -51,46 +59,35 @@ def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, p
     return Dataset.from_list(rows)
 
 
-def measure(
-    args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, folder: Path, settings: Any
-) -> dict[str, Measured]:
+def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, settings: Any) -> dict[str, Measured]:
     """Generate answers with the drafter as it was saved, and count; the random state is left unchanged."""
-    state = PartialState()
-    if not state.is_main_process and not args.shard_target:  # a sharded target needs all processes in each pass
+    if not PartialState().is_main_process and not args.shard_target:  # a sharded target needs all in each pass
         return {}
-    generators = [
-        AutoCandidates.from_pretrained(folder, policy=FixedDepth(), **settings(with_tree))
-        for with_tree in (False, True)
-    ]
+    load, policy = AutoCandidates.from_pretrained, FixedDepth()
+    generators = [load(args.output_dir, policy=policy, **settings(with_tree)) for with_tree in (False, True)]
     results: dict[str, Measured] = {}
     with torch.random.fork_rng():
         for domain, rows in prompts.items():
             result = results[domain] = Measured(Statistics([]), Statistics([]))
-            device = target.get_input_embeddings().weight.device
-            for seed, call in enumerate(generate_calls(args, chat, {domain: rows}, device)):
-                chain, tree, identical = _generate(target, call, seed, generators)
+            for seed, row in enumerate(rows):
+                chain, tree, identical = _generate(args, target, chat, row, seed, generators)
                 result.chain, result.tree = result.chain + chain, result.tree + tree
                 result.identical, result.prompts = result.identical + identical, result.prompts + 1
     return results
 
 
-def generate_calls(args: Arguments, chat: ChatFormat, prompts: Prompts, device: Any) -> list[dict[str, Any]]:
-    """The arguments of `generate` for each prompt."""
-    calls = []
-    for row in (row for rows in prompts.values() for row in rows):
-        ids = torch.tensor([chat.ids(chat.prompt(prompt_of(row), row.get("tools")), True)], device=device)
-        call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": args.evaluation_tokens}
-        pad = {"pad_token_id": chat.tokenizer.pad_token_id or 0}
-        calls.append({**call, **pad, **generation_of(args.generation, row)})
-    return calls
-
-
-def _generate(target: Any, call: dict[str, Any], seed: int, generators: list[Any]) -> tuple[Any, Any, bool]:
+def _generate(
+    args: Arguments, target: Any, chat: ChatFormat, row: Row, seed: int, generators: list[Any]
+) -> tuple[Any, Any, bool]:
     """The statistics of one prompt with each generator, and whether all tokens are those of plain `generate`."""
+    ids = torch.tensor([chat.ids(chat.prompt(prompt_of(row), row.get("tools")), True)])
+    ids = ids.to(target.get_input_embeddings().weight.device)
+    call = {"max_new_tokens": args.evaluation_tokens, "pad_token_id": chat.tokenizer.pad_token_id or 0}
 
     def generated(**more: Any) -> Any:
         torch.manual_seed(seed)
-        return target.generate(**call, **more)
+        settings = {**call, **generation_of(args.generation, row), **more}
+        return target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
 
     plain = generated()
     outputs = [generated(candidate_generator=one, return_dict_in_generate=True) for one in generators]

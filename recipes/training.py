@@ -32,7 +32,7 @@ from conversations import (
     rows_by_domain,
 )
 from drafter import Drafter
-from evaluation import measure, target_answers
+from evaluation import answers_file, measure, target_answers
 from target import (
     StoredStates,
     check_target,
@@ -65,7 +65,8 @@ def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | 
     for row in chain.from_iterable(prompts.values()):
         prompt_of(row)
     needs_answers = bool(prompts) and (args.eval_strategy != "no" or args.simulate)
-    is_complete = has_states(args.features, needs_answers)
+    kept = answers_file(args, prompts) if needs_answers else None
+    is_complete = has_states(args.features, needs_answers) and (kept is None or kept.exists())
     target = target_without_layers(args) if is_complete else load_target(args)
     if not is_complete:
         check_target(target, args.packing)
@@ -269,7 +270,7 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
         drafter.replace_target(target)
         if state.is_main_process and not args.shard_target:
             drafter.tune(lambda: encoded(target_answers(args, target, chat, prompts), chat, args.max_length))
-        results = measure(args, target, chat, prompts, folder, drafter.settings)
+        results = measure(args, target, chat, prompts, drafter.settings)
         if state.is_main_process:
             write_card(drafter, chat, trainer.state.log_history, results)
     if args.hub_always_push and state.is_main_process:

@@ -143,7 +143,7 @@ class AutoregressiveSession(CalibratedSession):
         draft, parents = growth.best(max(size.nodes(growth), growth.expanded if first else 0), first)
         if self.wants_q and draft.nodes:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
-            draft = draft.with_q(q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
+            draft = draft.with_q(q.gather(1, parents[..., None].sub(1).expand(-1, -1, q.shape[-1])))
         self._tree = draft
         return draft
 
@@ -169,7 +169,7 @@ class AutoregressiveSession(CalibratedSession):
         edges, ranks = _bins(logits.device, best.shape[-1])
         features = torch.bucketize(confidence, edges) + ranks
         if (number := self.calibration_of()) is not None:
-            features = features + number[..., None] * (RANKS * len(FINE_CENTERS))
+            features = features.add(number[..., None], alpha=RANKS * len(FINE_CENTERS))
         growth.add(tokens, self._table[features], features, expandable)
 
 

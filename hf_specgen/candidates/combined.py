@@ -122,6 +122,7 @@ class _CombinedSession(DraftSession):
         self._recycling = next(recycling, None) if self._searches else None
         self._trees: list[SearchTree[_Origin]] = []
         self._is_prefill, self._has_drafted = True, False
+        self._uses_networks = call.depth is None or call.depth.affords_prefill()
         self.passes: list[int] = []
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -157,7 +158,7 @@ class _CombinedSession(DraftSession):
         for number in range(self._first_network):
             self._draft_member(number, zeros if self._members[number][0] is extension else max_depths)
         tree = self._merged(size, max_depths, extension)
-        needs_network = is_prefill or not _expects(tree, ENOUGH_TOKENS)
+        needs_network = self._uses_networks and (is_prefill or not _expects(tree, ENOUGH_TOKENS))
         for number in networks:
             is_free = self._adds_to_networks or not any(draft.nodes for draft in self._drafts)
             self._draft_member(number, max_depths if needs_network and is_free else zeros)

@@ -1,4 +1,4 @@
-"""Strategies with a draft head: EAGLE, P-EAGLE, DFlash and JetSpec, MTP, Gemma 4 assistants.
+"""Strategies with a draft head: EAGLE, P-EAGLE, block heads (DFlash, DSpark and others), MTP, Gemma 4 assistants.
 
 The head receives each accepted token with the hidden states that the target computed for it in verification, so
 drafting costs no forward pass of a model and no second prefill by the target.
@@ -274,13 +274,14 @@ class DFlashCandidates(HeadCandidates):
 
 
 class MTPCandidates(HeadCandidates):
-    """Drafts with the multi-token prediction layers in the target's own checkpoint, which Transformers ignores.
+    """Drafts with multi-token prediction layers, mostly those in the target's own checkpoint.
 
     A single layer is applied to its own output again for each further token, like an EAGLE head; of several layers,
     each drafts one token.
 
     Args:
-        checkpoint: folder or Hub id of the target's checkpoint; left out, it is where the target was loaded from.
+        checkpoint: folder or Hub id of the target's checkpoint, or of a head in the `mtp` format of speculators; left
+            out, it is where the target was loaded from.
         k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`.
 
     Example:

@@ -7,6 +7,7 @@ for Heterogeneous Vocabularies" (2025).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
@@ -36,7 +37,7 @@ from hf_specgen.candidates.base import (
     Tree,
 )
 from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
-from hf_specgen.candidates.draft_heads import number_of
+from hf_specgen.candidates.draft_heads import BoundModules, number_of
 from hf_specgen.candidates.draft_sessions import DraftModelSession, DraftRunner, ParallelDraft, ParallelDraftSession
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
@@ -57,7 +58,8 @@ class DraftModelCandidates(PretrainedCandidates):
     with a draft of the target's family.
 
     Args:
-        model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder.
+        model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder; or "self" for a quantised
+            copy of the target, which shares with it all weights but those of its linear layers.
         k: maximum depth of a draft, in tokens; "auto" adapts it to acceptance and latency.
         tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
             per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
@@ -65,7 +67,7 @@ class DraftModelCandidates(PretrainedCandidates):
         confidence_threshold: do not draft after a token with a lower probability; 0 never stops.
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
-            `Int8WeightOnlyConfig()`.
+            `Int8WeightOnlyConfig()`, which "self" takes too.
         trust_remote_code: run the model's own code from its repository, as in Transformers.
         share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
@@ -111,6 +113,14 @@ class DraftModelCandidates(PretrainedCandidates):
         loaded = not isinstance(model_or_id, str)
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
+        self._copies: BoundModules[PreTrainedModel] | None = None
+        if model_or_id == "self":
+            if quantization_config is None or dtype != "auto" or device is not None:
+                raise ValueError(
+                    'DraftModelCandidates("self") takes quantization_config=, such as '
+                    "TorchAoConfig(Int8WeightOnlyConfig()), and neither dtype nor device; those are the target's"
+                )
+            self._copies = BoundModules()
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
         self.draft_window = check_window(draft_window)
         if compile not in ("auto", "graphs", False, None):
@@ -193,6 +203,10 @@ class DraftModelCandidates(PretrainedCandidates):
         return name, str(model.dtype), str(compat.input_device(model)), str(quantization)
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
+        if self._copies is not None:
+            if target is None:
+                raise ValueError('DraftModelCandidates("self") works with generate(candidate_generator=…) only')
+            return self._copies.on(target, lambda: quantised_copy(target, self._loading["quantization_config"]))
         if self._model is None:
             options = {name: value for name, value in self._loading.items() if value is not None}
             if target is not None:
@@ -209,6 +223,20 @@ class DraftModelCandidates(PretrainedCandidates):
             compile=None if self.compile == "auto" else self.compile,
         )
         return f"DraftModelCandidates({self._name!r}, k={self.k}{settings})"
+
+
+def quantised_copy(model: PreTrainedModel, config: Any) -> PreTrainedModel:
+    """A copy of a model whose linear layers torchao has quantised; the other weights are the model's own.
+
+    Args:
+        config: of torchao, or Transformers' `TorchAoConfig` around it.
+    """
+    from torchao.quantization import quantize_
+
+    weights = [*model.parameters(), *model.buffers()]
+    copied = copy.deepcopy(model, {id(weight): weight for weight in weights})
+    quantize_(copied, getattr(config, "quant_type", config))
+    return copied.eval()
 
 
 def _auto_class(target: PreTrainedModel | None) -> Any:

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.combined import node_children
+from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram import MatchOdds, vote
 from hf_specgen.candidates.ngram_history import OWN
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
@@ -120,7 +122,7 @@ def _mask(tokens: Sequence[int], vocab: int) -> NDArray[np.bool_]:
 
 def grammar_states(call: DraftCall) -> list[GrammarState]:
     """The state of each row's grammar at the beginning of a call; empty if no processor has a grammar that is known."""
-    if call.model is None:
+    if call.model is None or call.model.get_output_embeddings() is None:
         return []
     vocab = vocabulary_size(call.model)
     for processor in call.logits_processor:
@@ -155,14 +157,22 @@ def _states_of(processor: Any, call: DraftCall, vocab: int) -> list[GrammarState
 
 
 def with_grammar(session: DraftSession, call: DraftCall, size: Any) -> DraftSession:
-    """The session of a strategy whose drafts have this size, or if the call has a grammar, one that obeys it.
-
-    An early-exit target has run its first layers on the nodes of a draft, so others cannot be added to it.
-    """
+    """The session of a strategy whose drafts have this size, or if the call has a grammar, one that obeys it."""
+    # An early-exit target has run its first layers on the nodes of a draft: others cannot be added to it.
     if not call.grammar_drafts or isinstance(call.target, EarlyExitTarget):
         return session
     states = grammar_states(call)
     return GrammarSession(session, states, size) if states else session
+
+
+def _tokenizer_of(model: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a target's checkpoint, if it has one."""
+    if model is None or not model.name_or_path:
+        return None
+    try:
+        return load_tokenizer(model.name_or_path)
+    except (OSError, ValueError):
+        return None
 
 
 class _Node(NamedTuple):
@@ -174,19 +184,14 @@ class _Node(NamedTuple):
 
 
 class GrammarSession(DraftSession):
-    """Extends and filters the drafts of a session by a grammar.
-
-    Args:
-        session: the drafter's.
-        states: of the grammar of each row.
-        size: of the drafter's trees, see `Tree`.
-    """
+    """Extends and filters the drafts of a session, whose trees have this size, by the grammar of each row."""
 
     def __init__(self, session: DraftSession, states: Sequence[GrammarState], size: Any):
         super().__init__(session.call)
         self._session, self._size = session, size
         self.top_tokens = session.top_tokens
-        self._rows = [_Row(prompt, state) for prompt, state in zip(self.call.state.prompts, states, strict=True)]
+        rows, tokenizer = zip(self.call.state.prompts, states, strict=True), _tokenizer_of(session.call.model)
+        self._rows = [_Row(prompt, state, tokenizer) for prompt, state in rows]
         self._draft = DraftTree.empty(len(states))
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -221,7 +226,8 @@ class GrammarSession(DraftSession):
 class _Row:
     """The text of one row, and the state of its grammar; None once the text has left the grammar."""
 
-    def __init__(self, prompt: Sequence[int], state: GrammarState):
+    def __init__(self, prompt: Sequence[int], state: GrammarState, tokenizer: PreTrainedTokenizerBase | None):
+        self._tokenizer = tokenizer
         self._index, self._counts, self._odds = NgramIndex(prompt), Counter(prompt), MatchOdds()
         self._state: GrammarState | None = state
         self._generated = 0
@@ -273,17 +279,27 @@ class _Row:
             values[token] = values.get(token, 0.0) + rest * value
         return sorted(((token, scale * value) for token, value in values.items()), key=lambda one: -one[1])
 
+    def _longest(self, tokens: list[int]) -> int | None:
+        """The longest of some tokens if all others are beginnings of it: the next token of a text that is forced."""
+        if self._tokenizer is None:
+            return None
+        texts = self._tokenizer.convert_ids_to_tokens(tokens)
+        text, token = max(zip(texts, tokens, strict=True), key=lambda pair: len(pair[0] or ""))
+        return token if text and all(text.startswith(other or " ") for other in texts) else None
+
     def _from_text(self, path: tuple[int, ...], allowed: NDArray[np.bool_], count: int) -> dict[int, float]:
         """Probabilities of allowed tokens by what followed matches in the text, and by their frequency there."""
         tokens, tail = self._index.tokens, [*self._index.tokens[-MAX_MATCH_LENGTH:], *path]
         matches = self._index.occurrences(tail, 8).items()
         votes = vote([(tokens, len(tokens), at, length, OWN) for at, length in matches], 0, self._odds)
         kept = {token: value for token, value, _ in votes if allowed[token]}
-        total, values = sum(kept.values()), dict[int, float]()
-        if kept:
-            values = {token: MATCHED * value / total for token, value in kept.items()}
+        total = sum(kept.values())
+        values = {token: MATCHED * value / total for token, value in kept.items()}
         if count <= FEW_TOKENS:
             weights = {token: 0.1 + self._counts[token] for token in np.flatnonzero(allowed).tolist()}
+            forced = self._longest(list(weights))
+            if forced is not None:
+                weights[forced] += 9 * sum(weights.values())
             left = (1.0 - MATCHED if kept else 1.0) / sum(weights.values())
             for token, weight in weights.items():
                 values[token] = values.get(token, 0.0) + left * weight

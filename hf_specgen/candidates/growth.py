@@ -173,7 +173,7 @@ class Growth:
             expanded_first: whether expanded nodes come first, in their order, whatever their probability; they count.
 
         Returns:
-            The trees; and `[rows, nodes]` the number of each node's parent, 0 for the row's last token.
+            The trees; and `[rows, nodes]` 1 + the number of each node's parent, which is 0 for the row's last token.
         """
         nodes, rows = min(nodes, self.candidates), len(self.limits)
         constants = _constants(self.children, self._widths, self._open.device)
@@ -185,7 +185,7 @@ class Growth:
             values = torch.cat([*parts, numbers, root, *self._paths[:nodes]], dim=1).view(rows, 4, 1 + nodes)
             inputs = values[:, 0].long()
             tree = GrownTree(inputs[:, 1:], None, values, inputs=inputs, drafting_rows=self.rows)
-            return tree, numbers[:, :-1]
+            return tree, numbers[:, 1:]
         ids = torch.cat([constants.no_ids.expand(rows, -1), *self._chosen], dim=1) + constants.offsets
         unknown = _full(self.children + self.candidates, self._size - 1, ids.device).expand(rows, -1)
         numbers = unknown.scatter(1, ids, constants.numbers[: 1 + self.expanded].expand(rows, -1))
@@ -199,7 +199,7 @@ class Growth:
         ancestors = of_sources.gather(2, numbers[:, None].expand(-1, 1 + nodes, -1))
         structure = TreeStructure(of_sources.sum(dim=2), ancestors | _identity(1 + nodes, ids.device))
         shown: Any = {"inputs": inputs, "drafting_rows": self.rows, "keeps_all": expanded_first}
-        return GrownTree(inputs[:, 1:], structure, values, **shown), sources[:, 1:] - 1
+        return GrownTree(inputs[:, 1:], structure, values, **shown), sources[:, 1:]
 
     def _order(self, paths: Tensor, ids: Tensor, nodes: int, expanded_first: bool) -> Tensor:
         """`[rows, 1 + nodes]` each row's last token and the candidates of its tree, parents before their children."""

@@ -207,14 +207,13 @@ class HydraSession(AutoregressiveSession):
         last = torch.tensor([[text[-1]] for text in self.call.state.generated])
         states = self._target.states_of((OUTPUT_STATE,))
         self._paths = last.to(states.device)[:, None]  # [batch, nodes, tokens] from each row's last token to the nodes
-        return self._runner.head_logits(0, states, last)
+        return cast(torch.Tensor, self._runner(0, states, self._paths))[:, 0]
 
     def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         """The logits after each of the last nodes, by the head of their depth."""
-        states, tokens = self._target.states_of((OUTPUT_STATE,)), tree.tokens[:, -new:, None]
-        self._paths = paths = torch.cat([tree.of_parents(self._paths), tokens], dim=2)
-        states = states[:, None].expand(-1, new, -1).flatten(0, 1)
-        return self._runner.head_logits(tree.level, states, paths.flatten(0, 1)).unflatten(0, (-1, new))
+        self._paths = torch.cat([tree.of_parents(self._paths), tree.tokens[:, -new:, None]], dim=2)
+        states = self._target.states_of((OUTPUT_STATE,))
+        return cast(torch.Tensor, self._runner(tree.level, states, self._paths))
 
 
 def _check_fits(tree: Tree | Paths, config: MedusaConfig) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hf_specgen.call import Prediction
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
@@ -54,6 +54,9 @@ for frequent tokens: the fraction that they share of the probability of a token 
 FREQUENT = 0
 NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 0.84, 0.66
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
+AGREEMENT_OF_CHAINS = 0.3
+"""Weight of further occurrences that propose the same token, in a chain: it has no room for the continuation of the
+longest match beside that of many short ones. With 1, chains of 10 on recorded summaries are 1% shorter."""
 MAX_OCCURRENCES = 24
 """Maximum number of occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more
 steps."""
@@ -167,14 +170,16 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
 def expected_outputs(prediction: Prediction | None, call: DraftCall) -> list[list[int]]:
     """The token ids of the expected output of each row, empty for none; the one of the call has precedence."""
     given: Any = prediction if call.prediction is None else call.prediction
+    if given is None:
+        return [[] for _ in range(call.state.batch)]
     given = given.tolist() if isinstance(given, torch.Tensor) else given
-    is_one = given is None or isinstance(given, str) or all(isinstance(token, int) for token in given)
+    is_one = isinstance(given, str) or all(isinstance(token, int) for token in given)
     rows = [given] * call.state.batch if is_one else list(given)
     if len(rows) != call.state.batch:
         raise ValueError(f"prediction has {len(rows)} entries for {call.state.batch} rows; give one for each row")
     if call.model is None and any(isinstance(row, str) for row in rows):
         raise ValueError("prediction must be token ids here, since no target is known whose tokenizer encodes text")
-    size = 2**31 if call.model is None else vocabulary_size(call.model)
+    size = 2**31 if call.model is None else call.model.config.get_text_config().vocab_size
     expected = []
     for row in rows:
         if isinstance(row, str):
@@ -223,11 +228,14 @@ class RowText:
 
     def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """The most probable continuations of the text, tagged with the occurrences that propose them."""
-        occurrences, has_frequent = self._occurrences(), self._min_ngram == 1 and not limits.is_chain
+        occurrences, agreement = self._occurrences(), 1.0
+        if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
+            occurrences.sort(key=lambda one: (one[3] == 0, one[2] if one[3] else 0))
+            agreement = AGREEMENT_OF_CHAINS
 
         def children(voters: Sequence[Occurrence], depth: int) -> Iterable[tuple[int, float, Sequence[Occurrence]]]:
-            votes = vote(voters, depth, self._odds)
-            return self._with_frequent(votes) if has_frequent and depth == 0 else votes
+            votes = vote(voters, depth, self._odds, agreement)
+            return self._with_frequent(votes) if self._min_ngram == 1 and depth == 0 else votes
 
         return best_first(occurrences, children, depth, limits)
 
@@ -339,10 +347,13 @@ def match_class(kind: int, length: int) -> int:
     return kind * BUCKETS + BUCKET_OF_LENGTH[length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
 
 
-def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tuple[int, float, list[Occurrence]]]:
+def vote(
+    voters: Sequence[Occurrence], depth: int, odds: MatchOdds, agreement: float = 1.0
+) -> list[tuple[int, float, list[Occurrence]]]:
     """The tokens that occurrences propose, their probabilities, and who proposes them; most probable first.
 
-    An occurrence that continues along the path so far has a match that is longer by the depth.
+    An occurrence that continues along the path so far has a match that is longer by the depth. Of several that propose
+    one token, the strongest counts in full, and each other one by `agreement`.
 
     Example:
         >>> text = [1, 2, 3, 1, 2, 4, 1, 2]
@@ -357,7 +368,8 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tupl
         if position + depth < end and (token := text[position + depth]) != SEPARATOR:
             value = odds.values[match_class(kind, length + depth)]
             if token in values:
-                values[token] += value
+                strongest = max(value, values[token])
+                values[token] = strongest + agreement * (value + values[token] - strongest)
                 proposers[token].append(voter)
             else:
                 values[token], proposers[token] = value, [voter]

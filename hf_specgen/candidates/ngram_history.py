@@ -56,6 +56,7 @@ class NgramHistory(SavedState):
         self.max_tokens = max_tokens
         self.index = NgramIndex()
         self._is_output = bytearray()
+        self._version: tuple[int, ...] | None = None  # of the file that `refresh` read last
         super().__init__()
 
     def __len__(self) -> int:
@@ -88,6 +89,41 @@ class NgramHistory(SavedState):
         """Remember texts, e.g. `dataset["text"]`."""
         for text in texts:
             self.add(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def add_folder(self, folder: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, files: str = "*") -> None:
+        """Remember the text files of a folder and of the folders in it, in the order of their names.
+
+        Args:
+            folder: where they are.
+            tokenizer: of the target.
+            files: a pattern that their names match, such as "*.py".
+
+        Raises:
+            ValueError: if there are none.
+            UnicodeDecodeError: if one of them is no UTF-8 text.
+        """
+        paths = [path for path in sorted(Path(folder).rglob(files)) if path.is_file()]
+        if not paths:
+            raise ValueError(f"there are no files {files!r} in {str(folder)!r}; give the folder and pattern of texts")
+        self.add_texts((path.read_text(encoding="utf-8") for path in paths), tokenizer)
+
+    def refresh(self, path: str | os.PathLike[str]) -> bool:
+        """Replace the texts by those that another process saved, unless the file is the one that was read last.
+
+        One process adds texts and calls `save` from time to time, and any number of others call this.
+
+        Returns:
+            Whether there was a new file.
+        """
+        status = os.stat(path)
+        version = status.st_mtime_ns, status.st_ino, status.st_size
+        if version == self._version:
+            return False
+        saved = self.load(path)
+        with self._lock:
+            self.index, self._is_output, self.max_tokens = saved.index, saved._is_output, saved.max_tokens
+            self._version = version
+        return True
 
     def find(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
         """Where the end of a text occurs, see `NgramIndex.occurrences`."""

@@ -9,6 +9,7 @@ Source: DDTree (2026), https://arxiv.org/abs/2604.12989, for best-first trees ov
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -102,10 +103,15 @@ class PathSession(AutoregressiveSession):
         """With a confidence head, by its estimate: how often tokens are accepted is counted for each of its levels."""
         if self.runner.confidence is None:
             return None
-        levels = self.runner.confidence.float().sigmoid() * CONFIDENCE_LEVELS
-        return levels.long().clamp(max=CONFIDENCE_LEVELS - 1)
+        return torch.bucketize(self.runner.confidence, _level_edges(self.runner.confidence.device))
 
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
         draft = super()._grow(max_depths, tree, children)
         self.passes = self.passes[:1]
         return draft
+
+
+@lru_cache(maxsize=16)
+def _level_edges(device: torch.device) -> torch.Tensor:
+    """Logits between the levels of a confidence head's estimate."""
+    return (torch.arange(1, CONFIDENCE_LEVELS) / CONFIDENCE_LEVELS).logit().to(device)

@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any, ClassVar, Self
 
 from numpy.typing import NDArray
@@ -43,10 +43,15 @@ class SavedState(ABC):
         """From an open safetensors file; checks shapes before it reads tensors, and what they contain."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file; `load` reads it back."""
+        """Write a safetensors file; `load` reads it back. Other processes that read it see the old or the new file."""
         with self._lock:
             arrays, metadata = self._contents()
-        save_file(arrays, str(path), metadata={"format": self.FORMAT, **metadata})
+        written = f"{path}.{os.getpid()}.{get_ident()}"
+        try:
+            save_file(arrays, written, metadata={"format": self.FORMAT, **metadata})
+            os.replace(written, path)
+        finally:
+            Path(written).unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -13,8 +13,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from hf_specgen.candidates import AutoCandidates, DraftModelCandidates
-from hf_specgen.cli.doctor import BAD, blueprint, heads, support, tokenizers
 from hf_specgen.cli.settings import FindSettings, terminal
+from hf_specgen.cli.static_checks import BAD, blueprint, heads, support, tokenizers
 from hf_specgen.evaluation.workloads import DFLASH, DRAFT, EAGLE, HEAD_NAMES, MEDUSA, MTP, PEAGLE
 from hf_specgen.heads.checkpoint import Source, open_checkpoint
 

@@ -114,19 +114,25 @@ class AdaptiveSession(PolicySession):
         depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
 
+    def affords_prefill(self) -> bool:
+        is_known = self.latency is not None and (self._timer is None or self._timer.is_known)
+        return not is_known or self._catching_up(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
+
+    def _catching_up(self, rows: int) -> float:
+        """Time of the drafter for tokens that it has not processed yet, in plain steps."""
+        assert self.latency is not None
+        target, drafter = self.latency.at(rows, self._call.context_length)
+        seconds = drafter.seconds_of(rows * (1 + self._uncached)) - drafter.seconds_of(rows)
+        return seconds / target.seconds_of(rows)
+
     def _pauses(self, rows: int) -> bool:
         """Whether drafting has lost too much, or would by the tokens that the drafter has to process before it."""
-        assert self.latency is not None
-        catching_up = 0.0
-        if not self._call.drafting.has_free_drafts:
-            target, drafter = self.latency.at(rows, self._call.context_length)
-            seconds = drafter.seconds_of(rows * (1 + self._uncached)) - drafter.seconds_of(rows)
-            catching_up = seconds / target.seconds_of(rows)
+        lost = self._loss.plain_steps
+        if self._call.drafting.has_free_drafts:
+            return lost >= MAX_LOSS
         if self._has_drafted:
-            return self._loss.plain_steps + catching_up >= MAX_LOSS
-        is_known = self._timer is None or self._timer.is_known
-        is_long = is_known and catching_up > MAX_PREFILL * self._call.max_new_tokens
-        return is_long or self._loss.plain_steps >= MAX_LOSS
+            return lost + self._catching_up(rows) >= MAX_LOSS
+        return lost >= MAX_LOSS or not self.affords_prefill()
 
     def _fastest_chain(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, if each token is accepted equally often."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hf_specgen.call import Call
 from hf_specgen.counters import StepPasses, StepRecord
-from hf_specgen.depth.latency import Bucket, LatencyModel
+from hf_specgen.depth.latency import Bucket, LatencyModel, StepLatency
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.state import GenerationState
 from hf_specgen.targets.target import Target
@@ -56,12 +56,18 @@ class CommonDepths(Policy):
         self._rows.append(row)
         return min(limit, self._depths[min(place, len(self._depths) - 1)])
 
+    @property
+    def step_latency(self) -> StepLatency | None:
+        """The latencies of the next step of all rows, if the policy has any."""
+        latency = self.session.latency
+        return None if latency is None else latency.at(self._texts.batch, max(1, self._call.context_length))
+
     def latency(self) -> LatencyModel | None:
         """The seconds of a common pass for each row, by the tokens of one row."""
-        latency, rows = self.session.latency, self._texts.batch
-        if latency is None:
+        latency, step, rows = self.session.latency, self.step_latency, self._texts.batch
+        if latency is None or step is None:
             return None
-        target, drafter = latency.at(rows, max(1, self._call.context_length))
+        target, drafter = step
         key = id(target), rows
         if key not in self._views:
             curve = replace(target, seconds=tuple(target.seconds_of(rows * q) / rows for q in target.queries), batch=1)

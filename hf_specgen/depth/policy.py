@@ -31,6 +31,10 @@ class PolicySession(ABC):
             limits: `[rows]` draft tokens that each row can still use; 0 for a row that takes no part in this step.
         """
 
+    def affords_prefill(self) -> bool:
+        """Whether the drafter's prefill is short beside the call; else only drafts without a pass can be faster."""
+        return True
+
     def observe(self, step: StepRecord) -> None:
         """Learn from the outcome of a step."""
 

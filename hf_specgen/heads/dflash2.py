@@ -132,7 +132,7 @@ class DFlash2Head(PathHead):
         return self.candidate_selector.successor_codebook
 
     def step(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor, embed: Embed
+        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor | int, embed: Embed
     ) -> Step:
         """The previous token's row of the codebook, weighted by the position's output."""
         selector = self.candidate_selector

@@ -87,7 +87,7 @@ class DSparkHead(PathHead):
         return self.markov_head.markov_w2.weight
 
     def step(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor, embed: Embed
+        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor | int, embed: Embed
     ) -> Step:
         """See the table above."""
         if self.markov_head is None:
@@ -110,7 +110,7 @@ class DSparkHead(PathHead):
         state = super().first_state(hidden, anchor, embed)
         if (self.config.first_proposing_position if first is None else first) == 0:
             return state
-        return self.step(hidden[:, 0], anchor, state, torch.zeros_like(anchor), embed).state
+        return self.step(hidden[:, 0], anchor, state, 0, embed).state
 
     def confidence_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
         """From the position's output, and the token before it if the head reads that."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from hf_specgen.heads.base import DraftHead, HeadConfig
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names, TensorInfo
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names, TensorInfo, first_line
 from hf_specgen.heads.layers import LayerConfig, count_layers, layer_fields, read_layer
 
 IGNORED = re.compile(r"^(d2t|t2d|verifier_(norm|lm_head)\.weight|.*\.inv_freq)$")
@@ -137,8 +137,11 @@ class HeadFile:
     def build(self, head_class: Callable[[Any], Head], config: HeadConfig) -> Head:
         """The head with its tensors, of which names, shapes and dtypes are checked before they are read."""
         names, checkpoint = self.names, self.checkpoint
-        with torch.device("meta"):
-            head = head_class(config)
+        try:
+            with torch.device("meta"):
+                head = head_class(config)
+        except RuntimeError as error:  # such as an overflow of the sizes
+            raise ValueError(f"config.json describes a head that cannot be built ({first_line(error)})") from None
         expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
         missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
         if missing:

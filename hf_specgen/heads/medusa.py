@@ -287,10 +287,11 @@ AutoConfig.register(MedusaConfig.model_type, MedusaConfig, exist_ok=True)
 AutoModel.register(MedusaConfig, MedusaHeads, exist_ok=True)
 
 
-class MedusaRunner:
+class MedusaRunner(nn.Module):
     """A set of heads attached to its target."""
 
     def __init__(self, heads: MedusaHeads, target: PreTrainedModel, lora: Any = None):
+        super().__init__()
         self.heads, self._target = heads, target
         self._embeddings = cast(Any, target.get_input_embeddings()) if heads.config.reads_token else None
         matrix = output_matrix(target).weight
@@ -304,10 +305,17 @@ class MedusaRunner:
         return output_logits(self._target, states, self._outputs)
 
     @torch.no_grad()
-    def head_logits(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of one head, `[nodes, vocab]`."""
-        state = self.heads.head_state(head, hidden.to(self._device, self._dtype), self._embedded(tokens))[:, None]
-        return output_logits(self._target, state, lambda states: self._outputs(states, slice(head, head + 1)))[:, 0]
+    def forward(self, head: int, hidden: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:
+        """The logits of one head after each path, `[rows, nodes, vocab]`.
+
+        Args:
+            hidden: `[rows, hidden]` as for `logits`.
+            paths: `[rows, nodes, tokens]` the tokens from each row's last one to each node.
+        """
+        hidden = hidden.to(self._device, self._dtype)[:, None].expand(-1, paths.shape[1], -1).flatten(0, 1)
+        state = self.heads.head_state(head, hidden, self._embedded(paths.flatten(0, 1)))[:, None]
+        logits = output_logits(self._target, state, lambda states: self._outputs(states, slice(head, head + 1)))
+        return logits.view(*paths.shape[:2], -1)
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor | None:
         if self._embeddings is None:

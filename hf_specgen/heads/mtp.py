@@ -272,8 +272,11 @@ def _own_config(config: PretrainedConfig, own: Any) -> PretrainedConfig:
 
 def _check_size(decoder_class: Any, config: Any, held: int) -> None:
     """Raise if a config makes layers of more numbers than the file holds, before any memory is allocated."""
-    with torch.device("meta"):
-        needed = sum(parameter.numel() for parameter in decoder_class(config).layers.parameters())
+    try:
+        with torch.device("meta"):
+            needed = sum(parameter.numel() for parameter in decoder_class(config).layers.parameters())
+    except Exception as error:  # as above
+        raise ValueError(f"transformer_layer_config cannot be used ({first_line(error)})") from None
     if needed > held:
         raise ValueError(f"config.json makes MTP layers of {needed:,} numbers, but the file holds {held:,}")
 

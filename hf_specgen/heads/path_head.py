@@ -68,7 +68,7 @@ class PathHead(BlockHead):
 
     @abstractmethod
     def step(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor, embed: Embed
+        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor | int, embed: Embed
     ) -> Step:
         """One position of each path.
 
@@ -76,7 +76,7 @@ class PathHead(BlockHead):
             hidden: `[..., hidden]` output of the block at the position that proposes.
             tokens: `[...]` the token before the proposed one, as the target's id.
             state: `[..., state_size]` that the step at the token before returned.
-            depths: `[...]` draft tokens before the proposed one.
+            depths: draft tokens before the proposed one, `[...]` or the same number for all.
             embed: from the target's token ids to embeddings.
         """
 
@@ -111,8 +111,7 @@ class PathHead(BlockHead):
         proposing = hidden[:, first : first + tokens.shape[1]]
         queries = []
         for depth in range(proposing.shape[1]):
-            depths = torch.full_like(tokens[:, depth], depth)
-            query, state = self.step(proposing[:, depth], tokens[:, depth], state, depths, bound.embed)
+            query, state = self.step(proposing[:, depth], tokens[:, depth], state, depth, bound.embed)
             queries.append(query)
         base = bound.logits(proposing)
         logits = base + torch.stack(queries, dim=1) @ keys.T
@@ -210,8 +209,7 @@ class PathRunner(BlockRunner):
     def _step(self, tokens: torch.Tensor, depth: int, states: torch.Tensor) -> torch.Tensor:
         """Logits after nodes of one depth, of these tokens and states of their parents, both `[active, nodes, …]`."""
         hidden = self._hidden[:, depth, None].expand(-1, tokens.shape[1], -1)
-        depths = torch.full_like(tokens, depth)
-        query, self._states = self._head.step(hidden, tokens, states, depths, self.bound.embed)
+        query, self._states = self._head.step(hidden, tokens, states, depth, self.bound.embed)
         confidence = self._head.confidence_logits(hidden, tokens)
         self.confidence = None if confidence is None else self._scatter(confidence)
         base = self._base[:, depth, None]
@@ -233,7 +231,7 @@ class PathRunner(BlockRunner):
         logits = []
         for first in (0, 1):
             state = self._head.first_state(hidden, anchors, self.bound.embed, first)
-            query = self._head.step(hidden[:, first], anchors, state, torch.zeros_like(anchors), self.bound.embed).query
+            query = self._head.step(hidden[:, first], anchors, state, 0, self.bound.embed).query
             logits.append(self.bound.logits(hidden[:, first]) + query @ self._head.keys().T)
         best = self.bound.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
         self._proposed = dict(zip(self.rows, best, strict=True))

@@ -109,16 +109,9 @@ def _accept_path(p: torch.Tensor, q: torch.Tensor | None, tree: DraftTree) -> to
 def path_weights(
     p: torch.Tensor, q: torch.Tensor | None, tokens: torch.Tensor, parents: torch.Tensor, is_node: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of all nodes after the rejection of everything below them, and the distribution of the next token then.
+    """`[batch, slots]` weights once everything below is rejected; `[batch, slots, vocab]` the next token's p then.
 
-    Args:
-        p: `[batch, slots, vocab]` probabilities of the target after each row's last token and after each node.
-        q: `[batch, nodes, vocab]` probabilities of the draft; None if the proposal is deterministic.
-        tokens, parents: `[batch, nodes]` token and parent of each node, 0 for the row's last token.
-        is_node: `[batch, nodes]` False for padding, which keeps the weight 0.
-
-    Returns:
-        `[batch, slots]`; `[batch, slots, vocab]`.
+    `parents` are `[batch, nodes]`, 0 for the row's last token; where `is_node` is False the weight is 0.
     """
     rows, remaining = torch.arange(len(p), device=p.device), p.clone()
     is_left = torch.ones_like(p, dtype=torch.bool)  # tokens that no child of a slot has yet
@@ -199,12 +192,7 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def draft_distribution(q: torch.Tensor | None, is_left: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     """`[…, vocab]` the distribution of draft tokens: q without the tokens of their earlier siblings.
 
-    Where the token has probability 0 in it, it was proposed deterministically: a point mass.
-
-    Args:
-        q: `[…, vocab]` the distribution before any sibling was drawn; None if the proposal is deterministic.
-        is_left: `[…, vocab]` False for the tokens of earlier siblings.
-        token: `[…, 1]` the draft token, 0 for none.
+    Where the `[…, 1]` token has probability 0 in it, it was proposed deterministically: a point mass.
     """
     point_mass = torch.zeros_like(is_left, dtype=torch.float32).scatter_(-1, token, 1.0)
     if q is None:

@@ -49,7 +49,7 @@ SHRUNK_FAILURES = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _options(argv)
+    options = make_parser().parse_args(argv)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(report.failures))
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, help="stop after so long")
     parser.add_argument("--cases", type=int, help="stop after so many cases (default 200, unless --minutes is given)")
@@ -88,11 +88,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-shrink", action="store_true", help="print failures as they were drawn")
     parser.add_argument("--record", type=Path, help="write the counts to this file, as JSON, again and again")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="sum up such files instead of a run")
-    return parser.parse_args(argv)
+    return parser
 
 
 def _run_many(options: argparse.Namespace, console: Console) -> Report:
-    report, origin = Report(), record.provenance(options.seed, options.start)
+    report, origin = Report(), record.origin(options.seed, options.start)
     shrunk: set[tuple[str, str]] = set()
     limit = options.cases if options.cases is not None or options.minutes is not None else 200
     bar = Progress(

@@ -30,6 +30,7 @@ COMBINED = (
     *("draft", "draft_reencoded", "skip", *MEDUSA, *HEADS),
 )
 """What a combined strategy may have as members."""
+CALL_SETTINGS = ("no_memory", "monitor", "pack_weights", "not_compiled")
 ENTRIES = ("keyword", "custom", "custom_streamer", "attach")
 PROCESSORS = ("prefix", "row_wise", "stateful")
 BROKEN_LOGITS = ("nan", "inf", "minus_inf")
@@ -91,6 +92,8 @@ class Case:
     draft_tree: int | str | None = None
     """Size of the trees that networks draft; "auto", or None for chains."""
     verification: str = "exact"
+    settings: tuple[str, ...] = ()
+    """Names of `CALL_SETTINGS`: further arguments of the call."""
     entry: str = "keyword"
     """How speculation is asked for: "keyword", "custom" (`custom_generate=`), "custom_streamer" or "attach"."""
 

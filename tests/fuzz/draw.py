@@ -5,7 +5,18 @@ from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
-from tests.fuzz.cases import BROKEN_LOGITS, COMBINED, CRITERIA, FAULTS, GROUPS, OPTIONS, OWN_TARGETS, PROCESSORS, Case
+from tests.fuzz.cases import (
+    BROKEN_LOGITS,
+    CALL_SETTINGS,
+    COMBINED,
+    CRITERIA,
+    FAULTS,
+    GROUPS,
+    OPTIONS,
+    OWN_TARGETS,
+    PROCESSORS,
+    Case,
+)
 from tests.fuzz.models import REFUSED, STATEFUL, TESTED, UNTESTED, VOCAB
 
 T = TypeVar("T")
@@ -71,6 +82,7 @@ def _strategy(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
         "policy": _weighted(random, {"fixed": 10, "random": 5, "window": 1, "schedule": 1, "adaptive": 4, "auto": 1}),
         "draft_tree": _weighted(random, {None: 3, 2: 1, 8: 2, "auto": 2}),
         "verification": _weighted(random, {"exact": 10, "rejection": 1, "typical": 1}),
+        "settings": _some(random, CALL_SETTINGS, 0.15),
         "entry": _weighted(random, {"keyword": 8, "custom": 1, "custom_streamer": 1, "attach": 2}),
     }
 

@@ -1,17 +1,25 @@
 """How a case asks for speculation: as an argument, through `custom_generate`, or attached to the model."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_specgen import attached, speculate
+from hf_specgen import SpeculationMonitor, attached, speculate
 from tests.fuzz import strategies
 from tests.fuzz.cases import Case
 
+SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "no_memory": lambda: {"memory": False},
+    "monitor": lambda: {"monitor": SpeculationMonitor(prometheus=False)},
+    "pack_weights": lambda: {"pack_weights": True},
+    "not_compiled": lambda: {"compile": False},
+}
+
 
 def call_settings(case: Case) -> dict[str, Any]:
-    """Verification and policy of a call, where they are not the defaults."""
+    """Verification, policy and further settings of a call, where they are not the defaults."""
     call: dict[str, Any] = {} if case.verification == "exact" else {"verification": case.verification}
+    call |= {name: value for setting in case.settings for name, value in SETTINGS[setting]().items()}
     policy = strategies.call_policy(case)
     if policy is not None:
         call["policy"] = policy

@@ -14,11 +14,14 @@ PATH_WEIGHT = 0.01
 
 
 def medusa_heads(
-    model: Any, ids: torch.Tensor, mask: torch.Tensor, num_heads: int = 3, reads_path: bool = False
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, num_heads: int = 3, reads_path: bool = False, start: int = 0
 ) -> MedusaHeads:
-    """Medusa heads: output matrices by ridge regression from its states to the tokens h + 2 places on."""
+    """Medusa heads: output matrices by ridge regression from its states to the tokens h + 2 places on.
+
+    They learn from the text behind `start`.
+    """
     matrix = output_matrix(model)
-    states = _inputs_of(matrix, model, ids, mask)
+    states = inputs_of(matrix, model, ids, mask)
     heads = MedusaHeads.from_target(
         model, num_heads=num_heads, own_outputs=True, reads_token=reads_path, reads_path=reads_path
     )
@@ -28,14 +31,14 @@ def medusa_heads(
         )
     for head in range(num_heads):
         distance = head + 2
-        weight = _ridge(states[:, :-distance], ids[:, distance:], matrix.weight.shape[0])
+        weight = _ridge(states[:, start:-distance], ids[:, start + distance :], matrix.weight.shape[0])
         heads.lm_heads[head].weight.data = weight.to(matrix.weight)
     return heads.eval()
 
 
 def exit_adapter(model: Any, exit_layer: int, ids: torch.Tensor, mask: torch.Tensor) -> nn.Module | None:
     """A linear layer that reads the next token of a text from the state after its first layers, if that is a vector."""
-    states = _inputs_of(decoder_layers(model)[exit_layer], model, ids, mask)
+    states = inputs_of(decoder_layers(model)[exit_layer], model, ids, mask)
     if states.dim() != 3:
         return None
     weight = _ridge(states[:, :-1], ids[:, 1:], output_matrix(model).weight.shape[0]).to(states)
@@ -53,7 +56,7 @@ def recycling_table(model: Any, ids: torch.Tensor) -> RecyclingTable:
     return table
 
 
-def _inputs_of(module: nn.Module, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def inputs_of(module: nn.Module, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`[batch, length, hidden]` what a module reads while the model reads a text."""
     read: list[torch.Tensor] = []
 

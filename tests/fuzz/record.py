@@ -1,46 +1,26 @@
 """Files with the counts of a run, written while it runs, and their sum over several processes."""
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
+from benchmarks.harness.provenance import provenance
 from tests.fuzz.report import Report
 
 CASES_BETWEEN_WRITES = 100
-ROOT = Path(__file__).parents[2]
 COLUMNS = ("cases", "drafting", "drafted", "accepted", "rejected")
 
 
-def provenance(seed: str, first: int) -> dict[str, Any]:
+def origin(seed: str, first: int) -> dict[str, Any]:
     """What is needed to repeat a run: seed and number of the first case, commit, versions, machine."""
-    commit = _git("rev-parse", "HEAD")
     return {
         "seed": seed,
         "first_case": first,
-        "commit": f"{commit} with changes" if _git("status", "--porcelain", "--untracked-files=no") else commit,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads",
+        **provenance(),
     }
-
-
-def _git(*arguments: str) -> str:
-    try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def write(path: Path, report: Report, origin: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from datasets.fingerprint import Hasher
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, StaticCache, pipeline
@@ -105,23 +106,10 @@ def test_keyword_of_a_call_takes_precedence(model: Any) -> None:
     own = NgramCandidates(k=3)
     expected = generate(model, candidate_generator=None)
     assert hf_specgen.statistics(model).calls == 0, "None generates plainly"
-    assert torch.equal(generate(model, candidate_generator=own), expected)
-    assert torch.equal(generate(model, custom_generate=speculate(own)), expected)
+    for strategy in (own, "auto"):
+        assert torch.equal(generate(model, candidate_generator=strategy), expected)
+        assert torch.equal(generate(model, custom_generate=speculate(strategy)), expected)
     assert own.speculation is not None and hf_specgen.statistics(model).calls == 0
-
-
-def test_settings_of_attach_reach_the_call(model: Any) -> None:
-    monitor = SpeculationMonitor(prometheus=False)
-    policy = hf_specgen.Schedule({1: 1})
-    hf_specgen.attach(model, NgramCandidates(k=8), verification="rejection", policy=policy, monitor=monitor)
-    generate(model)
-    assert monitor.calls == 1 and len(hf_specgen.statistics(model).drafted_per_position) <= 1
-
-
-def test_generate_with_auto_keyword_same_tokens(model: Any) -> None:
-    output = generate(model, candidate_generator="auto", return_dict_in_generate=True)
-    assert torch.equal(output.sequences, generate(model)) and output.speculation.drafted > 0
-    assert torch.equal(generate(model, custom_generate=speculate("auto")), output.sequences)
 
 
 # Wrappers and copies
@@ -284,8 +272,10 @@ PLAIN_CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN_CALLS)
-def test_call_that_cannot_speculate_is_plain_with_one_warning(model: Any, name: str) -> None:
+def test_call_that_cannot_speculate_is_plain_with_one_warning_or_raises_if_strict(model: Any, name: str) -> None:
     make, reason = PLAIN_CALLS[name]
+    with hf_specgen.attached(model, NgramCandidates(), strict=True), pytest.raises(ValueError, match=reason):
+        generate(model, 1, **make())
     expected = generate(model, 1, **make())
     hf_specgen.attach(model, NgramCandidates())
     with pytest.warns(UserWarning, match=f"without speculation: .*{reason}") as caught:
@@ -298,14 +288,6 @@ def test_call_that_cannot_speculate_is_plain_with_one_warning(model: Any, name: 
     totals = hf_specgen.statistics(model)
     assert totals.calls == 0 and list(totals.plain_calls.values()) == [2]
     assert reason in next(iter(totals.plain_calls)) and "2 calls without speculation" in totals.summary()
-
-
-@pytest.mark.parametrize("name", PLAIN_CALLS)
-def test_call_that_cannot_speculate_raises_if_strict(model: Any, name: str) -> None:
-    make, reason = PLAIN_CALLS[name]
-    hf_specgen.attach(model, NgramCandidates(), strict=True)
-    with pytest.raises(ValueError, match=reason):
-        generate(model, 1, **make())
 
 
 def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) -> None:
@@ -359,6 +341,88 @@ def test_error_during_generation_is_raised_and_not_repeated(model: Any) -> None:
     with pytest.raises(ValueError, match="a defect of the caller"):
         generate(model, 1, logits_processor=[Failing()])
     assert hf_specgen.statistics(model).calls == 0
+
+
+# Inner calls, settings of one call, threads, functions that hold the model
+
+
+@pytest.mark.parametrize("how", ["attached", "keyword"])
+def test_token_healing_same_tokens(reference_model: Any, tokenizer: Any, how: str) -> None:
+    """Would catch: a tokenizer that does not reach `generate`, or a prompt that is healed twice."""
+    inputs = tokenizer("def add(x, y):\n    return x + y\n\ndef ad", return_tensors="pt")
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "token_healing": True, "tokenizer": tokenizer}
+    plain = reference_model.generate(**inputs, **arguments)
+    if how == "keyword":
+        ids = reference_model.generate(**inputs, **arguments, candidate_generator="auto")
+    else:
+        with hf_specgen.attached(reference_model, strict=True) as totals:
+            ids = reference_model.generate(**inputs, **arguments)
+        assert totals.calls == 1
+    assert torch.equal(ids, plain)
+
+
+def test_fingerprint_of_a_function_over_an_attached_model_is_stable(model: Any) -> None:
+    """Would catch: `datasets.map` that never finds its cache, since counters are part of the fingerprint."""
+    hf_specgen.attach(model, NgramCandidates(k=4))
+
+    def answer(row: dict[str, Any]) -> dict[str, Any]:
+        return {"ids": model.generate(row["ids"])}
+
+    before = Hasher.hash(answer)
+    generate(model)
+    assert Hasher.hash(answer) == before
+
+
+def test_inner_calls_of_an_early_exit_are_plain_and_counted_once(model: Any) -> None:
+    hf_specgen.attach(model, NgramCandidates())
+    expected = generate(model, 1, candidate_generator=None)
+    with pytest.warns(UserWarning, match="without speculation"):
+        assert torch.equal(generate(model, 1, assistant_early_exit=1), expected)
+    totals = hf_specgen.statistics(model)
+    assert totals.calls == 0 and list(totals.plain_calls.values()) == [1]
+
+
+@pytest.mark.parametrize("name", ["verification", "policy", "monitor", "memory"])
+def test_setting_of_one_call_replaces_that_of_attach(model: Any, name: str) -> None:
+    """Would catch: a setting that does not reach the call, or that of one call that stays for the next."""
+    monitor, other = SpeculationMonitor(prometheus=False), SpeculationMonitor(prometheus=False)
+    policy = hf_specgen.Schedule({1: 1})
+    given = {"verification": "rejection", "policy": hf_specgen.Schedule({1: 0}), "monitor": other, "memory": False}[
+        name
+    ]
+    hf_specgen.attach(model, NgramCandidates(k=4), strict=True, monitor=monitor, policy=policy)
+    expected = generate(model, candidate_generator=None)
+    assert torch.equal(generate(model, **{name: given}), expected)
+    drafted = hf_specgen.statistics(model).drafted
+    assert (drafted == 0) == (name == "policy") and other.calls == (name == "monitor") != monitor.calls
+    generate(model)
+    totals = hf_specgen.statistics(model)
+    assert totals.drafted > drafted and len(totals.drafted_per_position) == 1
+    assert other.calls + monitor.calls == 2 and monitor.calls >= 1
+
+
+def test_overlapping_blocks_of_two_threads_leave_the_model_detached(model: Any) -> None:
+    """The first block ends before the second. Would catch: a model that stays attached, calls counted elsewhere."""
+    entered, left, totals = threading.Event(), threading.Event(), {}
+
+    def second() -> None:
+        with hf_specgen.attached(model, NgramCandidates(k=2)) as counted:
+            entered.set()
+            assert left.wait(30)
+            generate(model)
+            totals["second"] = counted
+
+    thread = threading.Thread(target=second)
+    with hf_specgen.attached(model, NgramCandidates(k=4)) as counted:
+        thread.start()
+        assert entered.wait(30)
+        generate(model)
+        generate(model)
+    left.set()
+    thread.join()
+    assert (counted.calls, totals["second"].calls) == (2, 1)
+    with pytest.raises(ValueError, match="no strategy is attached"):
+        hf_specgen.statistics(model)
 
 
 # Bad input

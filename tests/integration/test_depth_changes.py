@@ -15,11 +15,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from hf_specgen import (
     AdaptiveDepth,
     Call,
-    Candidates,
     DraftModelCandidates,
     FixedDepth,
-    LayerSkipCandidates,
-    MedusaCandidates,
     NgramCandidates,
     Policy,
     PolicySession,
@@ -30,7 +27,6 @@ from hf_specgen.depth import CostCurve, LatencyModel, calibrate
 from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
 from tests.helpers import Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.depth import Clock, Model, Target, depth_call, run
-from tests.helpers.medusa import random_heads
 from tests.helpers.policies import Irregular
 from tests.helpers.processes import run_in_ranks
 
@@ -38,29 +34,6 @@ FREE_TOKENS = LatencyModel.from_curves(CostCurve((1, 32), (0.010, 0.0101), 256, 
 """Verifying 32 tokens takes about as long as verifying one."""
 EXPENSIVE_TOKENS = LatencyModel.from_curves(CostCurve((1, 32), (0.010, 0.3), 256, 1))
 """Verifying 32 tokens takes about as long as 30 plain steps."""
-TOKENS = 24
-"""Tokens of each row: enough steps for the whole pattern of `Irregular`, and for adaptive depths to change."""
-STRATEGIES = ("ngram", "tree", "draft", "skip", "medusa")
-
-
-def strategy(name: str, *, k: Any = 5, policy: Policy | None = None) -> Candidates:
-    """One of the strategies, for tiny llama."""
-    model = tiny_model("llama")
-    arguments: dict[str, Any] = {"k": k, "policy": policy}
-    return {
-        "ngram": lambda: NgramCandidates(**arguments),
-        "tree": lambda: NgramCandidates(**arguments, tree=12),
-        "draft": lambda: DraftModelCandidates(shared_draft(model), **arguments),
-        "skip": lambda: LayerSkipCandidates(1, **arguments),
-        "medusa": lambda: MedusaCandidates(random_heads(model), policy=policy),
-    }[name]()
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_adaptive_depth_with_free_tokens_drafts_and_same_tokens(name: str, batch: int) -> None:
-    candidates = strategy(name, k="auto", policy=AdaptiveDepth(FREE_TOKENS))
-    assert assert_same_tokens(tiny_model("llama"), prompts(batch), candidates, max_new_tokens=TOKENS).drafted > 0
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -167,18 +140,6 @@ def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:
     assert 0 < max(step.depth for step in ngram.speculation.rows[0]) <= 2
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_calls_too_short_for_a_draft_same_tokens(tokens: int, batch: int) -> None:
-    """Would catch: steps that are counted though no row may draft in them."""
-    model = tiny_model("llama")
-    for candidates in (NgramCandidates(), DraftModelCandidates(shared_draft(model))):
-        assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=tokens, prefill_chunk_size=4)
-
-
-# Combining strategies
-
-
 # Ranks of one tensor-parallel model draft alike although their clocks differ; replicas do not wait for each other
 
 
@@ -243,18 +204,3 @@ def test_model_whose_ranks_are_unknown_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
     with pytest.raises(ValueError, match="spread over 2 of 8 processes, but has no device mesh"):
         lockstep_group(SimpleNamespace(tp_size=2, _device_mesh=None))
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_padded_passes_generate_the_tokens_of_plain_decoding(name: str, batch: int, sampled: bool) -> None:
-    """Passes over 8 tokens count as the fastest, so that smaller drafts are padded."""
-    model, inputs = tiny_model("llama"), prompts(batch)
-    curve = CostCurve((1, 2, 8, 24), (1.0, 2.0, 1.01, 1.02), context=32, batch=1)
-    candidates = strategy(name, policy=AdaptiveDepth(LatencyModel.from_curves(curve)))
-    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": sampled}
-    assert_same_tokens(model, inputs, candidates, **settings)
-    assert candidates.speculation is not None
-    sizes = [step.target // step.rows for step in candidates.speculation.passes[1:]]  # the first is the prefill
-    assert all(size == 1 or size >= 8 for size in sizes)

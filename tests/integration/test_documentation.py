@@ -1,21 +1,43 @@
-"""Every code block of README and documentation runs, page by page."""
+"""Every code block of README, documentation and recipes runs, and every command in them is read by its parser."""
 
+import importlib
 import re
+import shlex
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
+from accelerate.commands.launch import launch_command_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-BUNDLED = ROOT / "benchmarks" / "assets" / "reference-lm"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+from hf_specgen.cli.app import app
+from tests.helpers.paths import REFERENCE_LM, ROOT
+
+BUNDLED = REFERENCE_LM
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 ELSEWHERE = ROOT / "docs" / "integrations.md"
 """A page whose examples need other libraries: run by tests/integrations."""
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8") and page != ELSEWHERE]
 LENGTH = re.compile(r"max_new_tokens=\d\d+")
 """Replaced by few tokens: other tests compare long outputs with those of plain `generate`."""
+COMMANDS = re.compile(
+    r"```bash\n(.*?)```|"
+    r"`((?:hf-specgen|python (?:-m benchmarks|-m tests|recipes)|accelerate launch (?:-m|recipes)|make|pytest) ?[^`]+)`",
+    re.S,
+)
+PLACEHOLDERS = {
+    "HEAD": "benchmarks/assets/medusa-heads",
+    "FILE": "benchmarks/profiles/gpu_like.json",
+    "ID": "org/model",
+}
+OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
 """The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(#[^)]*)?\)")
@@ -61,3 +83,73 @@ def test_navigation_names_every_page() -> None:
     navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
         assert f'"{page.relative_to(ROOT / "docs")}"' in navigation
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command, without placeholders, comments and what another program prints."""
+    for block, inline in COMMANDS.findall(page.read_text(encoding="utf-8")):
+        for line in (block or inline.replace("\n", " ")).replace("\\\n", " ").split("\n"):
+            words = shlex.split(line, comments=True)
+            while words and "=" in words[0]:  # variables of the environment
+                words.pop(0)
+            words = [PLACEHOLDERS.get(word, word).split("|")[0] for word in words if "…" not in word]
+            if len(words) > 1 and words[0] not in OTHER_PROGRAMS:
+                yield words
+
+
+def read_recipe(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings that a recipe would have; it is stopped there."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    module = importlib.import_module(Path(script).stem)
+    own = (value for name, value in vars(module).items() if name.endswith("Arguments"))
+    settings = next(value for value in own if value.__module__ == module.__name__)
+    if "--output" in arguments:  # else some of them were left out on the page
+        importlib.import_module("arguments").parse(settings, None, arguments)
+
+
+def read_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise an error unless the program of a command understands its arguments."""
+    program, *rest = words
+    if program == "hf-specgen":
+        group: Any = typer.main.get_command(app)
+        command = group if rest[0].startswith("-") else group.commands[rest[0]]
+        known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+        passed_on = rest[0] == "bench"  # to `python -m benchmarks suite`
+        assert passed_on or {word.split("=")[0] for word in rest if word.startswith("--")} <= known
+    elif program == "accelerate":
+        options = launch_command_parser().parse_args(rest[1:])
+        if options.module:
+            read_command(["python", "-m", options.training_script, *options.training_script_args], monkeypatch)
+        else:
+            read_recipe(options.training_script, options.training_script_args, monkeypatch)
+    elif program == "python" and words[1].startswith("recipes/"):
+        read_recipe(words[1], words[2:], monkeypatch)
+    elif words[:2] == ["python", "-m"]:
+        if words[2] == "hf_specgen.cli":
+            read_command(["hf-specgen", *words[3:]], monkeypatch)
+        elif "--help" not in words:
+            importlib.import_module(f"{words[2]}.__main__").make_parser().parse_args(words[3:])
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif program == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for extra in re.findall(r"\[(.*?)\]", " ".join(rest)):
+            assert set(extra.split(",")) <= set(extras)
+    elif program == "pytest":
+        options = (ROOT / "tests" / "conftest.py").read_text()
+        for word in rest:
+            assert not word.startswith("--") or f'"{word}"' in options
+            assert not word.startswith("tests/") or (ROOT / word).exists()
+    else:
+        raise AssertionError(f"no test reads {program!r}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_a_page_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a command with an option, a file, an extra or a make target that is gone."""
+    monkeypatch.chdir(ROOT)
+    for words in commands(page) if page.name != "changelog.md" else ():
+        try:
+            read_command(words, monkeypatch)
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{page.name}: {shlex.join(words)}: {error}") from error

@@ -246,6 +246,27 @@ def test_draft_model_loaded_in_int8_same_tokens(reference_model: Any, tokenizer:
     assert candidates.speculation is not None and candidates.speculation.accepted > 0
 
 
+def test_quantised_copy_of_the_target_drafts_for_it_and_shares_its_other_weights(reference_model: Any) -> None:
+    """Would catch: a target that is quantised itself, embeddings that take memory twice."""
+    torchao = pytest.importorskip("torchao.quantization")
+    before = {name: weight.data_ptr() for name, weight in reference_model.named_parameters()}
+    candidates = DraftModelCandidates("self", k=4, quantization_config=torchao.Int8WeightOnlyConfig())
+    inputs = {"input_ids": torch.randint(5, 500, (2, 12), generator=torch.Generator().manual_seed(3))}
+    assert_same_tokens(reference_model, inputs, candidates, max_new_tokens=16)
+    assert candidates.speculation is not None and candidates.speculation.acceptance_rate > 0.8
+    assert {name: weight.data_ptr() for name, weight in reference_model.named_parameters()} == before
+    copied = candidates._load(reference_model)
+    shared = [name for name, weight in copied.named_parameters() if weight.data_ptr() == before.get(name, 0)]
+    assert any("embed" in name for name in shared) and any("norm" in name for name in shared)
+    assert all(
+        "quantized" in type(layer.weight).__name__.lower() or "int8" in type(layer.weight).__name__.lower()
+        for layer in copied.modules()
+        if isinstance(layer, torch.nn.Linear)
+    )
+    with pytest.raises(ValueError, match="takes quantization_config="):
+        DraftModelCandidates("self")
+
+
 def test_layer_skip_adapter_given_as_a_path_is_the_folder_of_that_name(reference_model: Any, tokenizer: Any) -> None:
     """Would catch: a `Path` taken for a module and called."""
     ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids

@@ -54,6 +54,10 @@ def test_answers_are_those_of_plain_generation_in_the_order_of_the_source(source
     assert rows(ours) == rows(plain)
     assert [row["id"] for row in rows(ours)] == [0, 1, 2, 3, 4] and all("answer" in row for row in rows(ours))
     assert "5 rows" in output and "tokens per step" in output
+    if not sampling:  # would catch: an answer beside the prompt of another row
+        (alone := source.with_name("alone.jsonl")).write_text(json.dumps(rows(plain)[1] | {"answer": None}) + "\n")
+        run(alone, source.with_name("one.jsonl"), "--answer-column", "again")
+        assert rows(source.with_name("one.jsonl"))[0]["again"] == rows(plain)[1]["answer"]
     assert not list(source.parent.glob("*.parts")) and not list(source.parent.glob("*.unfinished"))
 
 

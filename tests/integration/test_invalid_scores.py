@@ -1,7 +1,7 @@
 """NaN, infinite or all -inf scores: when sampling the error of plain `generate`, when greedy its tokens."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -41,52 +41,59 @@ class RowWiseInvalidate(Invalidate):
 
 
 @contextmanager
-def invalid_logits(model: Any, value: str) -> Iterator[None]:
-    """Inside, the target's logits of the fourth forward pass and all later ones are invalid."""
-    passes = 0
+def changed_logits(model: Any, change: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Inside, `change` receives the tokens of each pass and its logits, which it may change."""
 
-    def invalidate(module: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
-        nonlocal passes
-        passes += 1
-        if passes > 3:
-            logits = logits.clone()
-            logits[..., slice(None) if value == "all -inf" else 7] = VALUES[value]
-        return logits
+    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        change(kwargs["input_ids"][:, -output.logits.shape[1] :], output.logits)
 
-    handle = model.lm_head.register_forward_hook(invalidate)
+    handle = model.register_forward_hook(hook, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
 
 
-@pytest.mark.parametrize("verification", [None, *VERIFICATION], ids=str)
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_sampling_invalid_logits_raise(verification: str | None, value: str, batch: int) -> None:
-    """Would catch: token 0 generated to the end. None is plain `generate`."""
-    model = tiny_model("llama")
-    candidates = {} if verification is None else {"candidate_generator": NgramCandidates(k=4, tree=8)}
-    candidates |= {} if verification is None else {"verification": verification}
-    with invalid_logits(model, value), pytest.raises(RuntimeError, match=MESSAGE):
-        model.generate(**prompts(batch), max_new_tokens=40, do_sample=True, top_k=0, **candidates)
+def nan_behind(token: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Logits are NaN after this token."""
+
+    def change(ids: torch.Tensor, logits: torch.Tensor) -> None:
+        logits[ids == token] = float("nan")
+
+    return change
+
+
+class FromPass:
+    """Logits of the fourth forward pass and of all later ones are invalid."""
+
+    def __init__(self, value: str):
+        self.value, self.passes = value, 0
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> None:
+        self.passes += 1
+        if self.passes > 3:
+            logits[..., slice(None) if self.value == "all -inf" else 7] = VALUES[self.value]
 
 
 @pytest.mark.parametrize("verification", [None, *VERIFICATION], ids=str)
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("processor", [Invalidate, RowWiseInvalidate])
+@pytest.mark.parametrize("processor", [None, Invalidate, RowWiseInvalidate])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_sampling_invalid_scores_of_prefix_reading_processor_raise(
-    verification: str | None, value: str, processor: type[Invalidate], batch: int
+def test_sampling_invalid_scores_raise(
+    verification: str | None, value: str, processor: type[Invalidate] | None, batch: int
 ) -> None:
-    """Would catch: a column walk that emits tokens although their scores are no distribution."""
-    candidates = {} if verification is None else {"candidate_generator": NgramCandidates(k=4, tree=8)}
-    candidates |= {} if verification is None else {"verification": verification}
-    processors = LogitsProcessorList([processor(value)])
-    with pytest.raises(RuntimeError, match=MESSAGE):
-        tiny_model("llama").generate(
-            **prompts(batch), max_new_tokens=20, do_sample=True, top_k=0, logits_processor=processors, **candidates
-        )
+    """Would catch: token 0 generated to the end, a column walk that emits tokens whose scores are no distribution.
+
+    None is plain `generate`, and logits of the target instead of scores of a processor.
+    """
+    model, arguments = tiny_model("llama"), {"max_new_tokens": 40, "do_sample": True, "top_k": 0}
+    if verification is not None:
+        arguments |= {"candidate_generator": NgramCandidates(k=4, tree=8), "verification": verification}
+    if processor is not None:
+        arguments["logits_processor"] = LogitsProcessorList([processor(value)])
+    broken = nullcontext() if processor else changed_logits(model, FromPass(value))
+    with broken, pytest.raises(RuntimeError, match=MESSAGE):
+        model.generate(**prompts(batch), **arguments)
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -103,23 +110,18 @@ def test_greedy_invalid_scores_same_tokens(value: str, processor: type[Invalidat
 
 
 class Constant(Candidates):
-    """Always proposes one token, k times."""
+    """Always proposes one token, three times."""
 
     def __init__(self, token: int):
         super().__init__(3)
         self.token = token
 
     def start(self, call: Call) -> DraftSession:
-        return _ConstantSession(call, self.token)
+        class Session(DraftSession):
+            def draft(session, budget: Sequence[int]) -> DraftTree:
+                return DraftTree.chains([[self.token] * depth for depth in budget])
 
-
-class _ConstantSession(DraftSession):
-    def __init__(self, call: Call, token: int):
-        super().__init__(call)
-        self._token = token
-
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        return DraftTree.chains([[self._token] * depth for depth in budget])
+        return Session(call)
 
 
 @pytest.mark.parametrize("verification", VERIFICATION)
@@ -129,21 +131,13 @@ def test_sampling_invalid_logits_of_rejected_node_do_not_raise(verification: str
     """Would catch: an error for scores that plain `generate` never computes. Logits are NaN after token 98 only."""
     model, inputs, token = tiny_model("llama"), prompts(batch), 98
     assert not (inputs["input_ids"] == token).any()
-
-    def invalidate(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        logits = output.logits
-        logits[kwargs["input_ids"][:, -logits.shape[1] :] == token] = float("nan")
-
     candidates = Constant(token)
     arguments = {"max_new_tokens": 12, "do_sample": True, "suppress_tokens": [token], **processors}
-    handle = model.register_forward_hook(invalidate, with_kwargs=True)
-    try:
+    with changed_logits(model, nan_behind(token)):
         torch.manual_seed(1)
         plain = model.generate(**inputs, **arguments)
         torch.manual_seed(1)
         ours = model.generate(**inputs, **arguments, candidate_generator=candidates, verification=verification)
-    finally:
-        handle.remove()
     assert candidates.speculation is not None
     assert candidates.speculation.drafted > 0 and candidates.speculation.accepted == 0
     assert ours.shape == plain.shape
@@ -166,20 +160,12 @@ def test_sampling_invalid_logits_of_padding_returns_the_tokens(processors: dict,
     torch.manual_seed(1)
     expected = model.generate(**inputs, **arguments)
     assert expected[:, -1].eq(pad).any() and not expected[:, -1].eq(pad).all()
-
-    def invalidate(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        logits = output.logits
-        logits[kwargs["input_ids"][:, -logits.shape[1] :] == pad] = float("nan")
-
-    handle = model.register_forward_hook(invalidate, with_kwargs=True)
-    try:
+    with changed_logits(model, nan_behind(pad)):
         torch.manual_seed(1)
         with pytest.raises(RuntimeError, match=MESSAGE):
             model.generate(**inputs, **arguments)
         torch.manual_seed(1)
         ours = model.generate(**inputs, **arguments, **outputs, candidate_generator=NgramCandidates(k=4, tree=8))
-    finally:
-        handle.remove()
     assert torch.equal(ours.sequences if outputs else ours, expected)
 
 
@@ -291,3 +277,21 @@ def test_sampling_stopped_before_the_invalid_scores_does_not_raise(processor: ty
         do_sample=True,
         top_k=0,
     )
+
+
+def test_sampling_stopped_before_invalid_logits_does_not_raise() -> None:
+    """The same where whole paths are verified at once: logits are NaN behind the last token of the text."""
+    model, inputs, arguments = tiny_model("llama"), prompts(1), {"do_sample": True, "top_k": 0}
+    torch.manual_seed(1)
+    plain = model.generate(**inputs, **arguments, max_new_tokens=20)
+    last = int(plain[0, 12 + FIRST_INVALID - 1])
+    assert last not in plain[0, : 12 + FIRST_INVALID - 1]
+
+    def stop(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 12 + FIRST_INVALID, dtype=torch.bool)
+
+    arguments |= {"stopping_criteria": [stop], "candidate_generator": Oracle(plain[:, 12:], accuracy=1.0, k=8)}
+    with changed_logits(model, nan_behind(last)):
+        torch.manual_seed(1)
+        ours = model.generate(**inputs, **arguments, max_new_tokens=20)
+    assert torch.equal(ours, plain[:, : 12 + FIRST_INVALID])

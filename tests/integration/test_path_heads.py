@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hf_specgen import DFlashCandidates, MTPCandidates
 from hf_specgen.candidates.growth import Growth
@@ -210,6 +212,50 @@ def test_path_head_rejection_gives_q_of_every_node(
             assert (q.gather(1, one.tokens[row, : len(parents), None]) > 0).all()
             if name == "dflash2_zlab":
                 assert ((q > 0).sum(dim=-1) <= 6).all()
+
+
+MODELOPT = {"markov_head.": "", "confidence_head.proj": "confidence_proj"}
+LAYOUTS: list[tuple[str, dict[str, str], dict[str, Any], dict[str, Any], tuple[int, bool]]] = [
+    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, {"projector_type": "dspark", "shift_label": True}, (0, False)),
+    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, {"projector_type": "dspark", "shift_label": False}, (1, False)),
+    (
+        "deepspec_dspark_qwen3_rnn",
+        {"markov_head.": "logit_head.markov_head."},
+        {},
+        {"projector_type": "dspark"},
+        (0, True),
+    ),
+    ("deepspec_dspark_qwen3_rnn", {}, {}, {}, (0, False)),
+    ("speculators_dspark_vanilla", {}, {"sample_from_anchor": None}, {}, (0, True)),
+    ("speculators_dspark_gated_noanchor_sliding", {}, {"sample_from_anchor": None}, {}, (1, True)),
+    ("speculators_dspark_vanilla", {}, {"sample_from_anchor": None, "dspark_bonus_anchor": True}, {}, (1, False)),
+]
+
+
+@pytest.mark.parametrize(("name", "renamed", "changes", "dflash", "layout"), LAYOUTS)
+@torch.no_grad()
+def test_dspark_in_the_layouts_of_other_programs(
+    name: str,
+    renamed: dict[str, str],
+    changes: dict[str, Any],
+    dflash: dict[str, Any],
+    layout: tuple[int, bool],
+    tmp_path: Path,
+) -> None:
+    """The tensors of a fixture under other names and another config: the same head, and which layout it has."""
+    folder = FIXTURES[name].head_folder
+    config = json.loads((folder / "config.json").read_text()) | changes
+    if dflash:
+        config |= {"architectures": ["DSparkDraftModel"], "dflash_config": dflash}
+    tensors = load_file(folder / "model.safetensors")
+    for before, after in renamed.items():
+        tensors = {key.replace(before, after): tensor for key, tensor in tensors.items()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    head: Any = load_head(tmp_path)
+    assert (head.config.first_proposing_position, head.config.measures_layout) == layout
+    original = load_head(folder).state_dict()
+    assert all(torch.equal(tensor, original[key]) for key, tensor in head.state_dict().items())
 
 
 @pytest.mark.parametrize("first", [0, 1])

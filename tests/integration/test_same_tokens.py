@@ -3,6 +3,7 @@
 All architectures are in `tests/slow`; `tests/fuzz` draws from the same space at random.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from tests.helpers import (
 )
 from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 from tests.helpers.comparison import plain_output
-from tests.helpers.policies import Irregular
+from tests.helpers.policies import Irregular, padding
 from tests.helpers.strategies import FIXTURES, PARTLY_RIGHT, STRATEGIES, make, repeating
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,8 +45,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lockstep": {"make_processors": lambda: LogitsProcessorList([PrefixReader()])},
     "EOS": {**END, "min_new_tokens": 5},
     "stop string": {"stop_strings": ["!", "%", "0"]},
+    "two tokens": {"max_new_tokens": 2, "prefill_chunk_size": 4},
 }
-CASES: list[tuple[str, type[Policy] | None, int]] = [
+CASES: list[tuple[str, Callable[[], Policy] | None, int]] = [
     ("greedy", None, 1),
     ("greedy", None, 3),
     ("sampled", None, 1),
@@ -58,6 +60,8 @@ CASES: list[tuple[str, type[Policy] | None, int]] = [
     ("sampled", Irregular, 3),
     ("EOS", AdaptiveDepth, 3),
     ("sampled", AdaptiveDepth, 1),
+    ("sampled", padding, 3),
+    ("two tokens", None, 3),
 ]
 """Arguments, policy (None for that of the strategy), rows."""
 LEARN_FROM_CALLS = ("n-grams, history", "recycling", "recycling, tree", "combined")
@@ -80,7 +84,7 @@ UNUSUAL_PROMPTS: dict[str, torch.Tensor] = {
 @pytest.mark.parametrize(("settings", "policy", "batch"), CASES, ids=lambda value: getattr(value, "__name__", None))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategy_same_tokens(
-    strategy: str, settings: str, policy: type[Policy] | None, batch: int, tokenizer: Any
+    strategy: str, settings: str, policy: Callable[[], Policy] | None, batch: int, tokenizer: Any
 ) -> None:
     """Would catch: a cache that is wrong behind accepted paths, states of a wrong row or step, tokens after EOS."""
     arguments = {"max_new_tokens": TOKENS if strategy in PARTLY_RIGHT else 12, **SETTINGS[settings]}
@@ -94,6 +98,10 @@ def test_strategy_same_tokens(
     if policy is Irregular:
         drafted = {step.drafted for row in calls[-1].rows for step in row}
         assert 0 in drafted and max(drafted) > 0, "both kinds of steps are needed"
+    if policy is padding and strategy in PARTLY_RIGHT:  # states of recurrent targets are not padded
+        sizes = [step.target // step.rows for step in calls[-1].passes[1:]]  # the first is the prefill
+        assert all(size == 1 or size >= 8 for size in sizes)
+        assert calls[-1].drafted > 0, "drafts cost nothing"
     if (settings, policy, batch) == ("greedy", None, 3) and strategy in PARTLY_RIGHT:
         assert 0 < sum(call.accepted for call in calls) < sum(call.drafted for call in calls)
 

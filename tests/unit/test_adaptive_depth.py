@@ -160,7 +160,8 @@ def test_adaptive_depth_short_answer_to_a_long_prompt_drafts_nothing() -> None:
     """Would catch: a draft model that processes a thousand tokens of prompt to save a few steps."""
     assert prompt_call(100, 1000).depths([99]) != [0]
     assert prompt_call(100, 40).depths([99]) == [0]
-    assert prompt_call(100, 40, has_free_drafts=True).depths([99]) != [0], "n-grams need no prefill"
+    combined = prompt_call(100, 40, has_free_drafts=True)
+    assert combined.depths([99]) != [0] and not combined.affords_prefill(), "n-grams need no prefill"
 
 
 def test_adaptive_depth_after_a_pause_counts_what_the_drafter_has_to_catch_up_on() -> None:

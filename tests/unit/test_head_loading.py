@@ -27,12 +27,14 @@ from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import FORMATS, load_head
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.mtp import load_mtp
+from tests.helpers.head_fixtures import target_of
 from tests.helpers.head_sessions import LayeredMTP
 
 LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8)
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16, "num_aux_hidden_states": 3}
 HUGE = 10**9
-GEMMA_ASSISTANT = Path(__file__).parents[1] / "assets" / "fixtures" / "gemma4_assistant" / "head"
+FIXTURES = Path(__file__).parents[1] / "assets" / "fixtures"
+GEMMA_ASSISTANT = FIXTURES / "gemma4_assistant" / "head"
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Path], Any]
 
@@ -182,6 +184,63 @@ def test_load_head_damaged_files_raise_one_sentence_that_names_the_folder(
         load_head(folder)
     assert str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
     assert "code from a checkpoint" not in capsys.readouterr().out
+
+
+def set_field(*path: str, value: Any) -> Damage:
+    """Replaces a field inside the objects of config.json."""
+
+    def change(folder: Path) -> None:
+        content = part = json.loads((folder / "config.json").read_text())
+        for name in path[:-1]:
+            part = part[name]
+        part[path[-1]] = value
+        (folder / "config.json").write_text(json.dumps(content))
+
+    return change
+
+
+LAYERS_OF = "transformer_layer_config"
+PATH_DAMAGE: list[tuple[str, Damage, str]] = [
+    ("domino_specforge", set_field("dflash_config", "gru_hidden_dim", value=2**31 - 1), "a head that cannot be built"),
+    ("domino_specforge", set_field("dflash_config", "emb_dim", value=10**18), "emb_dim must be a whole number between"),
+    ("domino_specforge", set_field("dflash_config", "shift_label", value=1), "shift_label must be true or false"),
+    (
+        "domino_specforge",
+        set_field("dflash_config", "projector_type", value="x"),
+        "projector_type 'x' are not supported",
+    ),
+    ("dflash2_zlab", set_field("dflash_config", "conv_group_size", value=7), "conv_group_size 7 does not divide"),
+    (
+        "dflash2_zlab",
+        set_field("dflash_config", "conv_kernel_size", value=9),
+        "conv_kernel_size 9 exceeds block_size 8",
+    ),
+    ("dflash2_zlab", set_field("dflash_config", "selector_rank", value=HUGE), "but config.json makes it"),
+    ("dflash2_zlab", set_field("dflash_config", "output_multiplier", value=[]), "output_multiplier must be a positive"),
+    ("speculators_dspark_rnn", set_field("markov_rank", value=HUGE), "markov_rank 1000000000, but the tensors have 16"),
+    ("speculators_dspark_rnn", set_field("markov_head_type", value="lstm"), "markov_head_type must be one of vanilla"),
+    ("speculators_dspark_rnn", set_field("markov_head_type", value="gated"), "markov_head.gate_proj.bias"),
+    ("deepspec_dspark_qwen3_rnn", set_field("target_layer_ids", value=[0, 3]), "reads 3 hidden states of the target"),
+    ("deepspec_dspark_qwen3_rnn", set_field("model_type", value="gemma4_text"), "'gemma4_text' are not supported"),
+    ("speculators_mtp_qwen3", set_field(LAYERS_OF, "intermediate_size", value=HUGE), "but the file holds 40,112"),
+    ("speculators_mtp_qwen3", set_field(LAYERS_OF, "num_attention_heads", value=0), "cannot be used"),
+    ("speculators_mtp_qwen3", set_field(LAYERS_OF, "hidden_act", value="square"), "cannot be used"),
+    ("speculators_mtp_qwen3", set_field(LAYERS_OF, "hidden_size", value=32), "hidden_size 32, but this target has 64"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "reason"), PATH_DAMAGE)
+def test_load_later_formats_with_damaged_configs_raise_one_sentence(
+    tmp_path: Path, name: str, damage: Damage, reason: str
+) -> None:
+    shutil.copytree(FIXTURES / name / "head", tmp_path / "head")
+    damage(tmp_path / "head")
+    with pytest.raises(ValueError, match=reason) as error:
+        if name == "speculators_mtp_qwen3":
+            load_mtp(target_of(FIXTURES / "targets" / "qwen3"), str(tmp_path / "head"))
+        else:
+            load_head(tmp_path / "head").bind(target_of(FIXTURES / "targets" / "qwen3"))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("model_type", [[], {}, 3])

@@ -1,6 +1,7 @@
 """`NgramHistory`: texts of earlier calls; and `NgramCandidates` in Transformers' own loop (`get_candidates`)."""
 
 import copy
+import os
 import pickle
 from pathlib import Path
 from threading import Thread
@@ -275,3 +276,40 @@ def test_get_candidates_of_a_tree_is_its_leftmost_chain() -> None:
 def test_get_candidates_of_two_rows_raises() -> None:
     with pytest.raises(ValueError, match="works on one row, got 2"):
         NgramCandidates().get_candidates(torch.tensor([[1, 2], [3, 4]]))
+
+
+def test_refresh_reads_what_another_process_saved_once(tmp_path: Path) -> None:
+    """Would catch: a reader that keeps its old texts, or reads an unchanged file again."""
+    file, writer, reader = tmp_path / "history.safetensors", history_of([1, 2, 3]), NgramHistory(max_tokens=10)
+    for text in ([4, 5], [6, 7]):
+        writer.add(text)
+        writer.save(file)
+        assert reader.refresh(file) and not reader.refresh(file)
+        assert reader.index.tokens == writer.index.tokens and reader.max_tokens == writer.max_tokens
+        assert reader.find([text[0]], 8)[0][2] == len(writer) - 2
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, history = tmp_path / "history.safetensors", history_of([1, 2, 3])
+    history.save(file)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    history.add([4])
+    with pytest.raises(OSError, match="disk full"):
+        history.save(file)
+    assert len(NgramHistory.load(file)) == 4 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_add_folder_remembers_its_texts(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    for name, text in (("b.txt", "2"), ("below/a.txt", "3"), ("c.md", "4")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+
+    def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [int(text)]}
+
+    history = NgramHistory()
+    history.add_folder(tmp_path, tokenizer, "*.txt")
+    assert history.index.tokens.tolist() == [2, -1, 3, -1]
+    with pytest.raises(ValueError, match=r"there are no files '\*.py' in"):
+        history.add_folder(tmp_path, tokenizer, "*.py")

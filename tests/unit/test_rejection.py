@@ -38,9 +38,20 @@ REFUTED = 1e-12
 
 def sampled(trials: int, parents: Parents) -> tuple[torch.Tensor, torch.Tensor]:
     """A correct draft: from the warped negated logits, siblings without replacement."""
+    return drawn(trials, parents, -target_logits())
+
+
+def close(trials: int, parents: Parents) -> tuple[torch.Tensor, torch.Tensor]:
+    """A correct draft whose logits are close to those of the target."""
+    noise = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
+    return drawn(trials, parents, target_logits() + 0.7 * noise)
+
+
+def drawn(trials: int, parents: Parents, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A draft that is sampled from logits after each token, siblings without replacement."""
     own = torch.Generator().manual_seed(2)
     tokens, q = torch.zeros(trials, len(parents), dtype=torch.long), torch.zeros(trials, len(parents), VOCAB)
-    table = warped(-target_logits())
+    table = warped(logits)
     for node, parent in enumerate(parents):
         q[:, node] = table[previous_tokens(tokens, parents, node)]
         earlier = [other for other in range(node) if parents[other] == parent]
@@ -76,7 +87,7 @@ def misreported(trials: int, parents: Parents) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("draw", "parents"), [(sampled, CHAIN), (sampled, TREE), (deterministic, TREE), (mixed, SIBLINGS)]
+    ("draw", "parents"), [(sampled, CHAIN), (sampled, TREE), (close, TREE), (deterministic, TREE), (mixed, SIBLINGS)]
 )
 def test_rejection_every_position_has_the_distribution_of_the_target(draw: Draw, parents: Parents) -> None:
     """Would catch: any error in the acceptance test, the residual, siblings or the bonus token."""
@@ -163,13 +174,13 @@ def test_path_weights_agree_with_the_reference(draw: Draw, parents: Parents) -> 
             assert rest[row, slot].tolist() == pytest.approx(left[slot], abs=1e-4)
 
 
-@pytest.mark.parametrize(("parents", "least"), [(CHAIN, 1.01), (TREE, 1.005)])
+@pytest.mark.parametrize(("parents", "least"), [(CHAIN, 1.03), (TREE, 1.008)])
 def test_rejection_paths_accept_more_than_tokens_one_by_one(parents: Parents, least: float) -> None:
-    """The same drafts, and a column walk that verifies token by token. Draft and target are far apart here."""
+    """The same drafts, and a column walk that verifies token by token; the tree is two tokens deep: 1.013."""
     tokens = []
     for processors in ([], [RowWiseIdentity()]):
         both = LogitsProcessorList([*warpers(), *processors])
-        texts = emitted_by_verify(RejectionVerifier(), sampled, parents, 10_000, both)
+        texts = emitted_by_verify(RejectionVerifier(), close, parents, 10_000, both)
         tokens.append(float((texts >= 0).sum()))
     assert tokens[0] > least * tokens[1]
 

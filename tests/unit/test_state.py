@@ -24,91 +24,53 @@ def new_state(
     return GenerationState(torch.tensor(prompts), kwargs.get("attention_mask"), {STOP}, max_length, pad_id)
 
 
-def test_prompts_lose_their_padding_and_keep_real_pad_tokens() -> None:
-    """Would catch: padding recognised by its id. The pad id 7 is a real token of row 1."""
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    state = new_state([[7, 7, 1, 7], [7, 2, 7, 3]], attention_mask=mask)
-    assert state.prompts == [[1, 7], [7, 2, 7, 3]]
-    assert state.prompt_length == 4
-
-
 def test_prompts_with_a_longer_mask_use_its_end() -> None:
     """Would catch: the mask read from its beginning; with a cache from an earlier turn it is longer than the input."""
     mask = torch.tensor([[1, 1, 1, 0, 1]])
     assert new_state([[7, 5]], attention_mask=mask).prompts == [[5]]
 
 
-def test_append_ends_at_a_stop_token() -> None:
-    """Would catch: tokens appended behind EOS; EOS itself belongs to the text."""
-    state = new_state([[1], [2]])
-    assert state.append(0, [3, STOP, 4]) == 2
-    assert state.append(1, [3, 4]) == 2
-    assert state.generated == [[3, STOP], [3, 4]]
-    assert state.pending() == [STOP, 4]
-    assert (state.has_ended(0), state.has_ended(1)) == (True, False)
-
-
-def test_append_ends_at_max_length() -> None:
-    """Would catch: a length counted without the prompt or without its padding: plain `generate` counts both."""
-    mask = torch.tensor([[0, 1]])
-    state = new_state([[7, 1]], max_length=5, attention_mask=mask)
-    assert state.remaining(0) == 3
-    assert state.append(0, [3, 4]) == 2
-    assert not state.has_ended(0) and state.remaining(0) == 1
-    assert state.append(0, [5, 6]) == 1
-    assert state.has_ended(0) and state.remaining(0) == 0
-    assert state.generated == [[3, 4, 5]]
-
-
-def test_prefix_pads_ended_and_shorter_rows() -> None:
-    """Would catch: a shorter row with tokens from before it was truncated, or an ended row without padding."""
-    state = new_state([[1, 1], [2, 2]])
-    state.append(0, [3, STOP])
-    state.append(1, [4, 5, 6])
-    assert state.prefix(5).tolist() == [[1, 1, 3, STOP, PAD], [2, 2, 4, 5, 6]]
-    assert state.prefix(3).tolist() == [[1, 1, 3], [2, 2, 4]]
-    assert state.prefix(1).tolist() == [[1], [2]]
-    state.append(1, [8])
-    assert state.prefix(6).tolist() == [[1, 1, 3, STOP, PAD, PAD], [2, 2, 4, 5, 6, 8]]
-
-
-def test_prefix_keeps_the_padding_of_the_prompt() -> None:
-    """Would catch: processors that receive the prompt without its padding, unlike in plain `generate`."""
-    mask = torch.tensor([[0, 1]])
-    state = new_state([[5, 1]], attention_mask=mask)
-    assert state.prefix(2).tolist() == [[5, 1]]
-
-
-def test_prefix_is_a_copy() -> None:
-    """Would catch: a processor that changes its `input_ids` in place, and with it the text."""
-    state = new_state([[1]])
-    state.append(0, [3])
-    state.prefix(2).fill_(0)
-    assert state.prefix(2).tolist() == [[1, 3]]
-
-
 @thorough
 @given(st.data())
 def test_state_agrees_with_lists(data: st.DataObject) -> None:
-    """Would catch: a cached prefix that no longer matches the text, in any order of calls."""
-    state = new_state([[1, 2], [3, 4]])
-    rows: list[list[int]] = [[], []]
+    """Would catch: padding recognised by its id, tokens behind EOS or behind a length that is counted without padding,
+    a prefix that is stale, shared, or without the padding of the prompt, in any order of calls; a verification that
+    counts otherwise.
+    """
+    prompt, width = [[PAD, 2, PAD], [3, PAD, 4]], 3
+    padding = [data.draw(st.integers(0, 2)) for _ in prompt]
+    limit = data.draw(st.one_of(st.just(float("inf")), st.integers(4, 40)))
+    mask = torch.tensor([[0] * count + [1] * (width - count) for count in padding])
+    state, rows = new_state(prompt, limit, attention_mask=mask), [[], []]  # type: ignore[var-annotated]
+    assert state.prompts == [row[count:] for row, count in zip(prompt, padding, strict=True)]
+
+    def has_ended(row: int) -> bool:
+        return rows[row][-1:] == [STOP] or width + len(rows[row]) >= limit
+
     for _ in range(data.draw(st.integers(1, 12))):
         row, action = data.draw(st.integers(0, 1)), data.draw(st.sampled_from(["append", "truncate", "prefix"]))
-        if action == "append":
-            first, length = data.draw(st.integers(10, 50)), data.draw(st.integers(0, 90))
-            block = list(range(first, first + length))
-            assert state.append(row, block) == len(block)
-            rows[row] += block
-        elif action == "truncate":
+        if action == "append" and not has_ended(row):
+            block = [10 + index for index in range(data.draw(st.integers(0, 90)))]
+            if data.draw(st.integers(0, 3)) == 0:
+                block.insert(data.draw(st.integers(0, len(block))), STOP)
+            kept = block[: block.index(STOP) + 1] if STOP in block else block
+            kept = kept[: int(min(limit - width - len(rows[row]), 999))]
+            assert state.count_until_end(row, block) == state.append(row, block) == len(kept)
+            rows[row] += kept
+        elif action == "truncate" and not has_ended(row):
             length = data.draw(st.integers(0, len(rows[row])))
             state.truncate(row, length)
             rows[row] = rows[row][:length]
-        else:
+        elif action == "prefix":
             columns = data.draw(st.integers(1, 150))
-            expected = [[1, 2, *rows[0]], [3, 4, *rows[1]]]
-            assert state.prefix(columns).tolist() == [(text + [PAD] * columns)[:columns] for text in expected]
-        assert state.generated == rows
+            texts = [text + rows[index] + [PAD] * columns for index, text in enumerate(prompt)]
+            prefix = state.prefix(columns)
+            assert prefix.tolist() == [text[:columns] for text in texts]
+            prefix.fill_(0)
+        assert state.generated == rows and [state.has_ended(r) for r in (0, 1)] == [has_ended(r) for r in (0, 1)]
+        assert [state.remaining(r) for r in (0, 1)] == [limit - width - len(text) for text in rows]
+    assert [state.last_token(r) for r in (0, 1)] == [(rows[r] or prompt[r])[-1] for r in (0, 1)]
+    assert not all(rows) or state.pending() == [text[-1] for text in rows]
 
 
 def test_tentative_appends_are_undone_on_exit() -> None:
@@ -123,17 +85,6 @@ def test_tentative_appends_are_undone_on_exit() -> None:
         raise RuntimeError("inside")
     assert state.generated == [[3], []]
     assert state.prefix(4).tolist() == [[1, 3, PAD, PAD], [2, PAD, PAD, PAD]]
-
-
-@thorough
-@given(st.lists(st.sampled_from([3, 4, STOP]), max_size=8), st.integers(1, 9))
-def test_count_until_end_is_what_append_appends(tokens: list[int], max_length: int) -> None:
-    """Would catch: verification and state that disagree about where a row ends."""
-    if max_length <= 1:
-        return
-    state = new_state([[1]], max_length=max_length)
-    counted = state.count_until_end(0, tokens)
-    assert counted == state.append(0, tokens) == len(state.generated[0])
 
 
 def test_stopped_row_without_padding_continues_until_all_have_stopped() -> None:

@@ -252,7 +252,7 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
     growth = _grown(new_growth([3, 0, 1], 1), TreeSize(None, children=1), [0.5])
     tree, source = growth.best(3)
-    assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
+    assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[1, 2, 3]] * 3
     assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
     assert tree.probability[0] == pytest.approx((0.5, 0.25, 0.125))
 
