@@ -238,7 +238,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
         offsets += [group * children] * width
         expanded += width
     numbers = range(1 + max(expanded, 128))
-    root = [0.0] + [NO_NODE] * (children - 1)
+    root = [0.0] + [2 * NO_NODE] * (children - 1)  # never chosen before a candidate
     lists = (depths, offsets, numbers, root, [0] * children, [0])
     return _Constants(*(torch.tensor(list(values), device=device) for values in lists))
 
