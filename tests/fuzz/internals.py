@@ -27,6 +27,7 @@ from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.state import GenerationState
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
+from hf_specgen.targets.inputs import RowLayout
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from hf_specgen.targets.target import Target
 from hf_specgen.verification import base as verification
@@ -143,7 +144,7 @@ def given_latency() -> LatencyModel:
 
 accepted_path = vars(verification)["accepted_path"]
 along = vars(verification)["_along"]
-depths = DraftTree.depths
+positions = RowLayout.positions
 noise_at = NoiseBuffer.at
 keep_accepted = RaggedCache.keep_accepted
 prefix = GenerationState.prefix
@@ -160,10 +161,10 @@ def _accept_one_too_many(tokens: Any, parents: Any, chosen: Any) -> tuple[list[i
     return [*path, rejected], [*emitted[:-1], tokens[rejected], chosen[rejected + 1]]
 
 
-def _positions_off_by_one(self: DraftTree, row: int) -> list[int]:
-    """The nodes of a draft stand one position too far."""
-    first, *others = depths(self, row)
-    return [first, *(depth + 1 for depth in others)]
+def _positions_off_by_one(self: Any, *given: Any, **named: Any) -> torch.Tensor:
+    """The nodes of drafts of one or two tokens, which the self-check has none of, stand one position too far."""
+    found: torch.Tensor = positions(self, *given, **named)
+    return found + (torch.arange(found.shape[1], device=found.device) > 0).long() if found.shape[1] <= 3 else found
 
 
 def _noise_of_the_next_step(self: Any, steps: Any) -> torch.Tensor:
@@ -211,7 +212,7 @@ def _layers_stay_replaced(self: Any, indices: range) -> Iterator[None]:
 
 _PLACES: dict[str, tuple[Any, str, Any]] = {
     "accept one token too many": (verification, "accepted_path", _accept_one_too_many),
-    "position off by one": (DraftTree, "depths", _positions_off_by_one),
+    "position off by one": (RowLayout, "positions", _positions_off_by_one),
     "noise of the next step": (NoiseBuffer, "at", _noise_of_the_next_step),
     "noise of the first row": (NoiseBuffer, "at", _noise_of_the_first_row),
     "noise not given back": (NoiseBuffer, "rewind", lambda self, step: None),

@@ -24,6 +24,7 @@ MAX_CASES_PER_MUTATION = 60
 NEEDED: dict[str, dict[str, Any]] = {
     "accept one token too many": {"strategy": "oracle", "verification": "exact", "accuracy": 0.5},
     "noise of the next step": {"do_sample": True, "top_k": 0, "verification": "exact"},
+    "position off by one": {"architecture": "llama", "strategy": "oracle", "accuracy": 0.9},
     "noise of the first row": {"do_sample": True, "top_k": 0, "verification": "exact", "lengths": (3, 5)},
     "model not restored after an exception": {"architecture": "llama", "strategy": "skip", "fault": "model"},
     "noise not given back": {
@@ -115,7 +116,7 @@ def test_main_counts_and_prints_failures(tmp_path: Any, capsys: pytest.CaptureFi
     assert json.loads(record.read_text())["cases"] == 2
     assert main(["--merge", str(record), str(record)]) == 0
     assert "| oracle | 4 |" in capsys.readouterr().out
-    with MUTATIONS["position off by one"]():
+    with MUTATIONS["accept one token too many"]():
         assert main([*arguments, "--no-shrink"]) == 1
     printed = capsys.readouterr().out
     assert "python -m tests.fuzz --case '{" in printed and "by strategy" in printed
