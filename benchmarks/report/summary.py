@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import metrics
 from benchmarks.harness.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
 from benchmarks.harness.differences import ROUNDING
 from benchmarks.harness.journal import Record
@@ -124,18 +125,29 @@ def speed(found: Sequence[Cell], first: str) -> Rows:
 
 def acceptance(found: Sequence[Cell], first: str) -> Rows:
     """Acceptance rate, both definitions of the mean accepted length, and acceptance by position."""
-    return [
-        {
-            first: cell.name,
-            "variant": cell.variant,
-            "tokens/step": counts.tokens_per_step,
-            "mean acceptance length": counts.mean_acceptance_length,
-            "accepted": counts.acceptance_rate,
-            "by position": " ".join(f"{share:.2f}" for share in counts.acceptance_rate_per_position[:8]),
-        }
-        for cell in found
-        if (counts := cell.counts) is not None
-    ]
+    rate, length, position = (
+        metrics.load(n) for n in ("acceptance_rate", "mean_accepted_length", "position_acceptance")
+    )
+    rows: Rows = []
+    for cell in found:
+        if cell.counts is None:
+            continue
+        steps = cell.counts.rows[0]
+        drafted, accepted = [s.drafted for s in steps], [s.accepted for s in steps]
+        rates = rate.compute(drafted=drafted, accepted=accepted)
+        lengths = length.compute(drafted=drafted, accepted=accepted, emitted=[s.emitted for s in steps])
+        shares = position.compute(drafted=drafted, accepted=accepted, depths=[s.depth for s in steps])
+        rows.append(
+            {
+                first: cell.name,
+                "variant": cell.variant,
+                "tokens/step": lengths["tokens_per_step"],
+                "mean acceptance length": lengths["mean_acceptance_length"],
+                "accepted": rates["acceptance_rate"],
+                "by position": " ".join(f"{share:.2f}" for share in shares["acceptance_rate_per_position"][:8]),
+            }
+        )
+    return rows
 
 
 def latency(found: Sequence[Cell]) -> Rows:
