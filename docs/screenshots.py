@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))  # for the package `benchmarks`
 IMAGES = ROOT / "docs" / "images"
 PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
 DRAWN = ("n-grams", "n-grams + recycling", "draft model", "EAGLE", "n-grams + EAGLE")
-MEASURED = ROOT / "benchmarks" / "results" / "wide" / "report.json"
+MEASURED = ROOT / "benchmarks" / "results" / "domains" / "report.json"
 REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUESTION = "Rename `price` to `cost` in this code.\n\ndef total(price, tax):\n    price = price + tax\n    return price"
