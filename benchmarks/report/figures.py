@@ -125,7 +125,7 @@ def throughput(rows: Rows) -> Figure:
         axes.set_yticks(range(len(domains)), domains)
         axes.set_ylim(len(domains) - 0.5, -0.5)
         axes.margins(x=0.08)
-        axes.set_xlabel("tokens per second; at the bars: speedup over plain generate")
+        axes.set_xlabel("tokens per second (at the bars: over plain)")
         return _with_legend(figure, axes)
 
 
