@@ -13,16 +13,15 @@ import torch
 from tests.fuzz.models import ARCHITECTURES, tiny_model
 from tests.helpers import encoder_decoder
 from tests.helpers.comparison import assert_same_tokens
-from tests.helpers.models import prompts
+from tests.helpers.models import STATEFUL, prompts, stateful_model
 from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
 from tests.helpers.oracle import Oracle
-from tests.helpers.stateful import CONFIGS, stateful_model
 
 RESULTS = Path(__file__).parents[1] / "assets" / "architectures.json"
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 TREES, CHAINS, ONE_ROW = "trees", "chains", "one row"
 NAMES = sorted(
-    {*ARCHITECTURES, *CONFIGS}
+    {*ARCHITECTURES, *STATEFUL}
     | {f"{kind} (with image or audio)" for kind in MULTIMODAL}
     | {f"{kind} (encoder-decoder)" for kind in encoder_decoder.CONFIGS}
 )
@@ -77,7 +76,7 @@ def _trees(answers: torch.Tensor) -> Oracle:
 def _model(kind: str, with_features: bool) -> tuple[Any, Any]:
     if with_features:
         return multimodal_model(kind), None
-    return (stateful_model(kind) if kind in CONFIGS else tiny_model(kind)), prompts
+    return (stateful_model(kind) if kind in STATEFUL else tiny_model(kind)), prompts
 
 
 def page(results: dict[str, str]) -> str:

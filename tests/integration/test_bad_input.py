@@ -27,8 +27,8 @@ from hf_specgen import (
 from hf_specgen.verification import TypicalVerifier
 from tests.helpers import FailingOracle, RecordingStreamer, fresh_model, prompts, tiny_model
 from tests.helpers.medusa import random_heads
+from tests.helpers.models import STATEFUL, stateful_model
 from tests.helpers.paths import HEAD_FIXTURES
-from tests.helpers.stateful import CONFIGS, stateful_model
 
 NOT_A_STRATEGY = (
     'candidate_generator must be a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
@@ -322,7 +322,7 @@ def heads(**shape: Any) -> Any:
     ("architecture", "make", "words"), MISMATCHES, ids=lambda value: value[:30] if isinstance(value, str) else "make"
 )
 def test_strategy_that_does_not_fit_the_target_raises(architecture: str, make: Callable[[], Any], words: str) -> None:
-    target = stateful_model(architecture) if architecture in CONFIGS else tiny_model(architecture)
+    target = stateful_model(architecture) if architecture in STATEFUL else tiny_model(architecture)
     with pytest.raises(ValueError, match=words):
         target.generate(**prompts(1), max_new_tokens=4, candidate_generator=make())
 
