@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
 
-from hf_specgen import Candidates
-from tests.helpers.comparison import SEED
 from tests.helpers.models import SPEC, VOCAB
 
 START = 3
@@ -56,21 +54,3 @@ def encoder_inputs(kind: str, batch: int, length: int = 12) -> dict[str, torch.T
         input_ids[row, length - padding :] = 0
         attention_mask[row, length - padding :] = 0
     return {"input_ids": input_ids, "attention_mask": attention_mask}
-
-
-def run_both(model: Any, inputs: dict[str, Any], candidates: Any, **arguments: Any) -> Any:
-    """The outputs of plain `generate` and of a strategy from one seed, and the statistics."""
-    make = arguments.pop("make_processors", None)
-
-    def run(**more: Any) -> Any:
-        processors = {} if make is None else {"logits_processor": make()}
-        torch.manual_seed(SEED)
-        return model.generate(**inputs, **arguments, **processors, **more, return_dict_in_generate=True)
-
-    plain = run()
-    after_plain = torch.rand(3)
-    begins = inputs.get("decoder_input_ids", torch.zeros(1, 1)).shape[1]
-    strategy = candidates if isinstance(candidates, Candidates) else candidates(plain.sequences[:, begins:])
-    ours = run(candidate_generator=strategy)
-    assert torch.equal(torch.rand(3), after_plain), "the random generator is not where plain generate left it"
-    return plain, ours, strategy.speculation

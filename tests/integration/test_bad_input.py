@@ -71,6 +71,10 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         )
         for value in (None, 3)
     ),
+    (lambda: DraftModelCandidates(tiny_model("llama"), k=0), ValueError, "k must be at least 1, got 0"),
+    (lambda: DraftModelCandidates("there", confidence_threshold=1.5), ValueError, "got 1.5"),
+    (lambda: DraftModelCandidates("there", confidence_threshold=None), ValueError, "got None"),
+    (lambda: DraftModelCandidates(tiny_model("llama"), dtype="bfloat16"), ValueError, "this one is loaded"),
     (lambda: CombinedCandidates([]), ValueError, "at least one strategy"),
     (lambda: CombinedCandidates([5]), TypeError, "takes strategies"),
     (lambda: Schedule(), ValueError, "needs by_batch or by_context"),

@@ -22,7 +22,7 @@ from hf_specgen import (
 from hf_specgen.targets.replay import ReplayQueue
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.cases import ORACLES
-from tests.helpers.comparison import END, prompt_length
+from tests.helpers.comparison import END
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import SPEC, VOCAB, fresh_model, stateful_model
 from tests.helpers.oracle import Oracle
@@ -106,10 +106,10 @@ def test_returned_cache_continues_the_text(kind: str, batch: int) -> None:
     def two_turns(**more: Any) -> torch.Tensor:
         first = model.generate(**inputs, max_new_tokens=8, return_dict_in_generate=True, **more)
         ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]] * batch)], dim=1)
-        mask = torch.cat([inputs["attention_mask"], torch.ones(batch, ids.shape[1] - prompt_length(inputs)).long()], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(batch, ids.shape[1] - 12).long()], 1)
         return model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=8)
 
-    oracle = ORACLES["sometimes"](model.generate(**inputs, max_new_tokens=8)[:, prompt_length(inputs) :])
+    oracle = ORACLES["sometimes"](model.generate(**inputs, max_new_tokens=8)[:, 12:])
     assert torch.equal(two_turns(candidate_generator=oracle), two_turns())
 
 
@@ -144,10 +144,10 @@ def test_criterion_that_cuts_a_row_that_is_ahead_same_output(column: int, scores
     The last row is ahead in the third column, and in the eleventh it has had all its tokens for some steps.
     """
     model, inputs = stateful_model("qwen3_5_text"), prompts(3)
-    answers = model.generate(**inputs, max_new_tokens=12)[:, prompt_length(inputs) :]
+    answers = model.generate(**inputs, max_new_tokens=12)[:, 12:]
 
     def generate(**more: Any) -> Any:
-        criteria = StoppingCriteriaList([_StopsAt(prompt_length(inputs) + column, stops)])
+        criteria = StoppingCriteriaList([_StopsAt(12 + column, stops)])
         return model.generate(
             **inputs,
             max_new_tokens=12,
