@@ -15,8 +15,6 @@ from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.medusa import check_heads
-from hf_specgen.heads.medusa_formats import holds_medusa, inspect_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
@@ -144,25 +142,11 @@ def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
 def heads(name: str, target: Blueprint) -> list[Finding]:
     """Whether heads, a folder or Hub id in any format that can be loaded, belong to the target."""
     try:
-        if not holds_medusa(Source(name)):
-            return _draft_head(name, target)
-        config = inspect_medusa(name).config
+        if has_mtp_layers(open_checkpoint(Source(name))):
+            return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
+        head = load_head(name)
     except (OSError, ValueError) as error:
         return [Finding("heads", BAD, f"{name!r} cannot be read", str(error))]
-    findings = [Finding("heads", GOOD, f"{config.num_heads} heads, layers in each: {config.num_layers}")]
-    config.vocab_size = config.vocab_size or target.config.vocab_size  # Medusa v2 does not state it
-    try:
-        check_heads(config, target.model, "this set of heads")
-    except ValueError as error:
-        findings.append(Finding("heads' target", BAD, "not this target", str(error)))
-    return findings + _base(str((config.base or {}).get("name_or_path") or ""), target)
-
-
-def _draft_head(name: str, target: Blueprint) -> list[Finding]:
-    """The same for heads that read several hidden states, and for the layers in a target's own checkpoint."""
-    if has_mtp_layers(open_checkpoint(Source(name))):
-        return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
-    head = load_head(name)
     findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")]
     try:
         layers = head.bind(target.model).aux_hidden_state_layers
