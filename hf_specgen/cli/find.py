@@ -110,7 +110,7 @@ def in_cache(target: str) -> list[Draft]:
         try:
             kind = type(AutoCandidates.from_pretrained(name)).__name__
             tensors = open_checkpoint(Source(name)).tensors.values()
-            size = sum(prod(info.shape) for info in tensors) / plan.parameters
+            size = sum(prod(info.shape) for info in tensors) / plan.model.num_parameters()
             if kind == DraftModelCandidates.__name__:
                 draft = blueprint(name, "auto")
                 checks = [support(draft, "draft"), *tokenizers(plan, draft)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.box import SIMPLE
 from rich.table import Table
 
-from hf_specgen.cli.settings import TuneSettings, check_writable, terminal
+from hf_specgen.cli.settings import TuneSettings, terminal
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.evaluation.workloads import load_model, strategies
@@ -14,7 +16,8 @@ from hf_specgen.evaluation.workloads import load_model, strategies
 def show(settings: TuneSettings) -> None:
     """Measure, store, and print what was measured."""
     console = terminal()
-    check_writable(settings.latency)
+    if settings.latency.is_dir() or not os.access(settings.latency.resolve().parent, os.W_OK):
+        raise OSError(f"{str(settings.latency)!r} cannot be written; name a file in a folder that is writable")
     model, _ = load_model(settings.model, settings.dtype, settings.device)
     candidates = [one.candidates for one in strategies(settings.draft, settings.heads, settings.adapter)]
     for strategy in candidates:  # every strategy must fit the target before anything is measured
