@@ -74,7 +74,7 @@ def run_demo(settings: DemoSettings, on_change: Callable[[list[MeasuredTarget], 
     ]
     model, tokenizer = workloads.load(workload)
     compared = variants(settings)
-    titles = {f"{model.num_parameters() / 1e6:.0f}M {settings.dtype}": settings.dtype}
+    titles: dict[str, str] = {f"{model.num_parameters() / 1e6:.0f}M {settings.dtype}": settings.dtype}
     if settings.widened:
         titles[f"{settings.wide}M"] = ""
     targets = [MeasuredTarget(title, dtype, {one.name: Total() for one in compared}) for title, dtype in titles.items()]
@@ -131,12 +131,12 @@ def _measure(
 
 def variants(settings: DemoSettings) -> list[Variant]:
     """Plain `generate`, Transformers' prompt lookup, the default strategy, and those named or embedded."""
-    drafts, adapter, heads = settings.draft, settings.adapter, settings.heads
+    drafts, heads, adapter = list(settings.draft), list(settings.heads), settings.adapter
     if not settings.model:
-        drafts = drafts or (str(workloads.EMBEDDED_DRAFT),)
+        drafts = drafts or [str(workloads.EMBEDDED_DRAFT)]
         adapter = adapter or (str(workloads.EMBEDDED_ADAPTER) if settings.every else "")
         further = (workloads.EMBEDDED_HEADS, workloads.EMBEDDED_DFLASH) if settings.every else ()
-        heads = heads or tuple(str(folder) for folder in (workloads.EMBEDDED_EAGLE, *further))
+        heads = heads or [str(folder) for folder in (workloads.EMBEDDED_EAGLE, *further)]
     found: dict[str, Candidates] = {DEFAULT: default_candidates()}
     found |= {one.name: one.candidates for one in workloads.strategies(drafts, heads, adapter, dtype=settings.dtype)}
     ours: Any = partial(dict, compile=False)

@@ -32,10 +32,9 @@ def show(settings: TuneSettings) -> None:
 def _latencies(latency: LatencyModel) -> Table:
     """Latencies relative to a plain step, a row for each number of rows."""
     shown = (2, 4, 8, 16, 32)
-    view = Table(box=SIMPLE, pad_edge=False, title="latency in plain steps", title_style="bold", title_justify="left")
     drafters = sorted({kind for one in latency.buckets for kind in one.drafters} - {"any"})
-    for name in ("rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters):
-        view.add_column(name.replace("_", " "), justify="right")
+    titles = ["rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters]
+    view = Table(*titles, box=SIMPLE, pad_edge=False, title="latency in plain steps", title_justify="left")
     for curve, kinds in latency.buckets:
         cells = [str(curve.batch), str(curve.context), f"{1000 * curve(1):.1f} ms"]
         cells += [f"{curve.relative(tokens):.2f}" for tokens in shown]

@@ -117,8 +117,10 @@ class SpeculationMonitor(Monitor):
         with self._lock:
             self.window.extend(rows)
             self.drafts.update(drafts)
-        for drafted, accepted in drafts if self._counters else ():
-            of_drafts, of_drafted, of_accepted, by_position = self._counters
+        if self._counters is None:
+            return
+        of_drafts, of_drafted, of_accepted, by_position = self._counters
+        for drafted, accepted in drafts:
             of_drafts.inc()
             of_drafted.inc(drafted)
             of_accepted.inc(accepted)
