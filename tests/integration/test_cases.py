@@ -81,7 +81,12 @@ CASES: dict[str, list[Case]] = {
     # Token 0 generated to the end, an error for scores of a token that plain `generate` never samples.
     "broken logits": [
         *every(SAMPLED, broken_logits=BROKEN_LOGITS, processors=[(), ("row_wise",), ("prefix",)], lengths=BATCHES),
-        *every(SAMPLED, broken_logits=BROKEN_LOGITS, verification=["rejection", "typical"]),
+        *every(
+            SAMPLED, broken_logits=BROKEN_LOGITS, verification=["rejection", "typical"], processors=[(), ("prefix",)]
+        ),
+        *every(
+            replace(SAMPLED, eos_ids=END), broken_logits=["nan"], return_dict=[False, True], repetition_penalty=[1, 1.2]
+        ),
         *every(replace(TREES, strategy="ngram_tree"), broken_logits=BROKEN_LOGITS, lengths=BATCHES),
     ],
     # Plain steps in between that a drafter does not learn of.
