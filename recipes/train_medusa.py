@@ -14,22 +14,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from arguments import Arguments, launch, option
 from conversations import IGNORED, Batch
 from drafter import Drafter
-from hf_specgen.heads.lora import FOLDER, HeadOutputs, load_lora
-from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.heads.medusa_formats import load_medusa
+from hf_specgen.heads import MedusaHeads, load_head, save_head
 from hf_specgen.targets.model_parts import output_logits, output_matrix
 from losses import Drafts
 from target import States
 from training import run
 
 SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "reads_path", "lora_rank")
+OUTPUTS = ("lm_heads.", "lora_")
+"""Parameters that make logits from the heads' states."""
 
 
 @dataclass(kw_only=True)
@@ -66,54 +64,32 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, args: MedusaArguments, target: PreTrainedModel, rows: Any):
         super().__init__(args, target, rows)
-        matrix = output_matrix(target)
-        if args.heads is not None:
-            self.heads: Any = cast(Any, load_medusa(args.heads, target).float()).to(matrix.weight.device)
+        if args.heads is None:
+            heads = MedusaHeads.from_target(target, **{name: getattr(args, name) for name in SHAPE})
         else:
-            shape = {name: getattr(args, name) for name in SHAPE}
-            self.heads = MedusaHeads.from_target(target, AutoTokenizer.from_pretrained(args.target), **shape)
-        self.depth, self.decay, rank = self.heads.config.num_heads, args.decay, self.heads.config.lora_rank
-        self.lora: Any = None
-        if rank:
-            self.lora = load_lora(matrix, self.depth, args.heads) if args.heads else new_lora(matrix, self.depth, rank)
-            for name, parameter in self.lora.named_parameters():
-                if "lora_" in name:
-                    parameter.data = parameter.data.float()
-                    parameter.requires_grad_()
+            heads = cast(MedusaHeads, load_head(args.heads, dtype=torch.float32))
+            heads.bind(target)  # raises for heads of another target
+        self.heads = heads.to(output_matrix(target).weight.device).requires_grad_()
+        self.depth, self.decay = heads.config.num_heads, args.decay
 
     def draft(self, batch: Batch, states: States) -> Drafts:
         tokens = None
         if self.heads.config.reads_token:
             with torch.no_grad():
                 tokens = cast(Any, self.target).get_input_embeddings()(following_tokens(batch, self.heads))
-        matrices = self._matrices()
         return Drafts(
             [self.heads.head_state(head, states.hidden, tokens) for head in range(self.depth)],
-            [partial(output_logits, self.target, matrix=matrix) for matrix in matrices],
-            trained=[parameter for matrix in matrices for parameter in matrix.parameters()],
+            [partial(self._logits, head) for head in range(self.depth)],
+            trained=[parameter for name, parameter in self.heads.named_parameters() if name.startswith(OUTPUTS)],
         )
 
-    def _matrices(self) -> list[nn.Module]:
-        """The output matrix of each head."""
-        if self.heads.config.own_outputs:
-            return list(self.heads.lm_heads)
-        if self.lora is not None:
-            return list(self.lora.base_model.model.heads)
-        return [output_matrix(self.target)] * self.depth
-
-    def settings(self, with_tree: bool) -> dict[str, Any]:
-        return {"tree": 32 if with_tree else [(0,) * depth for depth in range(1, self.depth + 1)]}
+    def _logits(self, head: int, state: torch.Tensor) -> torch.Tensor:
+        matrix = output_matrix(self.target)
+        scores = output_logits(self.target, state[..., None, :], lambda one: self.heads.scores([head], one, matrix))
+        return scores[..., 0, :]
 
     def save(self, folder: Path) -> None:
-        copy.deepcopy(self.heads).to(self.target.dtype).save_pretrained(folder)
-        if self.lora is not None:
-            self.lora.save_pretrained(folder / FOLDER)
-
-
-def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
-    """A `PeftModel` around `HeadOutputs` with new matrices, whose products are zero."""
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=r"heads\.\d+")
-    return get_peft_model(cast(Any, HeadOutputs(matrix, num_heads)), config)
+        save_head(copy.deepcopy(self.heads).to(self.target.dtype), folder)
 
 
 def following_tokens(batch: Batch, heads: MedusaHeads) -> torch.Tensor:

@@ -281,7 +281,8 @@ def test_draft_of_the_other_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("strategy", ["layers", "medusa"])
 def test_strategies_that_read_hidden_states_are_refused(strategy: str) -> None:
-    heads = MedusaHeads(MedusaConfig(hidden_size=32, vocab_size=99, num_heads=2))
+    sizes = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 99, "draft_vocab_size": 99}
+    heads = MedusaHeads(MedusaConfig(**sizes, num_aux_hidden_states=1, num_heads=2))
     candidates: Any = {"layers": LayerSkipCandidates(1, k=2), "medusa": MedusaCandidates(heads)}[strategy]
     with pytest.raises(ValueError, match=r"does not work with BartFor.*implemented for decoder-only models"):
         assert_same("bart", encoder_inputs("bart", 1), candidates, max_new_tokens=6)
