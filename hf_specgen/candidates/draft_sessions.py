@@ -200,7 +200,7 @@ class DraftModelSession(AutoregressiveSession):
 
     def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         if self._shared is not None:
-            tree = tree.with_tokens(self._shared.draft_tokens(tree.tokens))
+            tree = tree.replace(tokens=self._shared.draft_tokens(tree.tokens))
         logits = self._runner.reader.grow(tree, new, self._runner.drafts)
         return logits if self._shared is None else self._shared.target_logits(logits)
 

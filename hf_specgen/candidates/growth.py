@@ -183,9 +183,7 @@ class Growth:
             numbers = constants.numbers[: 1 + nodes].expand(rows, -1)
             parts = [last_tokens, *self._tokens[:nodes], features, *self._features[:nodes]]
             values = torch.cat([*parts, numbers, root, *self._paths[:nodes]], dim=1).view(rows, 4, 1 + nodes)
-            inputs = values[:, 0].long()
-            tree = GrownTree(inputs[:, 1:], None, values, inputs=inputs, drafting_rows=self.rows)
-            return tree, numbers[:, 1:]
+            return GrownTree(values[:, 0, 1:].long(), None, values, drafting_rows=self.rows), numbers[:, 1:]
         ids = torch.cat([constants.no_ids.expand(rows, -1), *self._chosen], dim=1) + constants.offsets
         unknown = _full(self.children + self.candidates, self._size - 1, ids.device).expand(rows, -1)
         numbers = unknown.scatter(1, ids, constants.numbers[: 1 + self.expanded].expand(rows, -1))
@@ -198,7 +196,7 @@ class Growth:
         of_sources = self._ancestors.gather(1, sources[..., None].expand(-1, -1, self._size))
         ancestors = of_sources.gather(2, numbers[:, None].expand(-1, 1 + nodes, -1))
         structure = TreeStructure(of_sources.sum(dim=2), ancestors | _identity(1 + nodes, ids.device))
-        shown: Any = {"inputs": inputs, "drafting_rows": self.rows, "keeps_all": expanded_first}
+        shown: Any = {"drafting_rows": self.rows, "keeps_all": expanded_first}
         return GrownTree(inputs[:, 1:], structure, values, **shown), sources[:, 1:]
 
     def _order(self, paths: Tensor, ids: Tensor, nodes: int, expanded_first: bool) -> Tensor:

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from hf_specgen import Call, Candidates, DraftSession, DraftTree
+from hf_specgen.candidates.recycling import RecyclingTable
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.base import DraftHead
@@ -24,6 +25,7 @@ from hf_specgen.heads.domino import DominoConfig, DominoHead
 from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
+from hf_specgen.memory import memory
 from hf_specgen.state import GenerationState
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
@@ -51,9 +53,11 @@ __all__ = [
     "EagleConfig",
     "LayerConfig",
     "MedusaHeads",
+    "RecyclingTable",
     "TopTokens",
     "decoder_layers",
     "given_latency",
+    "memory",
     "output_matrix",
     "raise_in_drafter",
     "steer",

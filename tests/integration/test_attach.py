@@ -25,12 +25,11 @@ from hf_specgen import (
     NgramCandidates,
     NgramHistory,
     RecyclingCandidates,
-    RecyclingTable,
     SpeculationMonitor,
     compat,
     speculate,
 )
-from tests.helpers import VOCAB, RecordingStreamer, fresh_model, prompts, tiny_model
+from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
 
 NEW = 16
 
@@ -131,8 +130,7 @@ def saved_with_torch(model: Any) -> Any:
 
 
 def combined() -> CombinedCandidates:
-    table = RecyclingTable(VOCAB)
-    return CombinedCandidates([NgramCandidates(), RecyclingCandidates(table=table)])
+    return CombinedCandidates([NgramCandidates(), RecyclingCandidates()])
 
 
 def compiled(model: Any) -> Any:
