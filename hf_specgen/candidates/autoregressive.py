@@ -35,22 +35,12 @@ from hf_specgen.verification import VerificationResult
 class AutoregressiveSession(CalibratedSession):
     """Drafts trees with a network.
 
-    Args:
-        call: the call.
-        k: maximum depth of a draft.
-        tree: "auto" for the tree with the highest expected tokens per second, by the latency model of the policy; a
-            number of nodes; None for chains.
-        confidence_threshold: nodes whose token has a lower probability are not expanded.
-        vocab: size of the target's vocabulary; the drafter's may be padded to another size.
-        calibrations: how many there are; see `calibration_of`.
-
-    Attributes:
-        expanded_nodes_first: whether the nodes of a tree begin with those that were expanded.
-        max_depths: of the current draft.
-        passes: tokens, over all rows, of each pass of the drafter in the current draft.
+    Nodes whose token has a probability below the threshold are not expanded. `vocab` is the size of the target's
+    vocabulary; the drafter's may be padded to another size.
     """
 
     expanded_nodes_first = False
+    """Whether the nodes of a tree begin with those that were expanded."""
 
     def __init__(
         self,
@@ -84,10 +74,9 @@ class AutoregressiveSession(CalibratedSession):
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
-        """Run the drafter on what is new in the rows' texts; adds the pass to `passes` unless it reads the prompt.
+        """Run the drafter on what is new in the rows' texts: `[batch, vocab]` logits after each row's last token.
 
-        Returns:
-            `[batch, vocab]` logits for the token after each row's last one.
+        Adds the pass to `passes` unless it reads the prompt.
         """
 
     @abstractmethod

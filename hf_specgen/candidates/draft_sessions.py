@@ -44,14 +44,8 @@ PROJECTION_FILE = "warp_model.bin"
 class DraftRunner:
     """Runs a draft model over the texts of a call; its cache holds the beginning of each row's text.
 
-    Args:
-        texts: of each row, in the draft model's tokens; the prompts, at first.
-        read: makes a target of the draft model for the beginning of each row's text.
-        window: the part of long texts that is read; None for all of it.
-
-    Attributes:
-        drafts: the rows that take part in the current draft.
-        passes: tokens, over all rows, of the passes of `uncached` and `extend` for the current draft.
+    `read` makes a target of the draft model for the beginning of each row's text. `drafts` are the rows that take part
+    in the current draft, `passes` the tokens, over all rows, of the passes that it has taken over the texts.
     """
 
     def __init__(
@@ -171,8 +165,7 @@ class DraftRunner:
 class DraftModelSession(AutoregressiveSession):
     """Drafts for one call with a model that predicts one token at a time.
 
-    Args:
-        shared: the tokens that a draft model with another tokenizer shares with the target; None for the same one.
+    A draft model with another tokenizer drafts the tokens that it shares with the target.
     """
 
     def __init__(
@@ -210,17 +203,13 @@ class DraftModelSession(AutoregressiveSession):
 
 @dataclass(frozen=True)
 class ParallelDraft:
-    """How a draft model drafts in one pass, from its config.
-
-    Args:
-        mask_token: the token at positions that are not known yet.
-        layers: indices into `hidden_states` of the target (negative ones from the end) that PARD-2 reads; none: PARD.
-        scale: factor of their projection.
-    """
+    """How a draft model drafts in one pass, from its config."""
 
     mask_token: int
     layers: tuple[int, ...] = ()
+    """Indices into `hidden_states` of the target (negative ones from the end) that PARD-2 reads; none for PARD."""
     scale: float = 0.0
+    """Factor of their projection."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ParallelDraft | None:
@@ -350,11 +339,8 @@ class TargetFeatures:
     ) -> Iterator[None]:
         """Inside, and in this thread, those of the next tokens of each row are added to what the embedding returns.
 
-        Args:
-            counts: of each row of the call, how many tokens follow in it.
-            rows: that the pass computes; none for all.
-            masks: how many mask tokens follow them.
-            side: where rows with fewer tokens are padded.
+        `counts` tokens follow in each row of the call, and `masks` mask tokens after them. The pass computes these
+        `rows`, or all if there are none, and pads shorter ones on a `side`.
         """
         self._take()
         parts, thread, begin = [], threading.get_ident(), 0

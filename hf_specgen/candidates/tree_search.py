@@ -39,13 +39,8 @@ MIN_GAIN = 0.001
 class TreeSize:
     """How large the trees of a step become: chains, a number of nodes, or the most expected tokens per second.
 
-    Args:
-        nodes: of each row at most; None for `MAX_NODES`.
-        children: of a node at most; 1 for chains.
-        latency: of the step; with it trees leave out all passes of the drafter and all nodes that cost more than they
-            gain. None for trees of `nodes` nodes, expanded about the square root of that many at a time.
-        rows: how many rows draft.
-        min_probability: path probability below which a node is left out.
+    With a latency model trees leave out all passes of the drafter and all nodes that cost more than they gain; without
+    one they have `nodes` nodes, expanded about the square root of that many at a time.
     """
 
     _snapshot: Snapshot | None = None
@@ -155,11 +150,9 @@ def tree_size(
     is_prefill: bool = False,
     only_pass: int = 0,
 ) -> TreeSize:
-    """How large the next trees of a call become.
+    """How large the next trees of a call become, of rows with these maximum depths.
 
-    Args:
-        depths: `[rows]` maximum depths.
-        only_pass: tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
+    `only_pass` are the tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
     """
     if isinstance(size, int):
         return TreeSize(size, children)
