@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, judged
+from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, Difference, first_difference, judged
 from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import DEFAULT_PLAIN, choose
@@ -17,8 +17,7 @@ from benchmarks.report import summary
 from benchmarks.suites import SUITES
 from benchmarks.workloads.domains import Domain
 from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.measure import Variant
-from hf_specgen.evaluation.workloads import Difference
+from hf_specgen.evaluation.measure import Sample, Variant
 from tests.helpers import tiny_model
 from tests.helpers.bench_run import SMALL
 
@@ -168,3 +167,14 @@ def test_limits_follow_the_formulas() -> None:
     assert row["expected"] == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
     assert row["limit"] == pytest.approx(3 * 0.01 / 0.014)
     assert row["of limit"] == pytest.approx(1.5 / row["limit"])
+
+
+@pytest.mark.parametrize(
+    ("others", "found"), [([[5, 6, 7, 8], [5, 6, 7, 4]], (1, 3, 9, 4)), ([[5, 6], [5, 6]], (0, 2, 7, -1)), (None, None)]
+)
+def test_first_difference_is_the_earliest_position_of_any_row(others: Any, found: Any) -> None:
+    """Would catch: an output without the last tokens, reported as identical."""
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    plain, ours = (Sample(4, 1.0, one, None) for one in (ids, ids if others is None else torch.tensor(others)))
+    first = first_difference(tiny_model("llama"), plain, ours)
+    assert (first and (first.row, first.position, first.plain_token, first.our_token)) == found

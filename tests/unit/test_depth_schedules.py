@@ -8,7 +8,6 @@ from hf_specgen.depth import (
     AdaptiveDepth,
     CostCurve,
     DisableWhen,
-    FixedDepth,
     LatencyModel,
     MovingWindow,
     Policy,
@@ -37,13 +36,6 @@ def test_moving_window_follows_the_acceptance_of_each_row() -> None:
     assert [row[1] for row in depths] == [max(1, 4 - step) for step in range(12)]
 
 
-def test_moving_window_sessions_do_not_share_their_state() -> None:
-    policy = MovingWindow(start=4)
-    first, second = policy.start(depth_call()), policy.start(depth_call())
-    run(first, 12, [99])
-    assert second.depths([9]) == [4]
-
-
 @pytest.mark.parametrize(
     ("policy", "settings", "off"),
     [
@@ -66,28 +58,3 @@ def test_disabling_forwards_everything_of_the_policy_within() -> None:
     session, plain = DisableWhen(1.0, otherwise=policy).start(depth_call()), policy.start(depth_call())
     assert session.latency == plain.latency and session.latency is not None
     assert run(session, 12, [3]) == run(plain, 12, [3])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FixedDepth(-1), "k must be at least 0, got -1"),
-        (lambda: Schedule(), "needs by_batch or by_context"),
-        (lambda: Schedule({4: -1}), "got 4: -1"),
-        (lambda: MovingWindow(target=1.0), "between 0 and 1"),
-        (lambda: MovingWindow(window=0), "at least 1"),
-    ],
-)
-def test_bad_settings_raise(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    "policy", [FixedDepth(2), Schedule({1: 8}), MovingWindow(), DisableWhen(1.0), AdaptiveDepth(LATENCY)]
-)
-def test_policy_settings_do_not_change_in_a_call(policy: Policy) -> None:
-    """Settings are shared by calls and threads."""
-    before = repr(policy), dict(vars(policy))
-    run(policy.start(depth_call()), 12, [2])
-    assert (repr(policy), vars(policy)) == before
