@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
-from hf_specgen.generate import CALL_SETTINGS, Settings, by_name
+from hf_specgen.generate import Settings, by_name, settings_in
 from hf_specgen.packed_steps import PackedSteps
 from hf_specgen.targets.support import check_length
 from hf_specgen.verification import CoupledVerifier
@@ -88,11 +88,11 @@ def generate_batch(
 def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
     """What a call speculates with, by its keywords, which are removed, and the attached strategy."""
     if "candidate_generator" in kwargs:
-        given = {name: kwargs.pop(name) for name in ("candidate_generator", *CALL_SETTINGS) if name in kwargs}
-        return PackedRun(None if given["candidate_generator"] is None else Settings.of(**given))
+        candidates, given = kwargs.pop("candidate_generator"), settings_in(kwargs)
+        return PackedRun(None if candidates is None else Settings(candidates, **given))
     if attachment is None:
         return PackedRun(None)
-    return PackedRun(attachment.settings_of_call(kwargs), attachment.add, attachment.report_plain)
+    return PackedRun(replace(attachment.settings, **settings_in(kwargs)), attachment.add, attachment.report_plain)
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
 
 def _unsupported_settings(settings: Settings, model: Any) -> str | None:
     """Why continuous batching cannot speculate with these settings and this model."""
-    if not isinstance(settings.verifier, CoupledVerifier):
+    if not isinstance(settings.verification, CoupledVerifier):
         return "continuous batching verifies exactly; leave verification= out"
     others = settings.monitor is not None or settings.prediction is not None or settings.pack_weights
     if others or settings.compile == "graphs":

@@ -21,7 +21,7 @@ from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import DemoSettings, terminal
 from hf_specgen.evaluation import WorkloadSettings, workloads
-from hf_specgen.evaluation.cost import widen_in_fast_dtype
+from hf_specgen.evaluation.cost import fast_dtype, widen
 from hf_specgen.evaluation.measure import Sample, Total, Variant, measure_round
 from hf_specgen.evaluation.workloads import DEFAULT, PEER, PLAIN, encode
 
@@ -89,7 +89,8 @@ def run_demo(settings: DemoSettings, on_change: Callable[[list[MeasuredTarget], 
             seconds *= FIRST_SHARE
         elif settings.widened:
             show_progress(f"{target.title}: widening the layers")
-            model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
+            target.dtype = fast_dtype(model, settings.wide * 10**6)
+            model = widen(model, settings.wide * 10**6, workloads.torch_dtype(target.dtype))
             target.title = f"{settings.wide}M {target.dtype}"
         _measure(target, model, tokenizer, prompts, settings, compared, begin + seconds, show_progress)
     return targets

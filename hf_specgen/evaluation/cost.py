@@ -134,12 +134,6 @@ def _padded(layer: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
     return wide
 
 
-def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTrainedModel, str]:
-    """`widen` in the dtype of `fast_dtype`; returns the model and the name of its dtype."""
-    name = fast_dtype(model, parameters)
-    return widen(model, parameters, getattr(torch, name)), name
-
-
 def fast_dtype(model: PreTrainedModel, parameters: int) -> str:
     """The name of the dtype, bfloat16 or float32, that has the faster pass over several tokens on this machine.
 
