@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.medusa import check_heads
-from hf_specgen.heads.medusa_formats import holds_medusa, inspect_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
@@ -135,25 +131,18 @@ def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
 
 def heads(name: str, target: Blueprint) -> list[Finding]:
     """Whether heads, a folder or Hub id in any format that can be loaded, belong to the target."""
-    check: Callable[[], object]
     try:
-        if holds_medusa(Source(name)):
-            config = inspect_medusa(name).config
-            config.vocab_size = config.vocab_size or target.config.vocab_size  # Medusa v2 does not state it
-            found = f"{config.num_heads} heads, layers in each: {config.num_layers}"
-            check = partial(check_heads, config, target.model, "this set of heads")
-            base = str((config.base or {}).get("name_or_path") or "")
-        elif has_mtp_layers(open_checkpoint(Source(name))):
+        if has_mtp_layers(open_checkpoint(Source(name))):
             return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
-        else:
-            head = load_head(name)
-            found = f"{type(head).__name__}, {_count(head)} parameters"
-            check, base = partial(head.bind, target.model), head.config.base_model or ""
+        head = load_head(name)
     except (OSError, ValueError) as error:
         return [Finding("heads", BAD, f"{name!r} cannot be read", str(error))]
-    findings = [Finding("heads", GOOD, found)]
+    findings, base = (
+        [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")],
+        head.config.base_model,
+    )
     try:
-        check()
+        head.bind(target.model)
     except ValueError as error:
         findings.append(Finding("heads' target", BAD, "not this target", str(error)))
     if base and Path(base).name != Path(target.name).name:
