@@ -29,9 +29,9 @@ from tests.helpers import (
     shared_draft,
     tiny_model,
 )
-from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import SEED
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
+from tests.helpers.oracle import ORACLES
 
 ENDS: dict[str, Any] = {"eos_token_id": list(range(4, 24)), "pad_token_id": 0}
 
