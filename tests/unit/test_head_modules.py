@@ -18,8 +18,6 @@ LAYER = LayerConfig(
     hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True
 )
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
-BLOCK: dict[str, Any] = {"block_size": 4, "mask_token_id": 1}
-SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "draft_vocab_size": 40, "target_hidden_size": 16}
 
 
 def sees(kind: BlockAttention, length: int, query: int, slot: int, block: int) -> bool:
