@@ -119,7 +119,7 @@ class Case:
     processors: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     broken_logits: str = ""
-    """Now and then the model's logits hold this: "nan", "inf" or nothing but "minus_inf"; or all are "rounded": ties."""
+    """Now and then the model's logits hold this: "nan", "inf" or only "minus_inf"; or all are "rounded"."""
 
     return_dict: bool = False
     output_scores: bool = False
