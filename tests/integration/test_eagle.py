@@ -150,12 +150,12 @@ def test_eagle_reader_drafts_the_chains_of_the_original(name: str) -> None:
     rounds = Rounds(fixture, fixture.prompts, bound, Comparison(fixture))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
-        scores = bound.target_logits(runner.extend(features, [row.tolist() for row in tokens]).output)[:, 0]
+        scores = runner.first_logits(features, [row.tolist() for row in tokens], [True] * len(tokens))
         chains: list[list[int]] = [[] for _ in fixture.prompts]
         for _ in range(fixture.get(f"{fixture.prompts[0]}.round{number}.chain.tokens").shape[1]):
             for chain, token in zip(chains, scores.argmax(-1).tolist(), strict=True):
                 chain.append(token)
-            scores = bound.target_logits(runner.expand(GrownTree(torch.tensor(chains)), 1).output)[:, 0]
+            scores = runner.next_logits(GrownTree(torch.tensor(chains)), 1)[:, 0]
         for prompt, chain in zip(fixture.prompts, chains, strict=True):
             assert chain == fixture.get(f"{prompt}.round{number}.chain.tokens").flatten().tolist()
 
