@@ -51,7 +51,7 @@ class StepRecord:
     """The outcome of one decoding step.
 
     Args:
-        requested: `[rows]` maximum draft depth of each row, after it was cut to the row's room.
+        requested: `[rows]` maximum draft depth of each row, after it was cut to what the row can use.
         rows: `[rows]` drafted, accepted and emitted tokens; None for a row that took no part.
         tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
         seconds: wall time by part: "draft", "forward", "verify". No "forward" where drafts were verified together
