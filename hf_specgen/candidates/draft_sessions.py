@@ -112,7 +112,6 @@ class DraftRunner:
         tokens = [length + len(text) - cached for length, text, cached in counts]
         if not any(window.is_exceeded_by(count) for count, drafts in zip(tokens, self.drafts, strict=True) if drafts):
             return
-        self.reader.abandon()
         texts = zip(self._state.prompts, generated, strict=True)
         self._begin([self._kept([*prompt, *text][:-1]) for prompt, text in texts])
         self._cached = [max(0, len(text) - 1) for text in generated]
