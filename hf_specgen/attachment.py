@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -119,7 +120,8 @@ def attached(
     attachment = _attachment(target, candidate_generator, settings.pop("strict", False), settings)
     install()
     with _blocks_lock:
-        attachment.below = vars(target).get(ATTACHMENT)
+        stack = _blocks.setdefault(target, [vars(target).get(ATTACHMENT)])
+        stack.append(attachment)
         setattr(target, ATTACHMENT, attachment)
     token = _own_blocks.set({**_own_blocks.get(), id(target): attachment})
     try:
@@ -127,22 +129,11 @@ def attached(
     finally:
         _own_blocks.reset(token)
         with _blocks_lock:
-            _remove(target, attachment)
-
-
-def _remove(target: PreTrainedModel, attachment: Attachment) -> None:
-    """Remove the attachment of a block, which blocks of other threads may lie above."""
-    above, current = None, vars(target).get(ATTACHMENT)
-    while current is not None and current is not attachment:
-        above, current = current, current.below
-    if current is None:
-        return
-    if above is not None:
-        above.below = attachment.below
-    elif attachment.below is not None:
-        setattr(target, ATTACHMENT, attachment.below)
-    else:
-        vars(target).pop(ATTACHMENT, None)
+            stack.remove(attachment)
+            if vars(target).get(ATTACHMENT) is attachment:  # not where a block of another thread began later
+                detach(target) if stack[-1] is None else setattr(target, ATTACHMENT, stack[-1])
+            if len(stack) == 1:
+                del _blocks[target]
 
 
 def statistics(model: nn.Module) -> CallTotals:
@@ -162,6 +153,8 @@ def statistics(model: nn.Module) -> CallTotals:
 
 
 _blocks_lock = threading.Lock()
+_blocks: WeakKeyDictionary[PreTrainedModel, list[Attachment | None]] = WeakKeyDictionary()
+"""What was attached to a model before its `attached` blocks, and the attachments of those that run."""
 _own_blocks: ContextVar[Mapping[int, Attachment]] = ContextVar("hf_specgen_own_blocks", default=MappingProxyType({}))
 """By model, the innermost `attached` block of this thread: its calls count there, whatever other threads attach."""
 _running: ContextVar[frozenset[int]] = ContextVar("hf_specgen_running", default=frozenset())
@@ -169,17 +162,12 @@ _running: ContextVar[frozenset[int]] = ContextVar("hf_specgen_running", default=
 
 
 class Attachment:
-    """An attached strategy and the statistics of its calls. May be used by several threads.
-
-    Attributes:
-        below: what was attached before the `attached` block that this belongs to.
-    """
+    """An attached strategy and the statistics of its calls. May be used by several threads."""
 
     def __init__(self, settings: Settings, strict: bool = False):
         self.settings, self.strict = settings, strict
         self.totals = CallTotals()
         self.lock = threading.Lock()
-        self.below: Attachment | None = None
         self._reasons: dict[str, str] = {}  # without numbers -> as first given
 
     def generate(self, original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from hf_specgen.tree import DraftTree, depths
 from hf_specgen.verification import VerificationResult
 
-COUNTS = ("steps", "drafts", "drafted", "accepted", "emitted")
-RATES = ("acceptance_rate", "tokens_per_step", "mean_acceptance_length")
-POSITIONS = ("drafted_per_position", "accepted_per_position")
-"""Properties that `to_dict` contains."""
+COUNTS = (
+    "steps", "drafts", "drafted", "accepted", "emitted", "emitted_in_steps", "acceptance_rate", "tokens_per_step",
+    "mean_acceptance_length", "drafted_per_position", "accepted_per_position", "acceptance_rate_per_position",
+)  # fmt: skip
+"""What `to_dict` contains."""
 
 
 @dataclass
@@ -27,28 +29,9 @@ class RowStep:
     emitted: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepPasses:
-    """The forward passes of one decoding step, for all rows together: what its latency depends on.
-
-    Args:
-        rows: rows that took part.
-        context: tokens in the longest row, prompt included.
-        target: tokens in the target's pass without the prompt: per row the pending token and as many nodes as the
-            largest draft has.
-        drafter: tokens in each forward pass of the drafter, without its prefill. Empty if drafting needed no forward
-            pass; None if no draft was requested.
-    """
-
-    rows: int
-    context: int
-    target: int
-    drafter: tuple[int, ...] | None
-
-
 @dataclass(slots=True)
 class StepRecord:
-    """The outcome of one decoding step.
+    """One decoding step: its outcome, and the forward passes that its latency depends on.
 
     Args:
         requested: `[rows]` maximum draft depth of each row, after it was cut to what the row can use.
@@ -56,8 +39,9 @@ class StepRecord:
         tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
         seconds: wall time by part: "draft", "forward", "verify". No "forward" where drafts were verified together
             with the prompt.
-        drafter_passes: tokens in each forward pass of the drafter, over all rows. None if unknown: then one pass with
-            one token per row is assumed for each level of the deepest draft.
+        drafter_passes: tokens in each forward pass of the drafter, over all rows, without its prefill. None if unknown:
+            then one pass with one token per row is assumed for each level of the deepest draft.
+        context: tokens in the longest row, prompt included.
     """
 
     requested: Sequence[int]
@@ -65,6 +49,7 @@ class StepRecord:
     tokens_per_row: int
     seconds: Mapping[str, float] = field(default_factory=dict)
     drafter_passes: Sequence[int] | None = None
+    context: int = 1
 
     @property
     def batch(self) -> int:
@@ -78,34 +63,94 @@ class StepRecord:
 
     @property
     def passes(self) -> Sequence[int]:
-        """Tokens in each forward pass of the drafter."""
+        """Tokens in each forward pass of the drafter; empty if no draft was requested."""
+        if not self.has_draft:
+            return ()
         return [self.batch] * self.depth if self.drafter_passes is None else self.drafter_passes
 
+    @property
+    def has_draft(self) -> bool:
+        """Whether a draft was requested; it may be empty."""
+        return any(self.requested)
 
-class Rates:
-    """Ratios of the counters `steps`, `drafts`, `drafted`, `accepted` and `emitted_in_steps`."""
+
+class Counts(ABC):
+    """Numbers derived from the steps of rows; equal steps are counted together."""
+
+    @abstractmethod
+    def _counted(self) -> Iterable[tuple[RowStep, int]]:
+        """The steps, each with how often it occurred."""
+
+    def _sum(self, value: Callable[[RowStep], int]) -> int:
+        return sum(value(step) * count for step, count in self._counted())
 
     @property
-    def acceptance_rate(self: Any) -> float:
+    def steps(self) -> int:
+        """Verifications, summed over rows."""
+        return self._sum(lambda step: 1)
+
+    @property
+    def drafts(self) -> int:
+        """Steps with a draft."""
+        return self._sum(lambda step: step.drafted > 0)
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens (tree nodes) that the target verified."""
+        return self._sum(lambda step: step.drafted)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that are part of the output."""
+        return self._sum(lambda step: step.accepted)
+
+    @property
+    def emitted_in_steps(self) -> int:
+        """Tokens in the output without first tokens from a prefill that verified no draft."""
+        return self._sum(lambda step: step.emitted)
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """How many drafts reached position 1, 2, …"""
+        deepest = max((step.depth for step, _ in self._counted()), default=0)
+        return [self._sum(lambda step, at=at: step.depth >= at) for at in range(1, deepest + 1)]  # type: ignore[misc]
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """How many drafts had position 1, 2, … accepted."""
+        positions = range(1, len(self.drafted_per_position) + 1)
+        return [self._sum(lambda step, at=at: step.accepted >= at) for at in positions]  # type: ignore[misc]
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """For each position, the fraction of the drafts reaching it in which it was accepted."""
+        return [_ratio(a, d) for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
+
+    @property
+    def acceptance_rate(self) -> float:
         """accepted / drafted."""
         return _ratio(self.accepted, self.drafted)
 
     @property
-    def tokens_per_step(self: Any) -> float:
+    def tokens_per_step(self) -> float:
         """Mean accepted length over all steps, the bonus token included (Spec-Bench's definition)."""
         return _ratio(self.emitted_in_steps, self.steps)
 
     @property
-    def mean_acceptance_length(self: Any) -> float:
+    def mean_acceptance_length(self) -> float:
         """1 + accepted / drafts: only steps with a draft (vLLM's definition)."""
         return 1 + _ratio(self.accepted, self.drafts)
 
     def __str__(self: Any) -> str:
         return str(self.summary())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers and lists, ready for JSON."""
+        return {name: getattr(self, name) for name in COUNTS}
+
 
 @dataclass
-class Statistics(Rates):
+class Statistics(Counts):
     """Counters of one `generate` call.
 
     A *step* of a row is one verification (a forward pass of the target) in which the row took part; a *draft* is a step
@@ -116,7 +161,7 @@ class Statistics(Rates):
         rows: the steps of each row, in order.
         lengths: generated tokens of each row in the output, including a first token from a prefill without a draft.
         seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing draft depths), `total`.
-        passes: the forward passes of each step of the batch, in order.
+        passes: the steps of the batch, in order, with their forward passes.
         strategy: what drafted, as a Python expression.
 
     Example:
@@ -130,8 +175,16 @@ class Statistics(Rates):
     rows: list[list[RowStep]]
     lengths: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    passes: list[StepPasses] = field(default_factory=list)
+    passes: list[StepRecord] = field(default_factory=list)
     strategy: str = ""
+
+    def _counted(self) -> Iterable[tuple[RowStep, int]]:
+        return ((step, 1) for row in self.rows for step in row)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens in the output, over all rows."""
+        return sum(self.lengths)
 
     def record(self, tree: DraftTree, result: VerificationResult, is_prefill: bool = False) -> list[RowStep | None]:
         """Count one verification; returns the outcome of each row, None for a row that took no part."""
@@ -171,57 +224,7 @@ class Statistics(Rates):
 
     def row(self, index: int) -> Statistics:
         """The statistics of one row alone; times and forward passes are those of the whole batch."""
-        return Statistics([self.rows[index]], [self.lengths[index]], self.seconds, self.passes, self.strategy)
-
-    @property
-    def _steps(self) -> list[RowStep]:
-        return [step for row in self.rows for step in row]
-
-    @property
-    def steps(self) -> int:
-        """Verifications, summed over rows."""
-        return len(self._steps)
-
-    @property
-    def drafts(self) -> int:
-        """Steps with a draft."""
-        return sum(step.drafted > 0 for step in self._steps)
-
-    @property
-    def drafted(self) -> int:
-        """Draft tokens (tree nodes) that the target verified."""
-        return sum(step.drafted for step in self._steps)
-
-    @property
-    def accepted(self) -> int:
-        """Draft tokens that are part of the output."""
-        return sum(step.accepted for step in self._steps)
-
-    @property
-    def emitted(self) -> int:
-        """Tokens in the output, over all rows."""
-        return sum(self.lengths)
-
-    @property
-    def emitted_in_steps(self) -> int:
-        """The same without first tokens from a prefill that verified no draft."""
-        return sum(step.emitted for step in self._steps)
-
-    @property
-    def drafted_per_position(self) -> list[int]:
-        """How many drafts reached position 1, 2, …"""
-        return _reached([step.depth for step in self._steps])
-
-    @property
-    def accepted_per_position(self) -> list[int]:
-        """How many drafts had position 1, 2, … accepted."""
-        counts = _reached([step.accepted for step in self._steps])
-        return counts + [0] * (len(self.drafted_per_position) - len(counts))
-
-    @property
-    def acceptance_rate_per_position(self) -> list[float]:
-        """For each position, the share of the drafts reaching it in which it was accepted."""
-        return [_ratio(a, d) for a, d in zip(self.accepted_per_position, self.drafted_per_position, strict=True)]
+        return replace(self, rows=[self.rows[index]], lengths=[self.lengths[index]])
 
     def origins(self, row: int = 0) -> list[bool]:
         """For each generated token of a row, whether it is an accepted draft token."""
@@ -232,9 +235,7 @@ class Statistics(Rates):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and lists, ready for JSON."""
-        names = (*COUNTS, *RATES, *POSITIONS, "acceptance_rate_per_position")
-        result: dict[str, Any] = {name: getattr(self, name) for name in names}
-        result["seconds"] = dict(self.seconds)
+        result = super().to_dict() | {"seconds": dict(self.seconds)}
         if len(self.rows) > 1:
             result["rows"] = [self.row(index).to_dict() for index in range(len(self.rows))]
         return result
@@ -257,43 +258,31 @@ class Statistics(Rates):
 
 
 @dataclass
-class CallTotals(Rates):
+class CallTotals(Counts):
     """Sums over the `generate` calls of a model that a strategy is attached to; see `hf_specgen.attach`.
 
     Args:
         calls: calls that speculated.
         plain_calls: calls that fell back to plain generation, by reason.
-        steps: verifications, summed over rows.
-        drafts: steps with a draft.
-        drafted: draft tokens (tree nodes) that the target verified.
-        accepted: draft tokens that are part of the output.
         emitted: tokens in the output, over all rows.
-        emitted_in_steps: the same without first tokens from a prefill that verified no draft.
-        drafted_per_position, accepted_per_position: how many drafts reached, and were accepted at, position 1, 2, …
         seconds: wall time of the calls.
     """
 
     calls: int = 0
     plain_calls: dict[str, int] = field(default_factory=dict)
-    steps: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
     emitted: int = 0
-    emitted_in_steps: int = 0
-    drafted_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
     seconds: float = 0.0
+    _steps: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
+
+    def _counted(self) -> Iterable[tuple[RowStep, int]]:
+        return ((RowStep(*step), count) for step, count in self._steps.items())
 
     def add(self, call: Statistics) -> None:
         """Add a call that speculated."""
         self.calls += 1
-        for name in (*COUNTS, "emitted_in_steps"):
-            setattr(self, name, getattr(self, name) + getattr(call, name))
-        for name in POSITIONS:
-            columns = zip_longest(getattr(self, name), getattr(call, name), fillvalue=0)
-            setattr(self, name, [sum(column) for column in columns])
+        self.emitted += call.emitted
         self.seconds += call.seconds.get("total", 0.0)
+        self._steps.update(astuple(step) for row in call.rows for step in row)
 
     def add_plain(self, reason: str) -> None:
         """Count a call that fell back to plain generation."""
@@ -301,7 +290,8 @@ class CallTotals(Rates):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and lists, ready for JSON."""
-        return asdict(self) | {name: getattr(self, name) for name in RATES}
+        own = {"calls": self.calls, "plain_calls": dict(self.plain_calls), "seconds": self.seconds}
+        return own | super().to_dict()
 
     def summary(self) -> str:
         """The main counters in a few lines of text."""
@@ -312,10 +302,6 @@ class CallTotals(Rates):
         ]
         lines += [f"{_calls(count)} without speculation: {reason}" for reason, count in self.plain_calls.items()]
         return "\n".join(lines)
-
-
-def _reached(values: Sequence[int]) -> list[int]:
-    return [sum(value >= position for value in values) for position in range(1, max(values, default=0) + 1)]
 
 
 def _ratio(part: float, whole: float) -> float:

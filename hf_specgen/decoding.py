@@ -21,8 +21,9 @@ from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.candidates.base import Candidates, ChainSession, DraftCall
 from hf_specgen.candidates.grammar import with_grammar
-from hf_specgen.counters import RowStep, Statistics, StepPasses, StepRecord
+from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import Policy, PolicySession
+from hf_specgen.depth.latency import StepLatency
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
@@ -46,7 +47,7 @@ def speculative_decode(
     *,
     candidates: Candidates,
     verifier: Verifier,
-    policy: Policy | None = None,
+    policy: Policy,
     monitor: Monitor | None = None,
     criteria: StoppingCriteriaList,
     streamer: BaseStreamer | None = None,
@@ -60,7 +61,6 @@ def speculative_decode(
     """
     assert call.model is not None
     outputs = OutputCollector(call, criteria, streamer)
-    policy = policy or candidates.policy
     with compat.without_compilation(call.model), ExitStack() as stack:
         loop = DecodingLoop(call, input_ids, model_kwargs, outputs, candidates, verifier, policy, monitor, stack)
         if on_start is not None:
@@ -248,11 +248,15 @@ class PolicyRunner:
 
     def padded(self, tree: DraftTree) -> DraftTree:
         """The draft, padded to a size that the target computes faster, if there is one."""
-        latency = self._session.latency
-        if latency is None or not tree.nodes or self._target.verifies_chains_only:
+        step = self.latency(tree.drafting_rows) if tree.nodes else None
+        if step is None or self._target.verifies_chains_only:
             return tree
-        step = latency.at(tree.drafting_rows, self._call.context_length)
         return tree.padded(int(step.target.padded(1 + tree.nodes)) - 1)
+
+    def latency(self, rows: int) -> StepLatency | None:
+        """The latencies of a step of so many rows, if the policy has any."""
+        latency = self._session.latency
+        return None if latency is None else latency.at(rows, self._call.context_length)
 
     def prefilled(self) -> None:
         """Let the policy measure the target's latency, unless the target's slots are few."""
@@ -262,13 +266,13 @@ class PolicyRunner:
 
     def observe(self, tree: DraftTree, rows: list[RowStep | None], drafter_passes: Sequence[int] | None) -> None:
         """Report a step, and count its forward passes."""
-        step = StepRecord(self._requested, rows, 1 + tree.nodes, self._timer.step_seconds(), drafter_passes)
+        passes = None if drafter_passes is None else tuple(drafter_passes)
+        seconds, context = self._timer.step_seconds(), self._call.context_length
+        step = StepRecord(self._requested, rows, 1 + tree.nodes, seconds, passes, context)
         self._session.observe(step)
         if self._monitor is not None:
             self._monitor.observe(step)
-        drafter, batch = tuple(step.passes) if any(step.requested) else None, step.batch
-        passes = StepPasses(batch, self._call.context_length, batch * step.tokens_per_row, drafter)
-        self._statistics.passes.append(passes)
+        self._statistics.passes.append(step)
 
 
 class StepTimer:

@@ -44,6 +44,12 @@ ASSISTANT_SETTINGS = {
     "assistant_tokenizer": "DraftModelCandidates loads the tokenizer with the draft model",
 }
 """Settings of Transformers' assisted generation that have no effect here, and what to do instead."""
+OTHER_MODES = {
+    GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha=",
+    GenerationMode.DOLA_GENERATION: "dola_layers=",
+    GenerationMode.ASSISTED_GENERATION: "assistant_early_exit=",
+}
+"""The settings that ask for decoding methods other than greedy search, sampling and beam search."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,7 @@ class Speculation:
             model_kwargs,
             candidates=candidates,
             verifier=settings.verifier,
-            policy=settings.policy,
+            policy=settings.policy or candidates.policy,
             monitor=settings.monitor,
             criteria=stopping_criteria,
             streamer=self.streamer,
@@ -201,18 +207,8 @@ def speculate(
         >>> from hf_specgen import NgramCandidates, speculate
         >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
     """
-    settings = Settings.of(
-        candidate_generator,
-        verification,
-        policy=policy,
-        monitor=monitor,
-        compile=compile,
-        pack_weights=pack_weights,
-        memory=memory,
-        prediction=prediction,
-        grammar_drafts=grammar_drafts,
-    )
-    return Speculation(settings, streamer)
+    arguments = {name: value for name, value in locals().items() if name != "streamer"}
+    return Speculation(Settings.of(**arguments), streamer)
 
 
 def generate_speculatively(
@@ -286,23 +282,22 @@ def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
 
 def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments to replace where `generate` needs a tokenizer, which it drops with `custom_generate`."""
-    tokenizer, config = arguments.get("tokenizer"), arguments.get("generation_config")
+    tokenizer, configs = arguments.get("tokenizer"), (arguments.get("generation_config"), model.generation_config)
     if tokenizer is None:
         return {}
-
-    def setting(name: str) -> Any:
-        values = [arguments.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)]
-        return next((value for value in values if value is not None), None)
-
+    stop_strings, token_healing = (
+        next((value for value in values if value is not None), None)
+        for name in ("stop_strings", "token_healing")
+        for values in [(arguments.get(name), *(getattr(config, name, None) for config in configs))]
+    )
     replaced: dict[str, Any] = {}
-    if (stop_strings := setting("stop_strings")) is not None:
+    if stop_strings is not None:
         criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
         replaced = {"stop_strings": None, "stopping_criteria": criteria}
-    if setting("token_healing"):
-        name = "inputs" if arguments.get("inputs") is not None else "input_ids"
-        if arguments.get(name) is not None:
-            replaced |= {name: model.heal_tokens(arguments[name], tokenizer), "token_healing": False}
+    name = "inputs" if arguments.get("inputs") is not None else "input_ids"
+    if token_healing and arguments.get(name) is not None:
+        replaced |= {name: model.heal_tokens(arguments[name], tokenizer), "token_healing": False}
     return replaced
 
 
@@ -330,16 +325,6 @@ def _as_verifier(verification: Any) -> Verifier:
     raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
 
 
-def _remedy(mode: GenerationMode) -> str:
-    """What to change in a call that asks for a decoding method other than greedy search, sampling and beam search."""
-    settings = {
-        GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
-        GenerationMode.DOLA_GENERATION: "dola_layers",
-        GenerationMode.ASSISTED_GENERATION: "assistant_early_exit",
-    }
-    return f"leave out {settings[mode]}=" if mode in settings else "choose one of them"
-
-
 def _check_call(
     model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
@@ -355,7 +340,8 @@ def _check_call(
     if config.prompt_lookup_num_tokens is not None:
         raise ValueError("both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out")
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else _remedy(mode)
+        setting = OTHER_MODES.get(mode, "the setting that asks for it")
+        remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else f"leave out {setting}"
         raise ValueError(
             f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
             "candidate_generator out"

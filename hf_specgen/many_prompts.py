@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -20,9 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.candidates.tree_search import TreeSize
-from hf_specgen.counters import Statistics
+from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
-from hf_specgen.depth.common import CommonDepths
 from hf_specgen.depth.latency import StepLatency
 from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation
 from hf_specgen.outputs import OutputCollector
@@ -121,8 +119,8 @@ def _of_common_width(drafts: list[tuple[DraftTree, list[int]]], latency: StepLat
     trees = [tree for tree, _ in drafts]
     if latency is None or not all(tree.probability for tree in trees if tree.nodes):
         return drafts
-    size = TreeSize(None, latency=latency, rows=len(trees))
-    width = size.best_size([tree.probability[0] if tree.probability else () for tree in trees])
+    shares = [[value / len(trees) for value in tree.probability[0]] for tree in trees if tree.probability]
+    width = TreeSize(None, latency=latency).best_size(shares) if shares else 0
     return [(_first_nodes(tree, width) if tree.nodes > width else tree, pending) for tree, pending in drafts]
 
 
@@ -229,23 +227,19 @@ class _Batch:
         self._model, self._settings, self._seed = model, settings, seed
         self._streamer, self._arguments = streamer, arguments
         self._rows: dict[int, _Row] = {}  # by their place in the batch
-        self._is_measured = False
         self._joined = JoinedTargets()
         self.statistics = Statistics([])
 
     def run(self, prompts: Iterator[Any], max_rows: int) -> Iterator[Completion]:
         """Answer all prompts."""
-        numbered = enumerate(prompts)
-        first = list(islice(numbered, max_rows))
-        depths = CommonDepths(self._settings.policy or self._settings.candidates.policy, len(first))
-        waiting, places = chain(first, numbered), list(range(max_rows))
+        waiting, places = enumerate(prompts), list(range(max_rows))
         try:
             while True:
                 while places and (following := next(waiting, None)) is not None:
-                    yield from self._admit(*following, depths, places)
+                    yield from self._admit(*following, places)
                 if not self._rows:
                     return
-                self._step(depths)
+                self._step()
                 for place in [place for place, row in self._rows.items() if row.loop.state.all_stopped]:
                     row = self._rows.pop(place)
                     places.insert(0, place)
@@ -257,14 +251,14 @@ class _Batch:
                 row.stack.close()
             self._settings.candidates.speculation = self.statistics
 
-    def _admit(self, index: int, prompt: Any, depths: CommonDepths, places: list[int]) -> Iterator[Completion]:
+    def _admit(self, index: int, prompt: Any, places: list[int]) -> Iterator[Completion]:
         """Start a prompt and run its prefill; completes it if it ends there, or cannot be joined."""
         ids = torch.as_tensor(prompt, device=compat.input_device(self._model))
         ids = ids[None] if ids.dim() == 1 else ids
         if ids.dim() != 2 or len(ids) != 1:
             raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
-        seed = self._seed + index if isinstance(self._seed, int) else self._seed[index]
-        row = _Row(index, self._settings, depths, seed, self._streamer and self._streamer(index))
+        row = _Row(index, self._settings, self._streamer and self._streamer(index))
+        row.seed = self._seed + index if isinstance(self._seed, int) else self._seed[index]
         with self._decoding():
             row.start(self._model, ids, self._arguments)
         if row.loop.state.all_stopped:
@@ -277,26 +271,23 @@ class _Batch:
                 row.stack = row.stack.pop_all()
             yield self._completed(row)
 
-    def _join(self, depths: CommonDepths) -> list[DecodingLoop]:
-        """The loops of the rows, whose targets are joined; the first time, the policy measures T(q) of all rows."""
-        loops = [self._rows[place].loop for place in sorted(self._rows)]
-        self._joined.set_rows([loop.target for loop in loops])
-        if not self._is_measured:
-            depths.prefilled([loop.state for loop in loops], self._joined.target)
-        self._is_measured = True
-        return loops
-
-    def _step(self, depths: CommonDepths) -> None:
+    def _step(self) -> None:
         """One step of all rows."""
+        loops = [self._rows[place].loop for place in sorted(self._rows)]
+        for loop in loops:
+            loop.state.other_rows = len(loops) - 1
         with self._decoding():
-            loops = self._join(depths)
-            depths.begin([loop.state for loop in loops])
-            drafts = _of_common_width([loop.begin_step() for loop in loops], depths.step_latency)
+            self._joined.set_rows([loop.target for loop in loops])
+            drafts = _of_common_width([loop.begin_step() for loop in loops], loops[0].policy.latency(1))
             with loops[0].timer.part("forward"):
                 logits = self._joined.forward([tree for tree, _ in drafts], [pending[0] for _, pending in drafts])
             for loop, (tree, _), values in zip(loops, drafts, logits, strict=True):
                 loop.end_step(tree, values)
-            self.statistics.passes.append(depths.end(max(tree.nodes for tree, _ in drafts)))
+        steps = [loop.statistics.passes[-1] for loop in loops]
+        requested, rows = [step.requested[0] for step in steps], [step.rows[0] for step in steps]
+        passes, context = [tokens for step in steps for tokens in step.passes], max(step.context for step in steps)
+        tokens_per_row = max(step.tokens_per_row for step in steps)
+        self.statistics.passes.append(StepRecord(requested, rows, tokens_per_row, {}, passes, context))
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
@@ -321,9 +312,9 @@ class _Row(Speculation):
 
     loop: DecodingLoop
 
-    def __init__(self, index: int, settings: Settings, depths: CommonDepths, seed: int, streamer: BaseStreamer | None):
-        super().__init__(replace(settings, policy=depths), streamer)
-        self.index, self.seed, self.stack = index, seed, ExitStack()
+    def __init__(self, index: int, settings: Settings, streamer: BaseStreamer | None):
+        super().__init__(settings, streamer)
+        self.index, self.stack = index, ExitStack()
 
     def start(self, model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
         """Prepare the call and run its prefill."""

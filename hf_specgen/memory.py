@@ -1,28 +1,20 @@
-"""What `generate` calls learn about a target, for later calls with it: acceptance and speed, by strategy."""
+"""What `generate` calls learn about a target, for later calls with it: latencies, and acceptance by strategy."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-
-class Learnt(Protocol):
-    """What is learnt in a call and useful in later ones."""
-
-    def copy(self) -> Self:
-        """A copy for another call, which learns on its own."""
-
-
-T = TypeVar("T", bound=Learnt)
+T = TypeVar("T")
 
 
 class Memory:
     """Keeps what calls have learnt as long as their target exists. May be shared by threads.
 
-    `generate(..., memory=False)` neither uses it nor adds to it.
+    `generate(..., memory=False)` uses and adds latencies only.
     """
 
     def __init__(self, max_entries: int = 64):
@@ -33,15 +25,15 @@ class Memory:
         """A copy of what was last stored for this target and key, or else what `new` makes; `model` may be None."""
         with self._lock:
             entry = None if model is None else self._entries.get(model, OrderedDict()).get(key)
-            return new() if entry is None else entry.copy()
+            return new() if entry is None else _copied(entry)
 
-    def store(self, model: Any, key: Hashable, learnt: Learnt) -> None:
+    def store(self, model: Any, key: Hashable, learnt: Any) -> None:
         """Keep what a call has learnt, as a copy; nothing if `model` is None."""
         if model is None:
             return
         with self._lock:
             entries = self._entries.setdefault(model, OrderedDict())
-            entries[key] = learnt.copy()
+            entries[key] = _copied(learnt)
             entries.move_to_end(key)
             if len(entries) > self._max_entries:
                 entries.popitem(last=False)
@@ -50,6 +42,11 @@ class Memory:
         """Forget everything."""
         with self._lock:
             self._entries.clear()
+
+
+def _copied(learnt: T) -> T:
+    """What has a method `copy` is copied by it, for a call that learns on its own; other values never change."""
+    return getattr(learnt, "copy", lambda: learnt)()
 
 
 memory = Memory()

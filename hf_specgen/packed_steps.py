@@ -14,25 +14,28 @@ Management for Large Language Model Serving with PagedAttention" (2023), for the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from math import log2
 from time import perf_counter, thread_time
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.candidates.base import ChainSession, DraftCall
-from hf_specgen.counters import RowStep, Statistics, StepRecord
+from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth.adaptive import AdaptiveSession
-from hf_specgen.depth.latency import LatencyModel, interpolate
+from hf_specgen.depth.latency import LatencyModel
 from hf_specgen.generate import Settings
 from hf_specgen.state import GenerationState
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
-from hf_specgen.tree import DraftTree, chain_parents
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier, VerificationResult
 from hf_specgen.verification.base import check_sampled
 from hf_specgen.verification.result import accepted_path
@@ -43,6 +46,7 @@ ASSUMED_ACCEPTANCE = 0.6
 """Of each token of a strategy that estimates nothing."""
 MAX_AGE = 64
 """Passes after which a measured latency is forgotten, so that one disturbed measurement has no lasting effect."""
+Floats = NDArray[np.float64]
 
 
 class PackedLatency:
@@ -54,8 +58,8 @@ class PackedLatency:
     Example:
         >>> latency = PackedLatency()
         >>> latency.observe(tokens=8, cached=900, seconds=0.010)
-        >>> latency.seconds(4, 900), latency.seconds(16, 1000), latency.seconds(32, 1000)
-        (0.005, 0.01, 0.02)
+        >>> latency.seconds([4, 16, 32], cached=1000).tolist()
+        [0.005, 0.01, 0.02]
     """
 
     def __init__(self) -> None:
@@ -67,62 +71,45 @@ class PackedLatency:
         self._passes += 1
         points, place = self._points.setdefault(cached.bit_length(), {}), round(4 * log2(tokens))
         if place in points:
-            before = points[place][1]
-            seconds = min(seconds, (before + seconds) / 2)
+            seconds = min(seconds, (points[place][1] + seconds) / 2)
         points[place] = tokens, seconds, self._passes
         for old in [key for key, (_, _, at) in points.items() if at < self._passes - MAX_AGE]:
             del points[old]
 
-    def seconds(self, tokens: int, cached: int) -> float:
-        """Expected seconds of a pass; 1 for each while nothing is known."""
+    def seconds(self, tokens: Sequence[int], cached: int) -> Floats:
+        """Expected seconds of passes; 1 for each while nothing is known."""
         points = self._points.get(cached.bit_length())
         if not points:
-            return 1.0
-        known = sorted(points.values())
-        (fewest, least, _), (most, longest, _) = known[0], known[-1]
-        if tokens <= fewest:
-            return least * tokens / fewest
-        if tokens >= most:
-            return longest * max(1.0, tokens / (2 * most))
-        return interpolate(tokens, [size for size, _, _ in known], [seconds for _, seconds, _ in known])
+            return np.ones(len(tokens))
+        sizes, times, _ = zip(*sorted(points.values()), strict=True)
+        most, longest = sizes[-1], times[-1]
+        known = [0, *sizes, 2 * most, 2000 * most], [0.0, *times, longest, 1000 * longest]
+        return np.interp(tokens, *known)
 
 
-def best_count(gains: Sequence[float], emitted: int, seconds: Callable[[int], float], margin: float = 0.02) -> int:
-    """How many draft tokens give the most expected tokens per second; 0 unless that is faster by the margin.
+def best_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
+    """How many draft tokens give the most expected tokens per second; 0 unless that is 2% faster than none.
 
     Args:
         gains: path probabilities of the draft tokens, in descending order.
         emitted: tokens of a step without drafts.
-        seconds: of a step with so many draft tokens.
+        seconds: `[1 + len(gains)]` of a step with so many draft tokens.
 
     Example:
-        >>> best_count([0.9, 0.8, 0.1], emitted=2, seconds=lambda count: 1 + 0.2 * count)
+        >>> best_count([0.9, 0.8, 0.1], emitted=2, seconds=1 + 0.2 * np.arange(4))
         2
     """
-    best, best_rate, expected, count = 0, (1 + margin) * emitted / seconds(0), float(emitted), 0
-    for size in _sizes(len(gains)):
-        expected += sum(gains[count:size])
-        count = size
-        rate = expected / seconds(size)
-        if rate > best_rate:
-            best, best_rate = size, rate
-    return best
-
-
-def _sizes(limit: int) -> Iterator[int]:
-    """Increasing numbers up to a limit, in steps of a sixteenth."""
-    size = 0
-    while size < limit:
-        size = min(limit, size + 1 + size // 16)
-        yield size
+    rates = (emitted + np.cumsum([0.0, *gains])) / seconds
+    best = int(rates.argmax())
+    return best if rates[best] > 1.02 * rates[0] else 0
 
 
 class RequestDraft:
     """A request: its text, its sessions, and its draft in the current step.
 
     Attributes:
-        draft: the draft tokens that are verified in this step.
-        steps: the counters of its verifications.
+        proposed: the draft of the session.
+        draft: the draft tokens that are verified in this step, the first ones of it.
     """
 
     def __init__(self, state: Any, model: PreTrainedModel, config: GenerationConfig, settings: Settings, seed: int):
@@ -131,17 +118,13 @@ class RequestDraft:
         limit = float("inf") if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
         text = GenerationState(torch.tensor([tokens[:length]]), None, compat.end_tokens(state), limit)
         text.append(0, tokens[length:])
-        drafting = settings.candidates.settings()
-        call = Call(model, text, config, drafting, remembers=settings.memory, seed=seed)
+        call = Call(model, text, config, settings.candidates.settings(), remembers=settings.memory, seed=seed)
         self.text, self.verification = text, CoupledVerifier().start(call)
         self.policy = (settings.policy or settings.candidates.policy).start(call)
         arguments = {**vars(call), "verification": self.verification}
         self.session = ChainSession(settings.candidates.start(DraftCall(**arguments)))
-        self.without_step = len(tokens) - length
-        self.steps: list[RowStep] = []
-        self._tree: DraftTree | None = None
-        self.draft: list[int] = []
-        self.proposed: list[int] = []
+        self.statistics, self._without_step = Statistics([[]]), len(tokens) - length
+        self.proposed, self.draft, self._has_proposed = DraftTree.empty(1), list[int](), False
 
     @property
     def is_adaptive(self) -> bool:
@@ -155,52 +138,52 @@ class RequestDraft:
 
     def propose(self, limit: int, requests: int) -> None:
         """Draft, at most `limit` tokens deep; of `requests` that decode."""
-        depth = limit if self.is_adaptive else self.policy.depths([limit] * requests)[0]
-        self._tree = tree = self.session.draft([max(0, min(depth, limit, self.session.call.drafting.k))])
-        self.proposed = tree.token_lists()[0][: len(tree.parents[0])]
+        self.text.other_rows, self._has_proposed = requests - 1, True
+        depth = limit if self.is_adaptive else self.policy.depths([limit])[0]
+        self.proposed = self.session.draft([max(0, min(depth, limit, self.session.call.drafting.k))])
 
-    def gains(self) -> list[float]:
-        """The path probability of each proposed token, not increasing."""
-        if self._tree is not None and self._tree.probability:
-            return list(self._tree.probability[0])
-        return [ASSUMED_ACCEPTANCE**depth for depth in range(1, 1 + len(self.proposed))]
+    def gains(self) -> Sequence[float]:
+        """What ranks each proposed token: its path probability, or 1 if a policy has chosen the depth."""
+        if not self.is_adaptive:
+            return [1.0] * self.proposed.nodes
+        if self.proposed.probability:
+            return self.proposed.probability[0]
+        return [ASSUMED_ACCEPTANCE**depth for depth in range(1, 1 + self.proposed.nodes)]
 
     def chosen(self, scores: torch.Tensor) -> torch.Tensor:
         """`[tokens]` samples from the `[tokens, vocab]` scores after the last token and the draft."""
-        first = len(self.text.generated[0])
-        tree = DraftTree.chains([self.draft])
-        return self.verification.choose(
-            scores[None], [range(first, first + len(scores))], tree, [range(-1, len(self.draft))]
-        )[0]
+        first, tree = len(self.text.generated[0]), DraftTree.chains([self.draft])
+        steps, nodes = [range(first, first + len(scores))], [range(-1, len(self.draft))]
+        return self.verification.choose(scores[None], steps, tree, nodes)[0]
 
     def commit(self, chosen: Sequence[int], top_tokens: TopTokens | None) -> list[int]:
         """Append the accepted draft tokens and the token after them; returns what was appended."""
-        path, tokens = accepted_path(self.draft, chain_parents(len(self.draft)), chosen)
+        tree, is_first = DraftTree.chains([self.draft]), not self.text.generated[0]
+        path, tokens = accepted_path(self.draft, tree.parents[0], chosen)
         check_sampled(tokens)
-        before = len(self.text.generated[0])
         tokens = tokens[: self.text.append(0, tokens)]
-        accepted = sum(one == other for one, other in zip(tokens, self.draft, strict=False))
-        self.verification.confirm(before + len(tokens))
-        if self._tree is not None or self.session.top_tokens:
-            path = path[: len(tokens) - 1]
-            self.session.observe(VerificationResult([path], [tokens], [accepted], top_tokens=top_tokens))
-        if not before:
-            self.without_step = 1
-            return tokens
-        step = RowStep(len(self.draft), len(self.draft), accepted, len(tokens))
-        self.steps.append(step)
-        passes = StepRecord([len(self.proposed)], [step], 1 + len(self.draft), {}, self.session.passes)
-        self.policy.observe(passes)
-        self._tree, self.draft, self.proposed = None, [], []
+        self.verification.confirm(len(self.text.generated[0]))
+        result = VerificationResult(
+            [path[: len(tokens) - 1]], [tokens], [min(len(path), len(tokens))], top_tokens=top_tokens
+        )
+        if self._has_proposed or self.session.top_tokens:
+            self.session.observe(result)
+        rows = self.statistics.record(tree, result, is_prefill=is_first)
+        if is_first:
+            self._without_step = 1
+        else:
+            requested, passes = [self.proposed.nodes], self.session.passes
+            self.policy.observe(StepRecord(requested, rows, 1 + tree.nodes, {}, passes))
+        self.proposed, self.draft, self._has_proposed = DraftTree.empty(1), [], False
         return tokens
 
     def end(self) -> Statistics:
         """End the sessions; the counters of the request."""
         self.session.end()
-        self.verification.end(len(self.text.generated[0]))
-        statistics = Statistics([self.steps])
-        statistics.finish([len(self.text.generated[0])], [self.without_step])
-        return statistics
+        length = len(self.text.generated[0])
+        self.verification.end(length)
+        self.statistics.finish([length], [self._without_step])
+        return self.statistics
 
 
 class PackedSteps:
@@ -244,11 +227,13 @@ class PackedSteps:
         decoding = [one for one in scheduled if one.has_new_token and one.state.generated_tokens]
         drafts = [self._request(one.state) for one in decoding]
         for one, draft in zip(decoding, drafts, strict=True):
-            draft.propose(self._limit(one.state, draft), len(decoding))
+            # Slots of a sliding window are written in turn: one that a rejected token has overwritten would be lost.
+            limit = min(draft.text.remaining(0) - 1, self._positions - 1 - one.state.position_offset)
+            draft.propose(int(max(0, limit)), len(decoding))
         emitted = sum(one.has_new_token for one in scheduled)
         for one, draft, count in zip(decoding, drafts, self._counts(drafts, emitted, token_budget), strict=True):
             if count and self._has_slots(one.state, 1 + count):
-                draft.draft = draft.proposed[:count]
+                draft.draft = draft.proposed.token_lists()[0][:count]
                 one.state.tokens_to_process = one.state.tokens_to_process + draft.draft
                 one.query_length += count
                 self._tokens += count
@@ -260,39 +245,20 @@ class PackedSteps:
             self._requests[state.request_id] = RequestDraft(state, self._model, self._config, self._settings, seed)
         return self._requests[state.request_id]
 
-    def _limit(self, state: Any, draft: RequestDraft) -> int:
-        """How many draft tokens a request can use: within its text, the positions of the model, and sliding windows.
-
-        The slots of a sliding window are written in turn: one that a rejected token has overwritten is lost.
-        """
-        return int(max(0, min(draft.text.remaining(0) - 1, self._positions - 1 - state.position_offset)))
-
     def _counts(self, drafts: Sequence[RequestDraft], emitted: int, token_budget: int) -> list[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
-        space = token_budget - self._tokens
-        ranked = [
-            (1.0 if not draft.is_adaptive else gain, number)
-            for number, draft in enumerate(drafts)
-            for gain in draft.gains()
-        ]
-        ranked.sort(key=lambda one: -one[0])
-        ranked = ranked[: max(0, space)]
+        ranked = [(gain, number) for number, draft in enumerate(drafts) for gain in draft.gains()]
+        ranked = sorted(ranked, key=lambda one: -one[0])[: max(0, token_budget - self._tokens)]
         if drafts and drafts[0].is_adaptive:
-            count = best_count([gain for gain, _ in ranked], emitted, self._seconds_with(drafts))
-            ranked = ranked[:count]
-        counts = [0] * len(drafts)
-        for _, number in ranked:
-            counts[number] += 1
-        return counts
-
-    def _seconds_with(self, drafts: Sequence[RequestDraft]) -> Callable[[int], float]:
-        """Seconds of the step by its draft tokens."""
-        given = drafts[0].latency
-        if given is None:
-            return lambda count: self._latency.seconds(self._tokens + count, self._cached)
-        context = max(1, self._cached // len(drafts))
-        target = given.at(len(drafts), context).target
-        return lambda count: target.seconds_of((self._tokens + count) * target.batch / len(drafts))
+            sizes, given = range(self._tokens, self._tokens + len(ranked) + 1), drafts[0].latency
+            if given is None:
+                seconds = self._latency.seconds(sizes, self._cached)
+            else:
+                target = given.at(1, max(1, self._cached // len(drafts))).target
+                seconds = np.array([target.seconds_of(size / len(drafts)) for size in sizes])
+            ranked = ranked[: best_count([gain for gain, _ in ranked], emitted, seconds)]
+        taken = Counter(number for _, number in ranked)
+        return [taken[number] for number in range(len(drafts))]
 
     def _has_slots(self, state: Any, tokens: int) -> bool:
         """Allocate the slots of a request in the step, unless other running requests may need the last free ones."""

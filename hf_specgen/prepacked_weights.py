@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import cache
 from time import perf_counter
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,7 +26,6 @@ TOKENS = (1, 8)
 
 logger = logging.getLogger("hf_specgen")
 _lock = threading.Lock()
-_blocks: WeakKeyDictionary[nn.Module, _Block] = WeakKeyDictionary()
 _decisions: dict[tuple[Any, ...], bool] = {}
 """By shape, dtype and number of threads, whether prepacked weights were faster."""
 
@@ -40,7 +38,7 @@ def prepacked(model: nn.Module) -> Iterator[None]:
     elsewhere it logs a warning and does nothing. Entering it copies and times the weights, which takes about a second
     per GiB, so one block should hold many calls; the copies take the memory of the weights again until it ends. Results
     differ by rounding only, as they do between batch sizes. Other threads that run the model meanwhile use the copies
-    too. Nested blocks share them.
+    too. The outermost of nested blocks decides.
 
     The values of the weights must not be changed inside the block, as by training or by merging an adapter; the copies
     would not follow.
@@ -54,32 +52,14 @@ def prepacked(model: nn.Module) -> Iterator[None]:
         ...     outputs = model(torch.ones(1, 4))
     """
     with _lock:
-        block = _blocks.get(model)
-        if block is None:
-            block = _blocks[model] = _Block(model)
-        block.users += 1
+        layers = [layer for group in _groups(model) for layer in _prepacked_layers(group)]
+        for layer in layers:
+            # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
+            layer.module.__dict__["forward"] = layer
     try:
         yield
     finally:
-        with _lock:
-            block.users -= 1
-            if block.users == 0:
-                del _blocks[model]
-                block.restore()
-
-
-class _Block:
-    """The layers of a model that have a prepacked `forward`, and how many contexts use them."""
-
-    def __init__(self, model: nn.Module):
-        self.users, self._layers = 0, [layer for group in _groups(model) for layer in _prepacked_layers(group)]
-        for layer in self._layers:
-            # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
-            layer.module.__dict__["forward"] = layer
-
-    def restore(self) -> None:
-        """Give the layers the `forward` of their class again."""
-        for layer in self._layers:
+        for layer in layers:
             if vars(layer.module).get("forward") is layer:
                 del layer.module.__dict__["forward"]
 
@@ -109,13 +89,13 @@ class _PrepackedLayer:
 
 
 def _groups(model: nn.Module) -> list[list[nn.Module]]:
-    """The layers that can be prepacked, grouped by shape and dtype."""
+    """The layers that can be prepacked, and are not, grouped by shape and dtype."""
     groups: dict[tuple[Any, ...], list[nn.Module]] = {}
     for module in model.modules():
         if _can_be_prepacked(module):
             weight = _matrix(module)
             groups.setdefault((*weight.shape, weight.dtype), []).append(module)
-    if not groups:
+    if not groups and not any(isinstance(vars(one).get("forward"), _PrepackedLayer) for one in model.modules()):
         _warn_once(f"prepacked() does nothing for {type(model).__name__}: it works with linear layers on a CPU, in "
                    "float32 or, with AVX-512, in bfloat16")  # fmt: skip
     return list(groups.values())

@@ -23,7 +23,10 @@ class GenerationState:
     Attributes:
         prompts: the prompt of each row, without padding.
         generated: the tokens generated so far, per row.
+        other_rows: rows of other calls that share the forward passes of the target, see `generate_many`.
     """
+
+    other_rows = 0
 
     def __init__(
         self,

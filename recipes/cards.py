@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from conversations import ChatFormat
 from evaluation import Measured, eval_results, measured_section
-from hf_specgen.heads.medusa import chat_template_hash
+from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.version import __version__
 
 RECORD = "training.json"

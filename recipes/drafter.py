@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -78,9 +78,6 @@ class Drafter(nn.Module):
     def settings(self, with_tree: bool) -> dict[str, Any]:
         """Settings of the candidate generator in the evaluation."""
         return {"k": self.depth, "tree": 32 if with_tree else None}
-
-    def tune(self, answers: Callable[[], Any]) -> None:
-        """Measure what the saved drafter needs to know about itself, on the target's answers to held-out prompts."""
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute activations in the backward pass, in the models that are trained."""

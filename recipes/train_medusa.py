@@ -12,30 +12,29 @@ model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from arguments import Arguments, Options, launch, option
-from conversations import IGNORED, Batch, collate
-from drafter import Drafter, answer_numbers
-from hf_specgen.heads.lora import FOLDER, HeadOutputs, load_lora
-from hf_specgen.heads.medusa import CONFIDENCE_EDGES, RANKS, Acceptance, MedusaHeads
-from hf_specgen.heads.medusa_formats import load_medusa
+from conversations import IGNORED, Batch
+from drafter import Drafter
+from hf_specgen.heads import MedusaHeads, load_head, save_head
 from hf_specgen.targets.model_parts import decoder, output_logits, output_matrix
-from losses import CHUNK, Drafts, Learnt, gradient_at_once, later_pairs
+from losses import CHUNK, Drafts, gradient_at_once
 from target import States
 from training import run
 
 SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "reads_path", "lora_rank")
 ADAPTER = "adapter"
+OUTPUTS = ("lm_heads.", "lora_")
+"""Parameters that make logits from the heads' states."""
 
 
 @dataclass(kw_only=True)
@@ -81,7 +80,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, args: MedusaArguments, target: PreTrainedModel, rows: Any):
         super().__init__(args, target, rows)
-        self.heads, self.lora = _make_heads(args, target)
+        self.heads = _make_heads(args, target)
         self.depth, self.decay = self.heads.config.num_heads, args.decay
         self.adapted: Any = None
         if args.stage == 2:
@@ -104,23 +103,16 @@ class MedusaDrafter(Drafter):
         if self.heads.config.reads_token:
             with torch.no_grad():
                 tokens = cast(Any, self.target).get_input_embeddings()(following_tokens(batch, self.heads))
-        outputs = self._outputs()
         return Drafts(
             [self.heads.head_state(head, states.hidden, tokens) for head in range(count)],
-            [partial(self._logits, output) for output in outputs],
-            trained=[parameter for output in outputs for parameter in output.parameters()],
+            [partial(self._logits, head) for head in range(count)],
+            trained=[parameter for name, parameter in self.heads.named_parameters() if name.startswith(OUTPUTS)],
         )
 
-    def _logits(self, matrix: nn.Module, state: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        return output_logits(self.target, state, matrix)
-
-    def _outputs(self) -> list[nn.Module]:
-        """The output matrix of each head, from hidden state to vocabulary."""
-        if self.heads.config.own_outputs:
-            return list(self.heads.lm_heads)
-        if self.lora is not None:
-            return list(self.lora.base_model.model.heads)
-        return [output_matrix(self.target)] * self.heads.config.num_heads
+    def _logits(self, head: int, state: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        matrix = output_matrix(self.target)
+        scores = output_logits(self.target, state[..., None, :], lambda one: self.heads.scores([head], one, matrix))
+        return scores[..., 0, :]
 
     def further_loss(self, batch: Batch, states: States) -> torch.Tensor | float:
         """Stage 2: the target's own cross-entropy on the answers."""
@@ -145,78 +137,21 @@ class MedusaDrafter(Drafter):
         return groups
 
     def settings(self, with_tree: bool) -> dict[str, Any]:
-        return {"tree": 32 if with_tree else [(0,) * depth for depth in range(1, self.depth + 1)]}
+        return {"tree": 32} if with_tree else {"k": self.depth}
 
     def save(self, folder: Path) -> None:
-        copy.deepcopy(self.heads).to(self.target.dtype).save_pretrained(folder)  # type: ignore[arg-type]
-        if self.lora is not None:
-            self.lora.save_pretrained(folder / FOLDER)
+        save_head(copy.deepcopy(self.heads).to(self.target.dtype), folder)
         if self.adapted is not None:
             self.adapted.save_pretrained(folder / ADAPTER)
 
-    @torch.no_grad()
-    def tune(self, answers: Callable[[], Any]) -> None:
-        """Store acceptance by confidence and rank, by which trees are built, in the heads' config."""
-        if self.heads.config.reads_path:
-            return  # such heads learn their acceptance while they draft
-        count, bins = self.depth, len(CONFIDENCE_EDGES) + 1
-        hits, seen = torch.zeros(count, bins, RANKS), torch.zeros(count, bins)
-        for row in answers():
-            batch = {name: tensor.to(self.target.device) for name, tensor in collate([row]).items()}
-            states = self.states(batch)
-            drafts, tokens = self.draft(batch, states), batch["labels"][batch["labels"] != IGNORED]
-            count_acceptance(drafts, Learnt(states.hidden, tokens, answer_numbers(batch)), hits, seen)
-        prior = torch.tensor(Acceptance.untuned(count).table)  # weighs as much as 10 drafts
-        rates = (hits + 10.0 * prior) / (seen.unsqueeze(-1) + 10.0)
-        self.heads.config.acceptance = rates.sort(dim=-1, descending=True).values.tolist()
-        self.save(Path(self.args.output_dir))
 
-
-def count_acceptance(drafts: Drafts, learnt: Learnt, hits: torch.Tensor, seen: torch.Tensor) -> None:
-    """Count how often the generated token is that of each rank of each head, by the head's confidence.
-
-    A head is counted where all heads before it had the generated token among their first `RANKS`: otherwise its token
-    could not have been accepted.
-    """
-    alive = torch.ones(len(learnt.tokens), dtype=torch.bool, device=learnt.tokens.device)
-    edges = torch.tensor(CONFIDENCE_EDGES, device=alive.device)
-    for head, state in enumerate(drafts.states):
-        index, later = later_pairs(learnt.answers, head + 1)
-        index, later = index[alive[index]], later[alive[index]]
-        confidence, tokens = drafts.logits[head](state[index], index).float().softmax(-1).topk(RANKS)
-        bins = torch.bucketize(confidence[:, 0], edges, right=True).cpu()
-        found = (tokens == learnt.tokens[later, None]).float()
-        seen[head].index_add_(0, bins, torch.ones(len(bins)))
-        hits[head].index_add_(0, bins, found.cpu())
-        alive = torch.zeros_like(alive).index_fill(0, index[found.any(dim=1)], True)
-
-
-def _make_heads(args: MedusaArguments, target: PreTrainedModel) -> tuple[MedusaHeads, Any]:
-    """Heads and the `PeftModel` of their LoRA matrices (or None), in float32, which small updates need."""
-    matrix = output_matrix(target)
-    lora: Any = None
-    if args.heads is not None:
-        heads = cast(Any, load_medusa(args.heads, target).float()).to(matrix.weight.device)
-        if heads.config.lora_rank:
-            lora = load_lora(matrix, heads.config.num_heads, args.heads)
-    else:
-        shape = {name: getattr(args, name) for name in SHAPE}
-        heads = MedusaHeads.from_target(target, AutoTokenizer.from_pretrained(args.target), **shape)
-        if args.lora_rank:
-            lora = new_lora(matrix, args.num_heads, args.lora_rank)
-    for name, parameter in () if lora is None else lora.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
-            parameter.requires_grad_()
-    return heads.train(), lora
-
-
-def new_lora(matrix: nn.Linear, num_heads: int, rank: int) -> Any:
-    """A `PeftModel` around `HeadOutputs` with new matrices, whose products are zero."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=r"heads\.\d+")
-    return get_peft_model(cast(Any, HeadOutputs(matrix, num_heads)), config)
+def _make_heads(args: MedusaArguments, target: PreTrainedModel) -> MedusaHeads:
+    """Heads in float32, which small updates need."""
+    if args.heads is None:
+        return MedusaHeads.from_target(target, **{name: getattr(args, name) for name in SHAPE}).train()
+    heads = cast(MedusaHeads, load_head(args.heads, dtype=torch.float32))
+    heads.bind(target)  # raises for heads of another target
+    return heads.to(output_matrix(target).weight.device).requires_grad_().train()
 
 
 def following_tokens(batch: Batch, heads: MedusaHeads) -> torch.Tensor:

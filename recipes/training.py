@@ -268,8 +268,6 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
     if prompts:
         target = load_target(args) if args.features else drafter.target
         drafter.replace_target(target)
-        if state.is_main_process and not args.shard_target:
-            drafter.tune(lambda: encoded(target_answers(args, target, chat, prompts), chat, args.max_length))
         results = measure(args, target, chat, prompts, drafter.settings)
         if state.is_main_process:
             write_card(drafter, chat, trainer.state.log_history, results)

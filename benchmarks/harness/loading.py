@@ -34,7 +34,7 @@ from hf_specgen.evaluation.workloads import (
     EMBEDDED_MODEL,
     HEAD_NAMES,
 )
-from hf_specgen.heads import load_medusa
+from hf_specgen.heads import load_head
 from hf_specgen.heads.exit_head import exit_layer_of
 
 NGRAM_DEPTHS, DRAFT_DEPTHS, EXIT_DEPTHS, MEDUSA_NODES = (4, 8, 16), (2, 4, 6), (1, 2, 4), (4, 8, 16)
@@ -148,7 +148,8 @@ def _layer_skip(source: str, model: PreTrainedModel) -> Strategy:
 
 
 def _medusa(source: str, model: PreTrainedModel) -> Strategy:
-    heads = load_medusa(source, model)
+    heads = load_head(source)
+    heads.bind(model)  # raises for heads of another target
     return Strategy(
         "Medusa", lambda tree, policy: MedusaCandidates(heads, tree=tree, policy=policy), MEDUSA_NODES, "tree"
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.counters import Statistics, StepPasses
+from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth import LatencyModel
 
 
@@ -47,7 +47,7 @@ def project(statistics: Statistics, latency: LatencyModel) -> Projection:
         >>> from hf_specgen.depth import CostCurve
         >>> from hf_specgen.counters import RowStep
         >>> steps = [RowStep(5, 5, 3, 4), RowStep(5, 5, 1, 2)]
-        >>> passes = [StepPasses(rows=1, context=40, target=6, drafter=(1,) * 5)] * 2
+        >>> passes = [StepRecord([5], [step], 6, {}, (1,) * 5, context=40) for step in steps]
         >>> curve = CostCurve((1, 6), (1.0, 1.05), context=512, batch=1)
         >>> latency = LatencyModel.from_curves(curve, draft_token=0.05)
         >>> found = project(Statistics([steps], [7], {}, passes), latency)  # 6 tokens in 2 steps of 1.3
@@ -59,17 +59,17 @@ def project(statistics: Statistics, latency: LatencyModel) -> Projection:
     seconds = sum(step_seconds(step, latency) for step in statistics.passes)
     # Plain decoding takes as many steps as the longest row has tokens, and runs all rows in each of them.
     tokens = [sum(step.emitted for step in row) for row in statistics.rows]
-    rows = max(step.rows for step in statistics.passes)
+    rows = max(step.batch for step in statistics.passes)
     plain_steps = max(tokens) if rows > 1 else sum(tokens)
     plain_step = mean(latency.at(rows, step.context).target.seconds_of(rows) for step in statistics.passes)
     return Projection(seconds, plain_steps * plain_step)
 
 
-def step_seconds(step: StepPasses, latency: LatencyModel) -> float:
+def step_seconds(step: StepRecord, latency: LatencyModel) -> float:
     """The latency of one step, computed from its forward passes."""
-    at = latency.at(step.rows, step.context)
-    drafting = 0.0 if step.drafter is None else at.drafter.draft(step.drafter)
-    return at.target.seconds_of(step.target) + drafting
+    at = latency.at(step.batch, step.context)
+    drafting = at.drafter.draft(step.passes) if step.has_draft else 0.0
+    return at.target.seconds_of(step.batch * step.tokens_per_row) + drafting
 
 
 def latency_for(candidates: Candidates, profile: LatencyModel) -> LatencyModel:

@@ -7,11 +7,11 @@ from hf_specgen.candidates.combined import CombinedCandidates as CombinedCandida
 from hf_specgen.candidates.draft_heads import DFlashCandidates as DFlashCandidates
 from hf_specgen.candidates.draft_heads import EagleCandidates as EagleCandidates
 from hf_specgen.candidates.draft_heads import GemmaAssistantCandidates as GemmaAssistantCandidates
+from hf_specgen.candidates.draft_heads import MedusaCandidates as MedusaCandidates
 from hf_specgen.candidates.draft_heads import MTPCandidates as MTPCandidates
 from hf_specgen.candidates.draft_heads import PEagleCandidates as PEagleCandidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates as DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates as LayerSkipCandidates
-from hf_specgen.candidates.medusa import MedusaCandidates as MedusaCandidates
 from hf_specgen.candidates.ngram import NgramCandidates as NgramCandidates
 from hf_specgen.candidates.ngram_history import NgramHistory as NgramHistory
 from hf_specgen.candidates.recycling import RecyclingCandidates as RecyclingCandidates

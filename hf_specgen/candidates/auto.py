@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,14 +15,11 @@ from hf_specgen.candidates import draft_heads
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
-from hf_specgen.candidates.medusa import MedusaCandidates
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint, read_json
 from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
 from hf_specgen.heads.head_file import speculators_type
 from hf_specgen.heads.head_formats import FORMATS, head_format
 from hf_specgen.heads.lora import base_of_adapter
-from hf_specgen.heads.medusa import other_chat_template
-from hf_specgen.heads.medusa_formats import holds_medusa
 
 logger = logging.getLogger("hf_specgen")
 Build = Callable[..., Candidates]
@@ -83,8 +82,6 @@ def _strategy(source: Source) -> Build:
         return _exit_adapter
     if (base := base_of_adapter(source)) is not None:  # of a head or a draft model, which it is loaded with
         return _strategy(Source(base, token=source.token, cache_dir=source.cache_dir))
-    if holds_medusa(source):
-        return MedusaCandidates
     checkpoint = open_checkpoint(source)
     try:
         strategy: Build = getattr(draft_heads, head_format(checkpoint).strategy)
@@ -96,12 +93,22 @@ def _strategy(source: Source) -> Build:
         raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
 
 
+def chat_template_hash(tokenizer: Any) -> str | None:
+    """The first 16 hexadecimal digits of the SHA-256 of a tokenizer's chat template; None if it has none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def other_chat_format(source: Source, tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> str | None:
     """A warning if a drafter was trained with another chat format, of which its `training.json` has a record."""
     path = source.file("training.json")
     record = {} if path is None else read_json(path)
-    if (warning := other_chat_template(record, tokenizer)) is not None:
-        return warning
+    template = record.get("chat_template")
+    if template is not None and template != chat_template_hash(tokenizer):
+        return "it was trained with another chat template than this tokenizer's: fewer draft tokens are accepted"
     trained, given = record.get("chat_template_kwargs"), dict(chat_template_kwargs)
     if trained is None or trained == given:
         return None

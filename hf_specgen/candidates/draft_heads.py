@@ -1,4 +1,4 @@
-"""Strategies with a draft head: EAGLE, P-EAGLE, block heads (DFlash, DSpark and others), MTP, Gemma 4 assistants.
+"""Strategies with a draft head: EAGLE, P-EAGLE, block heads (DFlash, DSpark and others), MTP, Gemma 4, Medusa.
 
 The head receives each accepted token with the hidden states that the target computed for it in verification, so
 drafting costs no forward pass of a model and no second prefill by the target.
@@ -6,7 +6,8 @@ drafting costs no forward pass of a model and no second prefill by the target.
 Sources: Li et al., "EAGLE" (2024), section 3; "EAGLE-2" (2024), section 4, for the trees; "EAGLE-3" (2025), section 3,
 for the fused hidden states; P-EAGLE (2026), https://arxiv.org/abs/2602.01469; DFlash (2026),
 https://arxiv.org/abs/2602.06036; JetSpec (2026), https://arxiv.org/abs/2606.18394; DeepSeek-AI, "DeepSeek-V3 Technical
-Report" (2024), sections 2.2 and 5.4.3, for MTP; Google, "Gemma 4" (2026), as in `transformers.models.gemma4_assistant`.
+Report" (2024), sections 2.2 and 5.4.3, for MTP; Google, "Gemma 4" (2026), as in `transformers.models.gemma4_assistant`;
+Cai et al., "Medusa" (2024); Ankner et al., "Hydra" (2024), for heads that read the path.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,18 +26,26 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
-from hf_specgen.candidates.head_sessions import AssistantSession, EagleSession, ParallelSession
-from hf_specgen.candidates.path_heads import PathSession
+from hf_specgen.candidates.head_sessions import (
+    EagleSession,
+    LastStateSession,
+    MedusaSession,
+    ParallelSession,
+    PathSession,
+    default_size,
+)
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
-from hf_specgen.heads.gemma_assistant import AssistantHead
+from hf_specgen.heads.gemma_assistant import AssistantHead, AssistantRunner
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layered_mtp import LayeredRunner
+from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
 from hf_specgen.heads.mtp import MTPConfig, MTPHead, load_mtp
 from hf_specgen.heads.path_head import PathHead
-from hf_specgen.heads.runner import BlockRunner, PEagleRunner
+from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
+from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
@@ -129,7 +138,9 @@ class HeadCandidates(PretrainedCandidates):
         self._set_tree(tree, k)
         self.draft_window = check_window(draft_window)
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
-        check_head(type(self).__name__, head_or_path, DraftHead)
+        if not isinstance(head_or_path, (DraftHead, str, Path)):
+            name = type(self).__name__
+            raise TypeError(f"{name} takes a loaded head, a folder or a Hub id, got {head_or_path!r:.80}")
         self._head = head_or_path if isinstance(head_or_path, DraftHead) else None
         self._name = type(head_or_path).__qualname__ if self._head is not None else str(head_or_path)
         self._bound: BoundModules[BoundHead] = BoundModules()
@@ -141,7 +152,11 @@ class HeadCandidates(PretrainedCandidates):
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         """The session of a call."""
-        return EagleSession(call, target, bound, self.k, self.tree, window=self.window(call, bound))
+        device = next(bound.head.parameters()).device.type
+        captures = isinstance(bound.head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
+        captures = captures and not torch.is_autocast_enabled(device)
+        runner = EagleRunner(bound, call.state.batch, call.compiled if captures else False)
+        return EagleSession(call, target, runner, self.k, self.tree, self.window(call, bound))
 
     def window(self, call: DraftCall, bound: BoundHead) -> DraftWindow | None:
         """The part of the texts of a call that the head reads."""
@@ -187,12 +202,6 @@ class HeadCandidates(PretrainedCandidates):
         window = None if self.draft_window == "auto" else self.draft_window
         settings = self._show(tree=self.tree, aux_hidden_state_layers=self.aux_hidden_state_layers, draft_window=window)
         return f"{type(self).__name__}({self._name!r}, k={self.k}{settings})"
-
-
-def check_head(strategy: str, head: object, head_class: type) -> None:
-    """Raise a `TypeError` unless `head` is a loaded head of the class, or a folder or Hub id."""
-    if not isinstance(head, (head_class, str, Path)):
-        raise TypeError(f"{strategy} takes a loaded head, a folder or a Hub id, got {head!r:.80}")
 
 
 class EagleCandidates(HeadCandidates):
@@ -245,7 +254,7 @@ class PEagleCandidates(HeadCandidates):
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         runner = PEagleRunner(bound, call.state.batch)
-        return ParallelSession(call, target, bound, runner, self.k, self.tree, self.window(call, bound))
+        return ParallelSession(call, target, runner, self.k, self.tree, self.window(call, bound))
 
 
 class DFlashCandidates(HeadCandidates):
@@ -270,7 +279,7 @@ class DFlashCandidates(HeadCandidates):
         if isinstance(bound.head, PathHead):
             return PathSession(call, target, bound, self.k, self.tree, self.window(call, bound))
         runner, window = BlockRunner(bound, call.state.batch), self.window(call, bound)
-        return ParallelSession(call, target, bound, runner, min(self.k, runner.depth), self.tree, window)
+        return ParallelSession(call, target, runner, min(self.k, runner.depth), self.tree, window)
 
 
 class MTPCandidates(HeadCandidates):
@@ -293,24 +302,8 @@ class MTPCandidates(HeadCandidates):
     """The layer was trained to predict one token; further ones are less accurate."""
     head_classes, expected = (MTPHead,), "MTP layers"
 
-    def __init__(
-        self,
-        checkpoint: str | Path | None = None,
-        k: Depth = "auto",
-        *,
-        tree: Tree = None,
-        aux_hidden_state_layers: Sequence[int] | None = None,
-        draft_window: DraftWindowSetting = "auto",
-        policy: Policy | None = None,
-    ):
-        super().__init__(
-            "" if checkpoint is None else str(checkpoint),
-            k,
-            tree=tree,
-            aux_hidden_state_layers=aux_hidden_state_layers,
-            draft_window=draft_window,
-            policy=policy,
-        )
+    def __init__(self, checkpoint: str | Path | None = None, k: Depth = "auto", **settings: Any):
+        super().__init__("" if checkpoint is None else str(checkpoint), k, **settings)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The layer, from the checkpoint."""
@@ -321,7 +314,7 @@ class MTPCandidates(HeadCandidates):
         if layers == 1:
             return super().begin(call, target, bound)
         runner = LayeredRunner(bound, call.state.batch)
-        return EagleSession(call, target, bound, min(self.k, layers), self.tree, runner, self.window(call, bound))
+        return EagleSession(call, target, runner, min(self.k, layers), self.tree, self.window(call, bound))
 
     def __repr__(self) -> str:
         return super().__repr__().replace("('', ", "(")
@@ -344,4 +337,29 @@ class GemmaAssistantCandidates(HeadCandidates):
     head_classes, expected = (AssistantHead,), "a Gemma 4 assistant"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        return AssistantSession(call, target, bound, self.k, self.tree)
+        return LastStateSession(call, target, AssistantRunner(bound, target), self.k, self.tree)
+
+
+class MedusaCandidates(HeadCandidates):
+    """Drafts with Medusa heads: all depths at once, or with heads that read the path (Hydra) level by level.
+
+    Args:
+        head_or_path: loaded heads, or a folder or Hub id of heads: our own format, Medusa v1 and v2, TGI, vLLM.
+        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`; a draft is at most as deep as
+            there are heads.
+
+    Example:
+        >>> MedusaCandidates("org/medusa-heads", k=3, tree=16)
+        MedusaCandidates('org/medusa-heads', k=3, tree=16)
+    """
+
+    max_depth = 8
+    """Published sets have at most 5 heads."""
+    head_classes, expected = (MedusaHeads,), "a set of Medusa heads"
+
+    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        assert call.model is not None
+        runner, tree = MedusaRunner(bound, call.model), default_size(call, self.tree)
+        if cast(MedusaHeads, bound.head).config.reads_path:
+            return LastStateSession(call, target, runner, min(self.k, runner.num_heads), tree)
+        return MedusaSession(call, target, runner, self.k, tree)

@@ -27,7 +27,6 @@ from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
 from hf_specgen.candidates.head_sessions import FeatureQueue, IndependentHeadsSession
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import Fields, Source, read_tensors, tensor_infos
-from hf_specgen.heads.medusa import RANKS
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import text_config
@@ -253,7 +252,7 @@ class ParallelDraftSession(IndependentHeadsSession):
         self, call: DraftCall, draft: PreTrainedModel, runner: DraftRunner, settings: ParallelDraft, k: int, tree: Tree
     ):
         self._vocab = vocabulary_size(call.model or draft)
-        super().__init__(call, k, tree, min(RANKS, self._vocab))
+        super().__init__(call, k, tree, self._vocab)
         self._runner, self._mask = runner, settings.mask_token
         self._added = None
         if settings.layers and isinstance(call.target, HiddenStateTarget):

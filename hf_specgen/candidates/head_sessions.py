@@ -1,7 +1,8 @@
-"""Sessions of draft heads: EAGLE and MTP, Gemma 4 assistants, and heads that predict several depths at once.
+"""Sessions of draft heads: they pass the target's hidden states to a head's runner, and draft with its logits.
 
 Heads that predict several depths at once have one distribution per depth, independent of the path. The most probable
-combinations of the depths' tokens form a tree, chosen after one pass of the head.
+combinations of the depths' tokens form a tree, chosen after one pass of the head. Where a correction by the path
+follows (DSpark, DFlash2, Domino), a tree grows by the corrected logits after each node, without a further pass.
 
 Sources: Cai et al., "Medusa" (2024), section 2.3.3, for trees of heads; DDTree (2026), https://arxiv.org/abs/2604.12989,
 for best-first trees over the distributions of a block.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,21 +25,25 @@ from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.growth import Floats
-from hf_specgen.candidates.tree_search import TreeSize, draft_of, tree_size
+from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, draft_of, tree_size
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantRunner
 from hf_specgen.heads.layered_mtp import LayeredRunner
-from hf_specgen.heads.medusa import RANKS
-from hf_specgen.heads.runner import EagleRunner, ParallelRunner
-from hf_specgen.targets.graphs import GRAPH_DEVICES
+from hf_specgen.heads.medusa import MedusaRunner
+from hf_specgen.heads.path_head import LayoutVotes, PathRunner
+from hf_specgen.heads.runner import EagleRunner, HeadRunner, ParallelRunner
+from hf_specgen.memory import memory
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
 DEFAULT_NODES = 16
 """Nodes of an "auto" tree without a latency model: most of the gain at a small cost on memory-bound targets."""
+MAX_RANKS = 10
+"""Tokens of each depth that a tree can hold, of heads that predict several depths at once."""
+CONFIDENCE_LEVELS = 4
+"""Ranges of a confidence head's estimate, of equal width, with acceptance counts of their own."""
 
 
 class FeatureQueue:
@@ -56,8 +62,8 @@ class FeatureQueue:
         # With a window, of each row what the head has processed since it was restarted.
         self._history: list[tuple[torch.Tensor, list[int]]] = []
         self._features: list[list[torch.Tensor]] = []
-        self._processed: list[int] = []
-        """The position in each row's text of the first feature in the queue."""
+        self._processed: list[int] = []  # the position in each row's text of the first feature in the queue
+        self.was_taken = False
 
     @property
     def is_empty(self) -> bool:
@@ -65,10 +71,11 @@ class FeatureQueue:
         return not self._features
 
     @property
-    def has_features(self) -> bool:
-        """Whether an active row has features in the queue; none has after a prompt of padding only."""
+    def can_begin(self) -> bool:
+        """Whether an active row has, or had, features in the queue; none has after a prompt of padding only."""
         rows = enumerate(self._features)
-        return any(len(new) for row, features in rows if not self._state.has_ended(row) for new in features)
+        active = [features for row, features in rows if not self._state.has_ended(row)]
+        return self.was_taken or any(len(new) for features in active for new in features)
 
     def active_rows(self) -> list[bool]:
         """Which rows of the call have not ended."""
@@ -89,6 +96,7 @@ class FeatureQueue:
 
     def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
         """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions."""
+        self.was_taken = True
         features: list[torch.Tensor] = []
         tokens: list[list[int]] = []
         for row, queued in enumerate(self._features):
@@ -130,12 +138,100 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-class EagleSession(AutoregressiveSession):
-    """The state of one call with a head that continues from its own output (EAGLE, MTP).
+class ReadsFeatures(CalibratedSession):
+    """Mixin of sessions whose head reads the hidden states of all accepted tokens.
 
     Attributes:
         runner: the head's cache, and its passes.
     """
+
+    runner: Any
+    passes: list[int]
+
+    def connect(
+        self, target: HiddenStateTarget, runner: HeadRunner, layers: Sequence[int], window: DraftWindow | None
+    ) -> None:
+        """Read hidden states of these layers of the target."""
+        self.runner, self.drafting = runner, [True] * self.call.state.batch
+        self.queue = FeatureQueue(self.call, target, layers, window, runner.restart)
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        """An empty draft: the target has not computed any hidden states yet."""
+        return self.not_drafted(len(max_depths))
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        if self.queue.is_empty:
+            self.queue.receive()
+        self.drafting = [depth > 0 for depth in max_depths]
+        if not self.queue.can_begin:
+            return self.not_drafted(len(max_depths))
+        return super().draft(max_depths)  # type: ignore[safe-super]
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count acceptance, and receive the hidden states of the tokens that were accepted."""
+        super().observe(result)
+        self.queue.receive()
+
+
+class EagleSession(ReadsFeatures, AutoregressiveSession):
+    """The state of one call with a head that continues from its own output (EAGLE, MTP)."""
+
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        runner: EagleRunner | LayeredRunner,
+        k: int,
+        tree: str | int | None,
+        window: DraftWindow | None = None,
+    ):
+        assert call.model is not None
+        super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
+        self.connect(target, runner, runner.bound.aux_hidden_state_layers, window)
+
+    def first_scores(self) -> torch.Tensor:
+        """Process the text since the last draft with the target's features; rows that have ended are dropped."""
+        is_prefill = not self.queue.was_taken
+        features, tokens = self.queue.take()
+        if not is_prefill:
+            self.passes.append(sum(map(len, tokens)))
+        return self.runner.first_logits(features, tokens, self.queue.active_rows())
+
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
+        return self.runner.next_logits(tree, new)
+
+
+class LastStateSession(AutoregressiveSession):
+    """The state of one call with a head that reads one state of each row: Gemma 4 assistants, Hydra heads."""
+
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        runner: AssistantRunner | MedusaRunner,
+        k: int,
+        tree: str | int | None,
+    ):
+        assert call.model is not None
+        super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
+        self.target, self.runner = target, runner
+
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        """An empty draft: the target has not computed any hidden states yet."""
+        return self.not_drafted(len(max_depths))
+
+    def first_scores(self) -> torch.Tensor:
+        """One pass over the last token of each row."""
+        self.passes.append(len(self.target.rows))
+        states = self.target.states_of(self.runner.bound.aux_hidden_state_layers)
+        return self.runner.first_logits(states, self.call.state.pending())
+
+    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
+        return self.runner.next_logits(tree, new)
+
+
+class PathSession(ReadsFeatures, AutoregressiveSession):
+    """The state of one call with a block head whose logits are corrected by the path: DSpark, DFlash2, Domino."""
 
     def __init__(
         self,
@@ -144,75 +240,74 @@ class EagleSession(AutoregressiveSession):
         bound: BoundHead,
         k: int,
         tree: str | int | None,
-        runner: LayeredRunner | None = None,
         window: DraftWindow | None = None,
     ):
         assert call.model is not None
-        super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
-        head = bound.head
-        device = next(head.parameters()).device.type
-        captures = call.compiled and isinstance(head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
-        captures = captures and not torch.is_autocast_enabled(device)
-        self.runner = runner or EagleRunner(bound, call.state.batch, call.compiled if captures else False)
-        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers, window, self.runner.restart)
-        self._has_prefilled = False
+        config: Any = bound.head.config
+        levels = CONFIDENCE_LEVELS if getattr(config, "enable_confidence_head", False) else 1
+        super().__init__(call, min(k, config.depth), tree, 0.0, vocabulary_size(call.model), levels)
+        self._votes, self._block_size = None, config.block_size
+        self._key = ("layout", call.drafting.key)
+        if config.measures_layout:
+            guess = config.first_proposing_position
+            model = call.model if self.remembers else None
+            self._votes = memory.recall(model, self._key, lambda: LayoutVotes(guess))
+        runner = PathRunner(bound, call.state.batch, self.wants_q, self._votes)
+        self.connect(target, runner, bound.aux_hidden_state_layers, window)
 
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        """An empty draft: the target has not computed any hidden states yet."""
-        return self.not_drafted(len(max_depths))
-
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        if self._queue.is_empty:
-            self._queue.receive()
-        if not self._has_prefilled and not self._queue.has_features:
-            return self.not_drafted(len(max_depths))
-        return super().draft(max_depths)
-
-    def observe(self, result: VerificationResult) -> None:
-        """Count acceptance, and receive the hidden states of the tokens that were accepted."""
-        super().observe(result)
-        self._queue.receive()
+    def end(self) -> None:
+        super().end()
+        if self._votes is not None and self.remembers:
+            memory.store(self.call.model, self._key, self._votes)
 
     def first_scores(self) -> torch.Tensor:
-        """Process the text since the last draft with the target's features; rows that have ended are dropped."""
-        features, tokens = self._queue.take()
-        if self._has_prefilled:
-            self.passes.append(sum(map(len, tokens)))
-        self._has_prefilled = True
-        return self.runner.first_logits(features, tokens, self._queue.active_rows())
+        """Process the text since the last draft with the target's features, and run the block; ended rows are dropped.
+
+        Rows that do not draft keep their features: being ahead of slower rows, they may have no new token to continue.
+        """
+        features, tokens = self.queue.take(self.drafting)
+        active = self.queue.active_rows()
+        self.passes.append(sum(active) * self._block_size)
+        return self.runner.first_logits(features, tokens, active)
 
     def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
         return self.runner.next_logits(tree, new)
 
+    def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
+        """As for other drafters, but deeper levels cost nothing."""
+        children = min(children, self.runner.max_candidates)
+        return tree_size(tree, self.call, depths, children, only_pass=self._block_size)
 
-class AssistantSession(AutoregressiveSession):
-    """The state of one call with a Gemma 4 assistant; arguments as for `EagleSession`."""
+    def calibration_of(self) -> torch.Tensor | None:
+        """With a confidence head, by its estimate: how often tokens are accepted is counted for each of its levels."""
+        if self.runner.confidence is None:
+            return None
+        return torch.bucketize(self.runner.confidence, _level_edges(self.runner.confidence.device))
 
-    def __init__(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead, k: int, tree: str | int | None):
-        assert call.model is not None
-        super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
-        self._target, self._layers = target, bound.aux_hidden_state_layers
-        self._runner = AssistantRunner(bound, target)
+    def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
+        draft = super()._grow(max_depths, tree, children)
+        self.passes = self.passes[:1]
+        return draft
 
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        """An empty draft: the target has not computed any keys and values yet."""
-        return self.not_drafted(len(max_depths))
 
-    def first_scores(self) -> torch.Tensor:
-        """One pass over the last token of each row."""
-        self.passes.append(len(self._target.rows))
-        return self._runner.start(self._target.states_of(self._layers), self.call.state.pending())
+@lru_cache(maxsize=16)
+def _level_edges(device: torch.device) -> torch.Tensor:
+    """Logits between the levels of a confidence head's estimate."""
+    return (torch.arange(1, CONFIDENCE_LEVELS) / CONFIDENCE_LEVELS).logit().to(device)
 
-    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        return self._runner.expand(tree, new)
+
+def default_size(call: DraftCall, size: str | int | None) -> str | int | None:
+    """A tree size, in which "auto" stands for `DEFAULT_NODES` without a latency model."""
+    has_latency = call.depth is not None and call.depth.latency is not None
+    return DEFAULT_NODES if size == "auto" and not has_latency else size
 
 
 class IndependentHeadsSession(CalibratedSession):
     """Base class: drafts trees from one distribution per depth."""
 
-    def __init__(self, call: DraftCall, depth: int, size: str | int | None, ranks: int):
+    def __init__(self, call: DraftCall, depth: int, size: str | int | None, vocab: int):
         super().__init__(call, depth)
-        self.ranks = 1 if size is None else ranks
+        self.ranks = 1 if size is None else min(MAX_RANKS, vocab)
         self._size = size
 
     @abstractmethod
@@ -239,8 +334,7 @@ class IndependentHeadsSession(CalibratedSession):
 
     def tree_size(self, depths: Sequence[int]) -> TreeSize:
         """How large the trees become; without a latency model "auto" stands for `DEFAULT_NODES`."""
-        has_latency = self.call.depth is not None and self.call.depth.latency is not None
-        return tree_size(DEFAULT_NODES if self._size == "auto" and not has_latency else self._size, self.call, depths)
+        return tree_size(default_size(self.call, self._size), self.call, depths)
 
     def ranked_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, NDArray[np.integer[Any]], Floats]:
         """The most preferred tokens of each depth.
@@ -300,42 +394,47 @@ def with_q(draft: DraftTree, depths: Sequence[Sequence[int]], scores: torch.Tens
     return DraftTree(draft.token_lists(), draft.parents, scores.softmax(dim=-1).gather(1, index))
 
 
-class ParallelSession(IndependentHeadsSession):
+class ParallelSession(ReadsFeatures, IndependentHeadsSession):
     """The state of one call with a head that drafts all depths in one pass: DFlash, JetSpec, P-EAGLE."""
 
     def __init__(
         self,
         call: DraftCall,
         target: HiddenStateTarget,
-        bound: BoundHead,
         runner: ParallelRunner,
         depth: int,
         tree: str | int | None,
         window: DraftWindow | None = None,
     ):
-        super().__init__(call, depth, tree, min(RANKS, bound.head.config.draft_vocab_size))
-        self.runner = runner
-        self._queue = FeatureQueue(call, target, bound.aux_hidden_state_layers, window, runner.restart)
-        self.passes: list[int] = []
-        self._drafting: list[bool] = []
+        super().__init__(call, depth, tree, runner.bound.head.config.draft_vocab_size)
+        self.connect(target, runner, runner.bound.aux_hidden_state_layers, window)
+        self.passes = []
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        if self._queue.is_empty:
-            self._queue.receive()
-        self.passes, self._drafting = [], [depth > 0 for depth in max_depths]
+        self.passes = []
         return super().draft(max_depths)
 
-    def observe(self, result: VerificationResult) -> None:
-        """Count acceptance, and receive the hidden states of the tokens that were accepted."""
-        super().observe(result)
-        self._queue.receive()
-
     def depth_logits(self, depth: int) -> torch.Tensor:
-        """Process the text since the last draft with the target's features, and draft; ended rows are dropped.
-
-        Rows that do not draft keep their features: being ahead of slower rows, they may have no new token to continue.
-        """
-        features, tokens = self._queue.take(self._drafting)
-        active = self._queue.active_rows()
+        """As `PathSession.first_scores`."""
+        features, tokens = self.queue.take(self.drafting)
+        active = self.queue.active_rows()
         self.passes = [sum(active) * depth]
         return self.runner.draft(features, tokens, active, depth).float()
+
+
+class MedusaSession(IndependentHeadsSession):
+    """The state of one call with Medusa heads that do not read the path."""
+
+    passes = ()  # heads run once per draft: the overhead of a draft
+
+    def __init__(
+        self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, k: int, tree: str | int | None
+    ):
+        assert call.model is not None
+        super().__init__(call, min(k, runner.num_heads), tree, vocabulary_size(call.model))
+        self._target, self._runner = target, runner
+
+    def depth_logits(self, depth: int) -> torch.Tensor:
+        """All heads read the state that chose each row's last token."""
+        states = self._target.states_of(self._runner.bound.aux_hidden_state_layers)
+        return self._runner.all_logits(states, self.call.state.pending(), depth).float()

@@ -48,19 +48,14 @@ def export(
     with errors():
         from transformers import AutoModelForCausalLM
 
-        from hf_specgen.heads import load_medusa
-        from hf_specgen.heads.checkpoint import Source, source_errors
-        from hf_specgen.heads.export import export_head
-        from hf_specgen.heads.head_formats import load_head
-        from hf_specgen.heads.medusa_formats import export_medusa, holds_medusa
+        from hf_specgen.heads import export_head, load_head
+        from hf_specgen.heads.checkpoint import source_errors
 
-        if holds_medusa(Source(heads)):
+        model = None
+        if target:
             with source_errors(target):
-                model = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if target else None
-            files = export_medusa(load_medusa(heads, model), output, to, model)
-        else:
-            files = export_head(load_head(heads), output, to)
-        for file in files:
+                model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        for file in export_head(load_head(heads), output, to, model):
             typer.echo(file)
 
 

@@ -67,47 +67,44 @@ def show(settings: DoctorSettings) -> bool:
     report = examine(settings)
     if settings.as_json:
         print(json.dumps(asdict(report), indent=2))
-    else:
-        console = terminal()
-        view = Table(box=SIMPLE, pad_edge=False, show_header=False)
-        view.add_column()
-        view.add_column(style="bold", no_wrap=True)
-        view.add_column(overflow="fold")
-        for finding in report.findings:
-            text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
-            view.add_row(SIGNS[finding.result], finding.subject, text)
-        console.print(view)
+        return not report.bad
+    console = terminal()
+    view = Table(box=SIMPLE, pad_edge=False, show_header=False)
+    for finding in report.findings:
+        text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
+        view.add_row(SIGNS[finding.result], f"[bold]{finding.subject}[/]", text)
+    console.print(view)
+    if report.measured:
         console.print(_ranking(report))
-        if report.recommendation:
-            console.print(f"[bold]{report.recommendation}[/]", highlight=False)
-        console.print(report.reason)
+    if report.recommendation:
+        console.print(f"[bold]{report.recommendation}[/]", highlight=False)
+    console.print(report.reason)
     return not report.bad
 
 
-def _ranking(report: Report) -> Table | str:
+def _ranking(report: Report) -> Table:
     """The measured variants, fastest first, with the code of each, or why it is not faster."""
-    if not report.measured:
-        return ""
-    view = Table(box=SIMPLE, pad_edge=False)
-    view.add_column("fastest first", overflow="fold")
-    for title in ("tokens/s", "over plain", "tokens per step", "accepted"):
-        view.add_column(title, justify="right")
-    view.add_column("candidate_generator=", overflow="fold")
+    view = Table(
+        "fastest first", "tokens/s", "over plain", "tokens per step", "accepted", "candidate_generator=",
+        box=SIMPLE, pad_edge=False,
+    )  # fmt: skip
     for name, numbers in sorted(report.measured.items(), key=lambda item: -item[1]["tokens_per_second"]):
-        speed = f"{numbers['tokens_per_second']:.1f}", f"{numbers['speedup']:.2f}"
-        counts = f"{numbers.get('tokens_per_step', 1.0):.2f}", f"{numbers.get('acceptance_rate', 0.0):.0%}"
         about = f"\n[dim]{report.notes[name]}[/]" if report.notes.get(name) else ""
-        view.add_row(name, *speed, *counts, report.codes.get(name, "") + about)
+        view.add_row(
+            name,
+            f"{numbers['tokens_per_second']:.1f}",
+            f"{numbers['speedup']:.2f}",
+            f"{numbers.get('tokens_per_step', 1.0):.2f}",
+            f"{numbers.get('acceptance_rate', 0.0):.0%}",
+            report.codes.get(name, "") + about,
+        )
     return view
 
 
 def examine(settings: DoctorSettings) -> Report:
     """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found."""
-    name = settings.model or settings.model_option
-    if not name or (settings.model and settings.model_option):
-        raise ValueError("name one target: hf-specgen doctor MODEL")
-    settings = replace(settings, model=name, device=settings.device or workloads.default_device())
-    workloads.check_device(settings.device)
+    device = settings.device or workloads.default_device()
+    workloads.check_device(device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
     drafts = [blueprint(draft, settings.dtype) for draft in settings.draft]
@@ -117,11 +114,11 @@ def examine(settings: DoctorSettings) -> Report:
         report.findings += _labelled(found, draft.name if len(drafts) > 1 else "")
     for name in settings.heads:
         report.findings += _labelled(heads(name, target), name if len(settings.heads) > 1 else "")
-    report.findings.append(memory([target, *drafts], settings.batch_size, settings.length, settings.device))
+    report.findings.append(memory([target, *drafts], settings.batch_size, settings.length, device))
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
-        _measure(settings, target, report)
+        _measure(settings, device, target, report)
     else:
         most = strategies(settings.draft, settings.heads, settings.adapter)[-1]
         report.recommendation = LINE.format(most.code)
@@ -135,9 +132,9 @@ def _labelled(findings: Sequence[Finding], name: str) -> list[Finding]:
     return [replace(finding, found=label + finding.found) for finding in findings]
 
 
-def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> None:
+def _measure(settings: DoctorSettings, device: str, target: Blueprint, report: Report) -> None:
     """Time T(q), and every strategy against plain `generate`; add findings and a recommendation to the report."""
-    model, tokenizer = workloads.load_model(settings.model, target.dtype, settings.device)
+    model, tokenizer = workloads.load_model(settings.model, target.dtype, device)
     limit = getattr(target.config, "max_position_embeddings", None) or 2**31
     if not model.config.is_encoder_decoder:
         sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
@@ -145,8 +142,8 @@ def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> Non
         report.findings.append(verification_cost(curve))
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     named = strategies(settings.draft, settings.heads, settings.adapter, dtype=target.dtype)
+    report.codes, variants = _variants([*_presets(model), *named], device)
     prompts = list(settings.prompt or PROMPTS)
-    codes, variants = _variants([*_presets(model), *named], settings.device)
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
     measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
@@ -157,13 +154,11 @@ def _measure(settings: DoctorSettings, target: Blueprint, report: Report) -> Non
             totals[name].add(sample, samples[PLAIN])
     plain = totals.pop(PLAIN)
     report.findings.append(same_tokens(totals, exact=target.dtype == torch.float32))
-    report.measured[PLAIN] = {"tokens_per_second": plain.tokens_per_second, "speedup": 1.0}
     speeds = {name: Speed.of(total, plain) for name, total in totals.items()}
-    for name, measured in speeds.items():
-        report.measured[name] = measured.to_dict()
-        report.notes[name] = note(measured)
-    report.codes = codes
-    report.recommendation, report.reason = recommend(speeds, codes)
+    report.measured = {name: measured.to_dict() for name, measured in speeds.items()}
+    report.measured[PLAIN] = {"tokens_per_second": plain.tokens_per_second, "speedup": 1.0}
+    report.notes = {name: note(measured) for name, measured in speeds.items()}
+    report.recommendation, report.reason = recommend(speeds, report.codes)
 
 
 def _presets(model: PreTrainedModel) -> list[Strategy]:
@@ -208,11 +203,11 @@ def note(measured: Speed) -> str:
         return ""
     if not measured.plausible:
         return "not possible: another process used the machine meanwhile; measure again"
-    if measured.total.drafted == 0:
+    if measured.counts.drafted == 0:
         return "nothing was drafted"
     if not measured.interval.differs:
         return "no difference was shown; more --rounds make the interval smaller"
-    if measured.total.acceptance_rate < 0.3:
+    if measured.counts.acceptance_rate < 0.3:
         return "few draft tokens are accepted: no repetition, a high temperature, or an unrelated draft"
     return "drafting and verifying take too long"
 

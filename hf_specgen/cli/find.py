@@ -48,26 +48,23 @@ class Draft:
 
 def show(settings: FindSettings) -> bool:
     """Print what was found, best first; returns False if that is nothing."""
-    console, place = terminal(), "the Hub"
-    try:
-        found = [] if settings.offline or constants.HF_HUB_OFFLINE else on_hub(settings.model, settings.limit)
-        is_online = not (settings.offline or constants.HF_HUB_OFFLINE)
-    except (HfHubHTTPError, OSError) as error:
-        console.print(f"the Hub cannot be reached ({type(error).__name__}); looking in the local cache")
-        is_online = False
-    if not is_online:
-        place, found = "the local cache", in_cache(settings.model)
+    console, place = terminal(), "the local cache"
+    if not (settings.offline or constants.HF_HUB_OFFLINE):
+        try:
+            place, found = "the Hub", on_hub(settings.model, settings.limit)
+        except (HfHubHTTPError, OSError) as error:
+            console.print(f"the Hub cannot be reached ({type(error).__name__}); looking in the local cache")
+            place = "the local cache"
+    if place != "the Hub":
+        found = in_cache(settings.model)
     found = sorted(found, key=lambda draft: draft.rank)[: settings.limit]
     if not found:
         console.print(f"nothing was found for {settings.model!r} in {place}; the presets need no checkpoint")
         return False
-    view = Table(box=SIMPLE, pad_edge=False, title=f"for {settings.model}, in {place}", title_justify="left")
-    for title in ("checkpoint", "format", "of the target's size", "downloads"):
-        view.add_column(title, justify="left" if title in ("checkpoint", "format") else "right", overflow="fold")
-    for draft in found:
-        view.add_row(
-            draft.name, draft.kind, "" if draft.size is None else f"{draft.size:.1%}", str(draft.downloads or "")
-        )
+    titles = ("checkpoint", "format", "of the target's size", "downloads")
+    view = Table(*titles, box=SIMPLE, pad_edge=False, title=f"for {settings.model}, in {place}", title_justify="left")
+    for one in found:
+        view.add_row(one.name, one.kind, "" if one.size is None else f"{one.size:.1%}", str(one.downloads or ""))
     console.print(view)
     options = " ".join(f"--{'draft' if one.kind == DRAFT else 'heads'} {one.name}" for one in found[:3])
     console.print(f"measure them: hf-specgen doctor {settings.model} {options}", highlight=False)
@@ -110,7 +107,7 @@ def in_cache(target: str) -> list[Draft]:
         try:
             kind = type(AutoCandidates.from_pretrained(name)).__name__
             tensors = open_checkpoint(Source(name)).tensors.values()
-            size = sum(prod(info.shape) for info in tensors) / plan.parameters
+            size = sum(prod(info.shape) for info in tensors) / plan.model.num_parameters()
             if kind == DraftModelCandidates.__name__:
                 draft = blueprint(name, "auto")
                 checks = [support(draft, "draft"), *tokenizers(plan, draft)]

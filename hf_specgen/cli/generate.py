@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -21,7 +21,7 @@ from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, parse_object, strategies
+from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, read_rows, strategies
 from hf_specgen.many_prompts import Completion, generate_many
 
 Row = dict[str, Any]
@@ -35,35 +35,30 @@ def show(settings: GenerateSettings) -> None:
     console = Console(quiet=not processes.is_main_process)
     if settings.output.exists():
         raise ValueError(f"{settings.output} exists already; delete it or name another file")
-    rows = read_rows(settings)
+    rows = rows_of(settings)
     parts = settings.output.with_name(settings.output.name + ".parts")
     if processes.is_main_process:
         _begin(parts, settings)
     processes.wait_for_everyone()
     known = read_answers(parts)
-    processes.wait_for_everyone()  # no process writes before all have read, so that all divide the same batches
+    processes.wait_for_everyone()  # no process writes before all have read, so that all divide the same rows
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device or str(processes.device))
-    order = [index for index in by_length(rows, tokenizer, settings) if index not in known]
+    texts = [_text(row[settings.column], tokenizer, settings.chat) for row in rows]
+    # Longest first, so that few rows run alone at the end.
+    order = sorted((index for index in range(len(rows)) if index not in known), key=lambda index: -len(texts[index]))
     mine = order[processes.process_index :: processes.num_processes]
-    before = f", {len(known)} answered already" if known else ""
-    shared = f", {processes.num_processes} processes" if processes.num_processes > 1 else ""
-    console.print(f"{len(rows)} rows{before}{shared}")
+    console.print(f"{len(rows)} rows, {len(known)} answered already, processes: {processes.num_processes}")
     begin, tokens = perf_counter(), 0
-    named = strategies(settings.draft, settings.heads, settings.adapter)[1:]
+    named = strategies(settings.draft, settings.heads, settings.adapter, tokenizer=tokenizer)[1:]
     strategy = named[-1].candidates if named else default_candidates()  # the last one that was named
-    with (
-        maybe_prepacked(model, settings.pack_weights),
-        (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file,
-    ):
+    part = parts / f"process-{processes.process_index}.jsonl"
+    with maybe_prepacked(model, settings.pack_weights), part.open("a", encoding="utf-8") as file:
         file.write("\n")  # the last line may have been cut off
-        prompts = [rows[index][settings.column] for index in mine]
-        seeds = [settings.seed + index for index in mine]
-        answers = answer(model, tokenizer, prompts, seeds, strategy, settings)
+        answers = answer(model, tokenizer, [texts[index] for index in mine], mine, strategy, settings)
         for completion in track(answers, "prompts", len(mine), console=console, transient=True):
             tokens += len(completion.tokens)
             text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-            file.write(json.dumps([mine[completion.index], text]) + "\n")
-            file.flush()
+            print(json.dumps([mine[completion.index], text]), file=file, flush=True)
     processes.wait_for_everyone()
     if processes.is_main_process:
         write_output(settings, rows, read_answers(parts))
@@ -74,22 +69,11 @@ def show(settings: GenerateSettings) -> None:
         console.print(strategy.speculation.summary(), highlight=False)
 
 
-def read_rows(settings: GenerateSettings) -> list[Row]:
+def rows_of(settings: GenerateSettings) -> list[Row]:
     """The rows of a JSONL file or of a dataset."""
     path = Path(settings.source)
-    if path.suffix in (".jsonl", ".json") or path.is_file():
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {settings.source!r}")
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{settings.source} is not UTF-8: {error}") from None
-        rows = [parse_object(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    else:
-        rows = _dataset(settings)
-    rows = rows[: settings.limit or None]
-    if not rows:
-        raise ValueError(f"{settings.source} has no rows")
+    is_file = path.suffix in (".jsonl", ".json") or path.is_file()
+    rows = (read_rows(path) if is_file else _dataset(settings))[: settings.limit or None]
     for number, row in enumerate(rows, start=1):
         if problem := _problem(row, settings):
             raise ValueError(f"row {number} of {settings.source} {problem}")
@@ -117,27 +101,21 @@ def _problem(row: Row, settings: GenerateSettings) -> str:
     return ""
 
 
-def by_length(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, settings: GenerateSettings) -> list[int]:
-    """Indices of rows, longest prompts first, so that rows of a batch are of similar length."""
-    lengths = [len(_text(row[settings.column], tokenizer, settings.chat)) for row in rows]
-    return sorted(range(len(rows)), key=lambda index: (-lengths[index], index))
-
-
 def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Any],
-    seeds: Sequence[int],
+    texts: Sequence[str],
+    rows: Sequence[int],
     strategy: Candidates,
     settings: GenerateSettings,
 ) -> Iterator[Completion]:
-    """The answers to prompts, in the order of completion."""
+    """The answers to the prompts of these rows, in the order of completion."""
     formatted = bool(tokenizer.chat_template) and settings.chat
-    texts = (_text(prompt, tokenizer, settings.chat) for prompt in prompts)
-    ids = (cast(Any, tokenizer(text, add_special_tokens=not formatted)["input_ids"]) for text in texts)
+    ids: Iterator[Any] = (tokenizer(text, add_special_tokens=not formatted)["input_ids"] for text in texts)
     arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
-    policy = FixedDepth(0) if settings.plain else None
-    return generate_many(model, ids, strategy, max_rows=settings.batch_size, seed=seeds, policy=policy, **arguments)
+    arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
+    seeds = [settings.seed + row for row in rows]
+    return generate_many(model, ids, strategy, max_rows=settings.batch_size, seed=seeds, **arguments)
 
 
 def read_answers(parts: Path) -> dict[int, str]:
@@ -169,16 +147,8 @@ def _begin(parts: Path, settings: GenerateSettings) -> None:
     file = parts / "settings.json"
     if not file.exists():
         file.write_text(json.dumps(run, indent=2), encoding="utf-8")
-        return
-    try:
-        before = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise ValueError(f"{file} is damaged; delete the folder {parts} to begin anew") from None
-    changed = [f"{name} was {before.get(name)!r}, is {run[name]!r}" for name in run if before.get(name) != run[name]]
-    if changed:
-        raise ValueError(
-            f"{parts} belongs to a run with other settings ({'; '.join(changed)}); delete it to begin anew"
-        )
+    elif (before := file.read_text(encoding="utf-8")) != json.dumps(run, indent=2):
+        raise ValueError(f"{parts} belongs to a run with other settings, {before}; delete the folder to begin anew")
 
 
 def _text(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
@@ -189,10 +159,9 @@ def _text(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
 
 
 def _dataset(settings: GenerateSettings) -> list[Row]:
-    try:
-        from datasets import load_dataset
-    except ModuleNotFoundError:
-        raise ImportError("a dataset of the Hub needs datasets: pip install datasets") from None
+    """The rows of a dataset of the Hub."""
+    from datasets import load_dataset  # not needed for files
+
     try:
         return [dict(row) for row in load_dataset(settings.source, settings.name or None, split=settings.split)]
     except Exception as error:  # the readers of many formats raise errors of many types

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import psutil  # accelerate depends on it
 import torch
 from accelerate import init_empty_weights
+from accelerate.utils import get_max_memory
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,8 +16,6 @@ from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.medusa import check_heads
-from hf_specgen.heads.medusa_formats import holds_medusa, inspect_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
 
@@ -56,14 +55,9 @@ class Blueprint:
         return self.model.config.get_text_config()
 
     @property
-    def parameters(self) -> int:
-        """The number of parameters; tied ones count once."""
-        return _parameters(self.model)
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters; tied ones count once."""
-        return self.parameters * self.dtype.itemsize
+        return self.model.num_parameters() * self.dtype.itemsize
 
     def cache_bytes(self, batch: int, length: int) -> int:
         """Bytes of keys and values for `batch` rows of `length` tokens; sliding windows do not reduce them here."""
@@ -79,7 +73,7 @@ def blueprint(name: str, dtype: str) -> Blueprint:
         config = AutoConfig.from_pretrained(name)
         chosen = workloads.torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
-            model = workloads.generating_class(config).from_config(config).eval()
+            model = workloads.generating_class(config)(config).eval()
         model.tie_weights()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -103,9 +97,8 @@ def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
     sizes = f"embedding tables of {target.config.vocab_size} and {draft.config.vocab_size} rows"
     a, b = target.tokenizer, draft.tokenizer
     if a is None or b is None:
-        missing = target.name if a is None else draft.name
         same = target.config.vocab_size == draft.config.vocab_size
-        found = f"no tokenizer could be loaded for {missing!r}; {sizes}"
+        found = f"no tokenizer could be loaded for {target.name if a is None else draft.name!r}; {sizes}"
         meaning = "the tokenizers cannot be compared; give folders that hold them"
         return [Finding("tokenizers", WARNING if same else BAD, found, meaning)]
     if a.get_vocab() != b.get_vocab():
@@ -116,19 +109,14 @@ def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
         meaning = "supported: draft tokens come from those in both; a draft model of the same family is faster"
         return [Finding("tokenizers", WARNING if fraction > 0.5 else BAD, found, meaning)]
     findings = [Finding("tokenizers", GOOD, f"all {len(a.get_vocab())} entries are the same; {sizes}")]
-    ends = [(name, getattr(a, name), getattr(b, name)) for name in ("bos_token_id", "eos_token_id")]
-    unlike = ", ".join(f"{name} {ours} and {theirs}" for name, ours, theirs in ends if ours != theirs)
-    findings.append(_alike("special tokens", unlike, "texts that begin or end differently"))
-    if a.chat_template:
-        unlike = "" if a.chat_template == b.chat_template else "not the target's"
-        findings.append(_alike("chat template", unlike, "texts in another template or none"))
+    settings = {"special tokens": ("bos_token_id", "eos_token_id"), "chat template": ("chat_template",)}
+    for subject, names in settings.items():
+        if any(getattr(a, name) is not None and getattr(a, name) != getattr(b, name) for name in names):
+            meaning = "trained on texts of another form: fewer of its draft tokens are accepted"
+            findings.append(Finding(subject, WARNING, "not the target's", meaning))
+        else:
+            findings.append(Finding(subject, GOOD, "the same"))
     return findings
-
-
-def _alike(subject: str, unlike: str, texts: str) -> Finding:
-    """A warning if the draft model was trained on other texts than the target writes."""
-    meaning = f"trained on {texts}: fewer of its draft tokens are accepted"
-    return Finding(subject, WARNING, unlike, meaning) if unlike else Finding(subject, GOOD, "the same")
 
 
 def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
@@ -144,40 +132,23 @@ def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
 def heads(name: str, target: Blueprint) -> list[Finding]:
     """Whether heads, a folder or Hub id in any format that can be loaded, belong to the target."""
     try:
-        if not holds_medusa(Source(name)):
-            return _draft_head(name, target)
-        config = inspect_medusa(name).config
+        if has_mtp_layers(open_checkpoint(Source(name))):
+            return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
+        head = load_head(name)
     except (OSError, ValueError) as error:
         return [Finding("heads", BAD, f"{name!r} cannot be read", str(error))]
-    findings = [Finding("heads", GOOD, f"{config.num_heads} heads, layers in each: {config.num_layers}")]
-    config.vocab_size = config.vocab_size or target.config.vocab_size  # Medusa v2 does not state it
+    findings, base = (
+        [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")],
+        head.config.base_model,
+    )
     try:
-        check_heads(config, target.model, "this set of heads")
+        head.bind(target.model)
     except ValueError as error:
         findings.append(Finding("heads' target", BAD, "not this target", str(error)))
-    return findings + _base(str((config.base or {}).get("name_or_path") or ""), target)
-
-
-def _draft_head(name: str, target: Blueprint) -> list[Finding]:
-    """The same for heads that read several hidden states, and for the layers in a target's own checkpoint."""
-    if has_mtp_layers(open_checkpoint(Source(name))):
-        return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
-    head = load_head(name)
-    findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")]
-    try:
-        layers = head.bind(target.model).aux_hidden_state_layers
-        findings[0] = replace(findings[0], found=f"{findings[0].found}, reads hidden states {layers}")
-    except ValueError as error:
-        findings.append(Finding("heads' target", BAD, "not this target", str(error)))
-    return findings + _base(head.config.base_model or "", target)
-
-
-def _base(base: str, target: Blueprint) -> list[Finding]:
-    """A warning if heads were trained on a model of another name."""
-    if not base or base.rstrip("/").split("/")[-1] == target.name.rstrip("/").split("/")[-1]:
-        return []
-    meaning = "draft tokens are accepted only if the heads were trained on this very model"
-    return [Finding("heads' base", WARNING, f"trained on {base!r}, not {target.name!r}", meaning)]
+    if base and Path(base).name != Path(target.name).name:
+        meaning = "draft tokens are accepted only if the heads were trained on this very model"
+        findings.append(Finding("heads' base", WARNING, f"trained on {base!r}, not {target.name!r}", meaning))
+    return findings
 
 
 def memory(models: list[Blueprint], batch: int, length: int, device: str, available: int | None = None) -> Finding:
@@ -199,18 +170,12 @@ def memory(models: list[Blueprint], batch: int, length: int, device: str, availa
 
 def free_bytes(device: str) -> int | None:
     """Free memory of a device; None if unknown."""
+    free, place = get_max_memory(), torch.device("cpu" if device == "auto" else device)
     if device == "auto":
-        gpus = [torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())]
-        return int(sum(gpus) + psutil.virtual_memory().available)
-    if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(torch.device(device))[0]) if torch.cuda.is_available() else None
-    return int(psutil.virtual_memory().available) if torch.device(device).type == "cpu" else None
-
-
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+        return int(sum(free.values()))
+    return free.get("cpu" if place.type == "cpu" else place.index or 0)
 
 
 def _count(model: nn.Module) -> str:
-    parameters = _parameters(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"

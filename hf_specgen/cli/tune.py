@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.box import SIMPLE
 from rich.table import Table
 
-from hf_specgen.cli.settings import TuneSettings, check_writable, terminal
+from hf_specgen.cli.settings import TuneSettings, terminal
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.evaluation.workloads import load_model, strategies
@@ -14,7 +16,8 @@ from hf_specgen.evaluation.workloads import load_model, strategies
 def show(settings: TuneSettings) -> None:
     """Measure, store, and print what was measured."""
     console = terminal()
-    check_writable(settings.latency)
+    if settings.latency.is_dir() or not os.access(settings.latency.resolve().parent, os.W_OK):
+        raise OSError(f"{str(settings.latency)!r} cannot be written; name a file in a folder that is writable")
     model, _ = load_model(settings.model, settings.dtype, settings.device)
     candidates = [one.candidates for one in strategies(settings.draft, settings.heads, settings.adapter)]
     for strategy in candidates:  # every strategy must fit the target before anything is measured
@@ -29,10 +32,9 @@ def show(settings: TuneSettings) -> None:
 def _latencies(latency: LatencyModel) -> Table:
     """Latencies relative to a plain step, a row for each number of rows."""
     shown = (2, 4, 8, 16, 32)
-    view = Table(box=SIMPLE, pad_edge=False, title="latency in plain steps", title_style="bold", title_justify="left")
     drafters = sorted({kind for one in latency.buckets for kind in one.drafters} - {"any"})
-    for name in ("rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters):
-        view.add_column(name.replace("_", " "), justify="right")
+    titles = ["rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters]
+    view = Table(*titles, box=SIMPLE, pad_edge=False, title="latency in plain steps", title_justify="left")
     for curve, kinds in latency.buckets:
         cells = [str(curve.batch), str(curve.context), f"{1000 * curve(1):.1f} ms"]
         cells += [f"{curve.relative(tokens):.2f}" for tokens in shown]

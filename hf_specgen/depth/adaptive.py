@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
-from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, LatencyModel
+from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, LatencyModel, StepLatency
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.memory import memory
 from hf_specgen.targets.target import Target
@@ -35,9 +35,8 @@ class AdaptiveDepth(Policy):
     pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps, the tokens that
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
-    call, nothing is drafted. The latencies, T(q) of the target and the
-    drafter's passes, are measured once per model (`hf_specgen.depth.calibrate`). All ranks of a tensor-parallel model
-    use the first rank's.
+    call, nothing is drafted. The latencies, T(q) of the target and the time of drafting, are measured once per model
+    (`hf_specgen.depth.calibrate`). All ranks of a tensor-parallel model use the first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead: nothing is then measured, and
@@ -77,7 +76,11 @@ class DraftingLoss:
 
 
 class AdaptiveSession(PolicySession):
-    """The state of `AdaptiveDepth` in one call."""
+    """The state of `AdaptiveDepth` in one call.
+
+    Attributes:
+        known: the latencies of passes, those of other calls that share them included; None while they are unknown.
+    """
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call, drafting = call, call.drafting
@@ -88,24 +91,41 @@ class AdaptiveSession(PolicySession):
         self._timer: DrafterTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         self._uncached, self._has_drafted = call.context_length, False
+        self._share: tuple[LatencyModel | None, int, LatencyModel | None] = None, 0, None
+        self.known: LatencyModel | None = None
         if policy.latency is None:
             self._use(known_curve(call))
         else:
-            self.latency = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
+            self.known = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
+
+    @property
+    def latency(self) -> LatencyModel | None:  # type: ignore[override]
+        """The latencies of the rows of this call: their share of the passes, which rows of other calls may share."""
+        known, rows = self.known, self._call.state.other_rows
+        if known is None or not rows:
+            return known
+        if self._share[0] is not known or self._share[1] != rows:
+            self._share = known, rows, known.shared(rows + self._call.state.batch)
+        return self._share[2]
 
     def prefilled(self, target: Target) -> None:
-        if self.latency is None:
+        if self.known is None:
             self._use(target_curve(self._call, target))
 
     def _use(self, curve: CostCurve | None) -> None:
         if curve is not None:
             self._timer = DrafterTimer(self._call, curve)
-            self.latency = LatencyModel((Bucket(curve, {ANY_DRAFTER: self._timer.latency()}),))
+            self.known = LatencyModel((Bucket(curve, {ANY_DRAFTER: self._timer.latency()}),))
+
+    def _at(self, rows: int) -> StepLatency:
+        """The latencies of a step of so many rows."""
+        assert self.latency is not None
+        return self.latency.at(rows, self._call.context_length)
 
     def depths(self, limits: Sequence[int]) -> list[int]:
         """The same depth for all rows; 0 while drafting pauses, or while latencies are unknown."""
         rows = sum(limit > 0 for limit in limits)
-        if self.latency is None or not rows:
+        if self.known is None or not rows:
             return [0] * len(limits)
         if self._pauses(rows):
             self._uncached += 1
@@ -115,13 +135,12 @@ class AdaptiveSession(PolicySession):
         return [min(depth, limit) for limit in limits]
 
     def affords_prefill(self) -> bool:
-        is_known = self.latency is not None and (self._timer is None or self._timer.is_known)
+        is_known = self.known is not None and (self._timer is None or self._timer.is_known)
         return not is_known or self._catching_up(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
 
     def _catching_up(self, rows: int) -> float:
         """Time of the drafter for tokens that it has not processed yet, in plain steps."""
-        assert self.latency is not None
-        target, drafter = self.latency.at(rows, self._call.context_length)
+        target, drafter = self._at(rows)
         seconds = drafter.seconds_of(rows * (1 + self._uncached)) - drafter.seconds_of(rows)
         return seconds / target.seconds_of(rows)
 
@@ -136,8 +155,7 @@ class AdaptiveSession(PolicySession):
 
     def _fastest_chain(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, if each token is accepted equally often."""
-        assert self.latency is not None
-        target, drafter = self.latency.at(rows, self._call.context_length)
+        target, drafter = self._at(rows)
         acceptance, draft_pass = self._accepted / self._verified, drafter.seconds_of(rows)
         best, best_rate, tokens = 1, 0.0, 1.0
         for depth in range(1, min(self._call.drafting.k, limit, MAX_CHAIN) + 1):
@@ -149,14 +167,15 @@ class AdaptiveSession(PolicySession):
 
     def observe(self, step: StepRecord) -> None:
         """Count the loss and the acceptance of a step with a draft."""
+        if self.known is None or not step.has_draft:
+            return
         rows = [row for row in step.rows if row is not None]
         drafted = [row for row in rows if row.drafted]
-        if self.latency is None or not any(step.requested) or not (drafted or step.passes):
-            return
-        self._uncached, self._has_drafted = 0, True
+        if drafted or step.passes:
+            self._uncached, self._has_drafted = 0, True
         if self._timer is not None and self._timer.observe(step):
-            self.latency = LatencyModel((Bucket(self.latency.buckets[0].target, {ANY_DRAFTER: self._timer.latency()}),))
-        target, drafter = self.latency.at(step.batch, self._call.context_length)
+            self.known = LatencyModel((Bucket(self.known.buckets[0].target, {ANY_DRAFTER: self._timer.latency()}),))
+        target, drafter = self._at(step.batch)
         seconds = target.seconds_of(step.batch * step.tokens_per_row) + drafter.draft(step.passes)
         self._loss.add(seconds / target.seconds_of(step.batch) - sum(row.emitted for row in rows) / len(rows))
         memory.store(self._model, self._key, self._loss)

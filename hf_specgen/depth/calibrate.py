@@ -1,9 +1,9 @@
-"""Measures T(q), the target's latency by tokens per row, and the cost of a drafter's pass: once per model.
+"""Measures T(q), the target's latency by tokens per row, and the time of drafting: once per model.
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
-sizes, which are rolled back. Together they take about the time of eight plain steps. The cost of a drafter's pass is
-taken from its first drafts. Both are kept as long as the model; decisions then follow from the text alone. All ranks of
-a tensor-parallel model use what the first rank measured.
+sizes, which are rolled back. Together they take about the time of eight plain steps. The time of drafting is taken from
+the first drafts. Both are kept as long as the model; decisions then follow from the text alone. All ranks of a
+tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from collections.abc import Hashable, Sequence
 from itertools import cycle
 from math import sqrt
 from statistics import median
-from threading import Lock
 from time import perf_counter, thread_time
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import CostCurve, DraftLatency
+from hf_specgen.memory import memory
 from hf_specgen.targets.graphs import is_captured
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
@@ -36,24 +34,19 @@ QUERIES = (1, 8, 2, 24, 1, 64)
 MAX_PLAIN_STEPS = 8.0
 """Time that the passes of a calibration may take, in plain steps."""
 
-_lock = Lock()
-_measured: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = WeakKeyDictionary()
-
 
 def known_curve(call: Call) -> CostCurve | None:
     """T(q) of the target, if an earlier call has measured it for this dtype, device, rows and context."""
-    with _lock:
-        return None if call.model is None else _measured.setdefault(call.model, {}).get(_key(call))
+    return None if call.model is None else memory.recall(call.model, _key(call), lambda: None)
 
 
 def target_curve(call: Call, target: Target) -> CostCurve | None:
     """T(q) of the target, measured now and kept; None near the end of its position table."""
-    assert call.model is not None
     if max(target.first_positions, default=0) + QUERIES[1] > target.last_position:
         return None
     curve = _measure(call, target)
-    with _lock:
-        return _measured.setdefault(call.model, {}).setdefault(_key(call), curve)
+    memory.store(call.model, _key(call), curve)
+    return curve
 
 
 def _key(call: Call) -> tuple[Hashable, ...]:
@@ -63,7 +56,7 @@ def _key(call: Call) -> tuple[Hashable, ...]:
     rows = (call.state.batch - 1).bit_length()  # powers of two
     context = max(0, (call.context_length - 1).bit_length() - 9) // 2  # powers of four from 512 on
     captured = bool(call.compiled) and is_captured(model)
-    return model.dtype, compat.input_device(model), attention, captured, rows, context
+    return "T(q)", model.dtype, compat.input_device(model), attention, captured, rows, context
 
 
 def _measure(call: Call, target: Target) -> CostCurve:
@@ -99,60 +92,59 @@ def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
     """
     tree = DraftTree.chains([[token] * (queries - 1) for token in pending])
     clock = thread_time if target.device.type == "cpu" else perf_counter
-    _wait(target.device)
+    wait(target.device)
     begin = clock()
     target.forward(tree, pending)
-    _wait(target.device)
+    wait(target.device)
     seconds = clock() - begin
     target.rewind([0] * len(pending))
     return seconds
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Block until all work submitted to the device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 class DrafterTimer:
-    """Derives the cost of a drafter's pass, as a fraction of T(q), from its first drafts with a target."""
+    """Derives the time of drafting from the first drafts with a target: of a pass, or of a draft without passes.
+
+    Attributes:
+        fraction: of T(q) for the q tokens of a pass; of T(1) for a draft without passes.
+    """
 
     def __init__(self, call: Call, curve: CostCurve):
-        self._curve, self._model = curve, call.model
+        self._call, self._curve, self._model = call, curve, call.model
+        self._without_passes = call.drafting.negligible_cost
         self._key, self._group = (*_key(call), call.drafting.key), lockstep_group(call.model)
-        assert call.model is not None
-        self._is_cpu = compat.input_device(call.model).type == "cpu"
-        with _lock:
-            known = 0.0 if call.drafting.negligible_cost else _measured.setdefault(call.model, {}).get(self._key)
-        self.fraction = 0.3 if known is None else known
-        self._ratios: list[float] | None = [] if known is None else None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the cost has been measured."""
-        return self._ratios is None
+        self._is_cpu = compat.input_device(call.model).type == "cpu"  # type: ignore[arg-type]
+        known: float | None = memory.recall(self._model, self._key, lambda: None)
+        self.is_known, self._ratios = known is not None, list[float]()
+        self.fraction = known or (0.0 if self._without_passes else 0.3)
 
     def latency(self) -> DraftLatency:
         """The drafter's latency, as far as it is known."""
         curve = self._curve
+        if self._without_passes:
+            return DraftLatency(overhead=self.fraction * curve.seconds[0])
         tokens = tuple(float(curve.batch * q) for q in curve.queries)
         return DraftLatency(tokens, tuple(self.fraction * seconds for seconds in curve.seconds))
 
     def observe(self, step: StepRecord) -> bool:
-        """Use the time of a draft; returns whether the cost has become known by it."""
-        if self._ratios is None or not step.passes or "forward" not in step.seconds:
+        """Use the time of a draft; returns whether the time of drafting has become known by it."""
+        if self.is_known or "forward" not in step.seconds or bool(step.passes) == self._without_passes:
             return False
-        seconds = step.seconds["draft"]
+        seconds = step.seconds.get("draft", 0.0)
         if self._is_cpu:  # other processes prolong wall times, that of the target's pass alike
-            seconds *= self._curve.seconds_of(step.batch * step.tokens_per_row) / step.seconds["forward"]
-        self._ratios.append(seconds / sum(map(self._curve.seconds_of, step.passes)))
-        if len(self._ratios) < 5:  # the first draft includes the drafter's prefill
-            return False
-        fraction = from_first_rank(median(self._ratios[1:]), self._group)
-        self._ratios = None
-        assert self._model is not None
-        with _lock:
-            self.fraction = _measured.setdefault(self._model, {}).setdefault(self._key, fraction)
-        return True
+            rows = step.batch + self._call.state.other_rows
+            seconds *= self._curve.seconds_of(rows * step.tokens_per_row) / step.seconds["forward"]
+        self._ratios.append(seconds / (sum(map(self._curve.seconds_of, step.passes)) or self._curve.seconds[0]))
+        self.is_known = len(self._ratios) == 5  # the first draft includes the drafter's prefill
+        if self.is_known:
+            self.fraction = from_first_rank(median(self._ratios[1:]), self._group)
+            memory.store(self._model, self._key, self.fraction)
+        return self.is_known
 
 
 def lockstep_group(model: Any) -> Any:

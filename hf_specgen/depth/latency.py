@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf, log2
 from pathlib import Path
@@ -150,6 +150,17 @@ class LatencyModel:
 
         nearest = self.buckets[0] if len(self.buckets) == 1 else min(self.buckets, key=distance)
         return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_DRAFTER])
+
+    def shared(self, rows: int) -> LatencyModel:
+        """The latencies of one row of `rows` that share the target's passes and draft one after the other."""
+        batches = {bucket.target.batch for bucket in self.buckets}
+        nearest = min(batches, key=lambda batch: abs(log2(rows / batch)))
+        buckets = []
+        for curve, drafters in self.buckets:
+            if curve.batch == nearest:
+                seconds = tuple(curve.seconds_of(rows * q) / rows for q in curve.queries)
+                buckets.append(Bucket(replace(curve, seconds=seconds, batch=1), drafters))
+        return LatencyModel(tuple(buckets), self.drafter)
 
     def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from hf_specgen.candidates import Candidates
 from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
 from hf_specgen.depth.calibrate import time_pass
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, DraftLatency
+from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
@@ -38,17 +38,14 @@ def measure_cost_curve(
     The sizes are interleaved within each repeat, so that other load on the machine affects all of them; the first
     repeat is a warm-up and not counted; each time is the median over the repeats.
     """
-    if not queries or queries[0] != 1 or any(b <= a for a, b in pairwise(queries)):
-        raise ValueError(f"queries must increase from 1, got {list(queries)}")
-    for name, value in (("context", context), ("batch", batch), ("repeats", repeats)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}")
+    CostCurve(tuple(queries), (1.0,) * len(queries), context, batch)  # raises for other values that make no sense
+    config = text_config(model)
+    limit = getattr(config, "max_position_embeddings", None) or 2**31
     if context + queries[-1] > limit:
         raise ValueError(f"context {context} and {queries[-1]} queries need more than the model's {limit} positions")
-    tokens = torch.randint(
-        model.config.get_text_config().vocab_size, (batch, context), generator=torch.Generator().manual_seed(0)
-    )
+    tokens = torch.randint(config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     times: dict[int, list[float]] = {q: [] for q in queries}
     with torch.no_grad():
         target = _read(model, tokens)
@@ -85,7 +82,7 @@ def _time_drafter(model: PreTrainedModel, candidates: Candidates, rows: int) -> 
         )
     statistics = candidates.speculation
     assert statistics is not None
-    passes = sum(len(step.drafter or ()) for step in statistics.passes)
+    passes = sum(len(step.passes) for step in statistics.passes)
     return DraftLatency(seconds=(statistics.seconds.get("draft", 0.0) / max(1, passes),))
 
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.counters import Rates, Statistics
+from hf_specgen.counters import Statistics
+from hf_specgen.depth.calibrate import wait as wait
 
 MARGIN = 1.05
 """Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
@@ -43,33 +44,27 @@ class Sample:
 
 
 @dataclass
-class Total(Rates):
+class Total:
     """Sums over samples. Throughput is the sum of tokens divided by the sum of time, never a mean of rates."""
 
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    emitted_in_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    identical: bool = True
     samples: list[Sample] = field(default_factory=list)
+    identical: bool = True
 
     def add(self, sample: Sample, reference: Sample) -> None:
         """Add a sample; `reference` is plain `generate` on the same prompts."""
-        self.tokens += sample.tokens
-        self.seconds += sample.seconds
         self.identical &= torch.equal(sample.ids, reference.ids)
         self.samples.append(sample)
-        if sample.speculation is not None:
-            self.steps += sample.speculation.steps
-            self.emitted_in_steps += sample.speculation.emitted_in_steps
-            self.drafted += sample.speculation.drafted
-            self.accepted += sample.speculation.accepted
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        """Throughput; 0 without samples."""
+        tokens, seconds = (sum(getattr(one, name) for one in self.samples) for name in ("tokens", "seconds"))
+        return float(tokens / seconds) if seconds else 0.0
+
+    @property
+    def counts(self) -> Statistics:
+        """The statistics of all samples together."""
+        return sum((one.speculation for one in self.samples if one.speculation is not None), Statistics([]))
 
 
 def measure_round(
@@ -105,23 +100,24 @@ def _run(
     seed: int,
 ) -> Sample:
     torch.manual_seed(seed)
-    clock = _FirstToken()
+    device, clock, tokens = compat.input_device(model), _FirstToken(), 0
     generator = arguments.get("candidate_generator")
-    arguments = {**arguments, "streamer": clock, **({"return_dict_in_generate": True} if followups else {})}
-    tokens, speculation = 0, None
-    wait(compat.input_device(model))
+    arguments = {**arguments, "streamer": clock, "return_dict_in_generate": bool(followups)}
+    statistics = list[Statistics]()
+    wait(device)
     clock.begin = begin = perf_counter()
     output: Any = None
     for followup in [None, *followups]:
         if followup is not None:
-            inputs = _next_turn(output, followup.to(compat.input_device(model)))
+            inputs = _next_turn(output, followup.to(device))
         output = cast(Any, model).generate(**inputs, **arguments)
         ids = output.sequences if followups else output
         tokens += _count(model, ids[:, inputs["input_ids"].shape[1] :])
         if generator is not None:
-            speculation = generator.speculation if speculation is None else speculation + generator.speculation
-    wait(compat.input_device(model))
+            statistics.append(generator.speculation)
+    wait(device)
     seconds = perf_counter() - begin
+    speculation = sum(statistics[1:], statistics[0]) if statistics else None
     return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds)
 
 
@@ -158,12 +154,6 @@ def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
     is_end = torch.isin(generated, torch.as_tensor(ends, device=generated.device))
     before_end = is_end.long().cumsum(dim=1) - is_end.long() == 0
     return int(before_end.sum())
-
-
-def wait(device: torch.device) -> None:
-    """Block until all work submitted to the device is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -221,21 +211,26 @@ def _ratio(*columns: np.ndarray, axis: int = -1) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Speed:
-    """The calls of a strategy, and its speedup over plain `generate` with a confidence interval over calls."""
+    """The speedup of a strategy over plain `generate`, with a confidence interval over calls.
 
-    total: Total
+    Args:
+        counts: what was drafted and accepted.
+    """
+
+    tokens_per_second: float
+    counts: Statistics
     interval: Interval
 
     @classmethod
     def of(cls, total: Total, plain: Total) -> Speed:
         """From the totals of a strategy and of plain `generate` on the same batches."""
         columns = [[getattr(one, name) for one in s.samples] for s in (total, plain) for name in ("tokens", "seconds")]
-        return cls(total, speedup_interval(*columns))
+        return cls(total.tokens_per_second, total.counts, speedup_interval(*columns))
 
     @property
     def plausible(self) -> bool:
         """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
-        return self.interval.value <= MARGIN * max(1.0, self.total.tokens_per_step)
+        return self.interval.value <= MARGIN * max(1.0, self.counts.tokens_per_step)
 
     @property
     def faster(self) -> bool:
@@ -247,6 +242,11 @@ class Speed:
 
     def to_dict(self) -> dict[str, float]:
         """Numbers by name, ready for JSON."""
-        names = ("tokens_per_second", "tokens_per_step", "acceptance_rate")
-        speedup = {"speedup": self.interval.value, "speedup_low": self.interval.low, "speedup_high": self.interval.high}
-        return speedup | {name: getattr(self.total, name) for name in names}
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": self.interval.value,
+            "speedup_low": self.interval.low,
+            "speedup_high": self.interval.high,
+            "tokens_per_step": self.counts.tokens_per_step,
+            "acceptance_rate": self.counts.acceptance_rate,
+        }

@@ -17,11 +17,8 @@ import torch
 import transformers
 from torch.nn.functional import pad
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -51,13 +48,6 @@ def _assets() -> Path:
     return clone if installed is None or installed.origin is None else Path(installed.origin).parent
 
 
-GENERATING = {
-    "MODEL_FOR_CAUSAL_LM_MAPPING": AutoModelForCausalLM,
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING": AutoModelForImageTextToText,
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING": AutoModelForSeq2SeqLM,
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING": AutoModelForSpeechSeq2Seq,
-}
-"""The Auto classes of models that generate, by the mapping of Transformers that lists their configurations."""
 ASSETS = _assets()
 EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
@@ -137,10 +127,9 @@ def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTra
 
 
 def generating_class(config: Any) -> Any:
-    """The Auto class whose models generate for this configuration: that of the class it names, if there are several."""
-    models = {auto: getattr(transformers, name).get(type(config), None) for name, auto in GENERATING.items()}
-    named = [auto for auto, model in models.items() if getattr(model, "__name__", "") in (config.architectures or ())]
-    return next(iter([*named, *(auto for auto, model in models.items() if model), AutoModelForCausalLM]))
+    """The class of models that generate for this configuration: the one it names, or its causal language model."""
+    named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    return named if hasattr(named, "generate") else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -176,40 +165,37 @@ def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
 
 
 def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
-    """The first prompts of each domain in a file."""
-    if not path.is_file():
-        hint = f"; for the number of prompts use --prompts-per-domain {path}" if str(path).isdecimal() else ""
-        raise FileNotFoundError(f"there is no file {str(path)!r} of JSONL rows {{prompt, domain}}{hint}")
+    """The first prompts of each domain in a file of rows {prompt, domain}, or in a text file of prompts."""
     chosen: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if not line.strip():
-            continue
-        domain, prompt = (OWN_PROMPTS, line) if path.suffix == ".txt" else _prompt(line, f"{path}, line {number}")
+    for row in read_rows(path):
+        domain, prompt = row.get("domain", OWN_PROMPTS), row.get("prompt")
+        if not isinstance(prompt, str) or not isinstance(domain, str):
+            raise ValueError(f"{path}: a row needs a text under the key prompt, and maybe domain, got {str(row)[:60]}")
         if len(chosen.setdefault(domain, [])) < per_domain:
             chosen[domain].append(prompt)
-    if not chosen:
-        raise ValueError(f"{path} has no prompts; give JSONL rows {{prompt, domain}}")
     return chosen
 
 
-def parse_object(line: str, where: str) -> dict[str, Any]:
-    """A line of a JSONL file that must be an object."""
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; `{prompt}` for each line of a text file."""
+    rows = []
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {line[:60]!r}")
-    return row
-
-
-def _prompt(line: str, where: str) -> tuple[str, str]:
-    """The domain and the prompt of a row."""
-    row = parse_object(line, where)
-    domain, prompt = row.get("domain", OWN_PROMPTS), row.get("prompt")
-    if not isinstance(prompt, str) or not isinstance(domain, str):
-        raise ValueError(f"{where}: expected a JSON object with the key prompt, got {line[:60]!r}")
-    return domain, prompt
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = {"prompt": line} if path.suffix == ".txt" else json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
 
 
 def encode(
@@ -280,12 +266,20 @@ class Strategy:
 
 
 def strategies(
-    drafts: Sequence[str] = (), heads: Sequence[str] = (), adapter: str = "", *, dtype: Any = "auto"
+    drafts: Sequence[str] = (),
+    heads: Sequence[str] = (),
+    adapter: str = "",
+    *,
+    dtype: Any = "auto",
+    tokenizer: Any = None,
 ) -> list[Strategy]:
-    """Every strategy that can be built, in order of draft cost: n-grams always, the others if their files are named."""
+    """Every strategy that can be built, in order of draft cost: n-grams always, the others if their files are named.
+
+    With the target's tokenizer a warning says which heads were trained with another chat template.
+    """
     for source in filter(None, (*drafts, *heads, adapter)):
         check_source(source)
-    found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates()), *map(head_strategy, heads)]
+    found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates()), *(head_strategy(one, tokenizer) for one in heads)]
     if adapter:
         layer = exit_layer_of(adapter)
         code = f"LayerSkipCandidates({layer}, adapter={adapter!r})"
@@ -295,20 +289,17 @@ def strategies(
         combined = CombinedCandidates([NgramCandidates(), model.candidates])
         found += [model, Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {model.code}])", combined)]
     names = Counter(one.name for one in found)
-    labels = {one.code: f"{one.name} {_last_name(one.code)}" for one in found if names[one.name] > 1}
-    return [replace(one, name=labels.get(one.code, one.name)) for one in found]
+    files = [Path(one.code.partition("('")[2].partition("'")[0]).name for one in found]
+    return [
+        replace(one, name=f"{one.name} {file}") if names[one.name] > 1 else one
+        for one, file in zip(found, files, strict=True)
+    ]
 
 
-def _last_name(code: str) -> str:
-    """The last part of the name in an expression: "draft-1B" of `DraftModelCandidates('org/draft-1B')`."""
-    return code.split("'")[1].rstrip("/").rpartition("/")[2]
-
-
-def head_strategy(heads: str, **settings: Any) -> Strategy:
-    """The strategy for heads of any known format; `settings` are arguments of the strategy, such as `k=4`."""
-    candidates = AutoCandidates.from_pretrained(heads, **settings)
+def head_strategy(heads: str, tokenizer: Any = None) -> Strategy:
+    """The strategy for heads of any known format."""
+    candidates = AutoCandidates.from_pretrained(heads, tokenizer=tokenizer)
     kind = type(candidates).__name__
     if kind not in HEAD_NAMES:
         raise ValueError(f"{heads!r} holds no heads, but what {kind} drafts with; name it as such")
-    given = "".join(f", {name}={value!r}" for name, value in settings.items())
-    return Strategy(HEAD_NAMES[kind], f"{kind}({heads!r}{given})", candidates)
+    return Strategy(HEAD_NAMES[kind], f"{kind}({heads!r})", candidates)

@@ -2,10 +2,9 @@
 
 from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
 from hf_specgen.heads.exit_head import ExitHead, load_exit_head
-from hf_specgen.heads.export import save_head
+from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
-from hf_specgen.heads.medusa_formats import load_medusa
 
 __all__ = [
     "DSparkConfig",
@@ -13,8 +12,8 @@ __all__ = [
     "ExitHead",
     "MedusaConfig",
     "MedusaHeads",
+    "export_head",
     "load_exit_head",
     "load_head",
-    "load_medusa",
     "save_head",
 ]

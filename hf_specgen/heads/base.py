@@ -33,6 +33,7 @@ class HeadConfig:
     own_lm_head: bool = False  # else the target's
     speculative_tokens: int | None = None  # draft tokens that the checkpoint recommends
     base_model: str | None = None  # the target that it was trained for
+    target_type: str | None = None  # its `model_type`
     num_target_layers: int | None = None
     mask_token_id: int | None = None  # input at the positions that are predicted in parallel
 
@@ -79,6 +80,8 @@ class DraftHead(nn.Module):
     """
 
     lm_head: nn.Module | None
+    reads_embeddings = True
+    """Whether the head reads embeddings of tokens."""
     draft_to_target: torch.Tensor | None
     """`[draft_vocab_size]` the target's id of each draft id; None if the vocabularies are the same."""
 
@@ -126,21 +129,26 @@ class BoundHead:
         lm_head: Any = target.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output matrix, which draft heads need")
-        self._check_sizes(config.hidden_size, embed.weight.shape[0], embed.weight.shape[1], lm_head.weight.shape[1])
+        self._check_sizes(config, embed.weight.shape[1], *lm_head.weight.shape)
         self.aux_hidden_state_layers = _checked_layers(head, config.num_hidden_layers, layers)
         self._embed: Any = head.embed_tokens or embed
         self._lm_head: Any = head.lm_head or lm_head
         self._like = next(head.parameters())
 
-    def _check_sizes(self, hidden: int, vocab: int, embedding: int, output: int) -> None:
+    def _check_sizes(self, target: Any, embedding: int, vocab: int, output: int) -> None:
         config = self.head.config
-        sizes = [("a hidden size of", config.target_hidden_size, hidden), ("a vocabulary of", config.vocab_size, vocab)]
-        if not config.own_embeddings:
-            sizes.append(("embeddings of width", config.hidden_size, embedding))
+        comparisons = [
+            ("architecture", config.target_type, target.model_type),
+            ("a hidden size of", config.target_hidden_size, target.hidden_size),
+            ("a vocabulary of", config.vocab_size, vocab),
+            ("this number of layers:", config.num_target_layers, target.num_hidden_layers),
+        ]
+        if not config.own_embeddings and self.head.reads_embeddings:
+            comparisons.append(("embeddings of width", config.hidden_size, embedding))
         if not config.own_lm_head:
-            sizes.append(("an output matrix of width", config.hidden_size, output))
-        for name, expected, actual in sizes:
-            if expected != actual:
+            comparisons.append(("an output matrix of width", config.hidden_size, output))
+        for name, expected, actual in comparisons:
+            if expected and expected != actual:
                 origin = f" ({config.base_model})" if config.base_model else ""
                 raise ValueError(
                     f"the head was made for a target{origin} with {name} {expected}, but this target has {actual}; "
@@ -176,13 +184,10 @@ class BoundHead:
 def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The `hidden_states` indices to read: those given, those of the config, or the format's default."""
     config = head.config
-    if config.num_target_layers is not None and config.num_target_layers != num_layers:
-        raise ValueError(
-            f"the head was made for a target of {config.num_target_layers} layers, but this one has {num_layers}; "
-            "load the head that belongs to it"
-        )
+    layers = layers or config.aux_hidden_state_layers
     if layers is None:
-        layers = config.aux_hidden_state_layers or head.default_layers(num_layers)
+        config.check_layer_count(default := head.default_layers(num_layers))
+        return default
     config.check_layer_count(layers)
     if not all(0 <= layer <= num_layers for layer in layers):
         raise ValueError(

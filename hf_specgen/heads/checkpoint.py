@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 SINGLE, PICKLED = "model.safetensors", "pytorch_model.bin"
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Files that only Medusa heads have; some come without a config."""
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
 """Files of a repository that are downloaded: configs, tensors and tokenizers; no code."""
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -106,6 +108,10 @@ class Source:
             raise FileNotFoundError(f"{self.path_or_id} is neither a folder nor a repository of the Hub") from None
         except EntryNotFoundError:
             return None
+
+    def inside(self, folder: str) -> Source:
+        """A folder of the checkpoint."""
+        return replace(self, subfolder=f"{self.subfolder}/{folder}" if self.subfolder else folder)
 
     def local_name(self, with_code: bool = False) -> str:
         """The folder or Hub id of the checkpoint; with further options, the folder that it is downloaded to."""
@@ -275,7 +281,7 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
 class Checkpoint:
     """A config and the tensors beside it."""
 
-    source: str
+    source: Source
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
@@ -290,6 +296,8 @@ class Checkpoint:
 def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
     """Read a checkpoint's config and the headers of those tensor files that hold any of the wanted tensors."""
     path = source.file(CONFIG)
+    if path is None and any(source.file(name) is not None for name in MEDUSA_FILES):
+        return Checkpoint(source, {}, checkpoint_tensors(source, wanted))
     if path is None and Path(source.path_or_id).is_dir():
         raise ValueError(f"{source} has no {CONFIG}, so it is not a checkpoint")
     if path is None:
@@ -300,14 +308,15 @@ def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name:
     config = read_json(path)
     if not isinstance(config.get("model_type"), str | None):
         raise ValueError(f"{path}: model_type must be a string, got {_short(config['model_type'])}; download it again")
-    return Checkpoint(str(source), config, checkpoint_tensors(source, wanted))
+    return Checkpoint(source, config, checkpoint_tensors(source, wanted))
 
 
 def checkpoint_tensors(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, TensorInfo]:
     """Shape and dtype of the tensors of a checkpoint that are of interest; empty if it has no file of tensors."""
-    index = source.file(INDEX)
+    single = next((name for name in MEDUSA_FILES if source.file(name) is not None), None)
+    index = source.file(INDEX) if single is None else None
     if index is None:
-        names = next(([name] for name in (SINGLE, PICKLED) if source.file(name) is not None), [])
+        names = [single] if single else [name for name in (SINGLE, PICKLED) if source.file(name) is not None][:1]
     else:
         files = read_json(index).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):

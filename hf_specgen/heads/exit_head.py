@@ -67,7 +67,7 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
             )
     matrix = output_matrix(target)
     new = ExitHead.from_target(target, number_field(config, "exit_layer", path))
-    adapted = load_adapter(new, source, adapted=["head"], saved=["norm"])
+    adapted = load_adapter(new, Source(source), adapted=["head"], saved=["norm"])
     head = cast(ExitHead, adapted.base_model.model)
     return head.to(device=matrix.weight.device, dtype=matrix.weight.dtype).requires_grad_(False).eval()
 

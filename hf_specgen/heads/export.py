@@ -1,4 +1,4 @@
-"""Writes draft heads in the formats of speculators (which vLLM serves), EAGLE and SGLang.
+"""Writes draft heads in the formats of speculators (which vLLM serves), EAGLE and SGLang; Medusa heads in their own.
 
 | head | `save_head` | `export_head(to="eagle")` | `export_head(to="sglang")` |
 |---|---|---|---|
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockConfig, BlockHead
@@ -26,13 +27,17 @@ from hf_specgen.heads.dflash2 import FACTORS, DFlash2Head
 from hf_specgen.heads.domino import DominoHead
 from hf_specgen.heads.dspark import DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, eagle_layers
+from hf_specgen.heads.medusa import MedusaHeads, medusa_file
 
 PROGRAMS = ("eagle", "sglang", "vllm")
+MEDUSA_PROGRAMS = ("medusa", "tgi", "vllm")
 Config = dict[str, Any]
 
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
-    """Write an EAGLE, P-EAGLE or block head so that `load_head` and vLLM read it; returns the files."""
+    """Write Medusa heads in our format, and EAGLE and block heads as vLLM reads them; returns the files."""
+    if isinstance(head, MedusaHeads):
+        return write_checkpoint(folder, *medusa_file(head, "", None))
     if isinstance(head, Eagle3Head):
         config = speculators_eagle(head)
     elif isinstance(head, BlockHead):
@@ -46,18 +51,23 @@ def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
     return _write(head, folder, config, {})
 
 
-def export_head(head: DraftHead, folder: str | Path, to: str) -> list[Path]:
+def export_head(head: DraftHead, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
     """Write a head in the layout that another program reads; returns the files.
 
     Args:
-        head: an EAGLE, P-EAGLE or block head.
+        head: an EAGLE, P-EAGLE or block head, or Medusa heads.
         folder: where to; it must not hold a config.json yet.
-        to: "eagle" (the original implementation), "sglang" (the layouts of SpecForge and z-lab) or "vllm".
+        to: "eagle" (the original implementation), "sglang" (the layouts of SpecForge and z-lab) or "vllm"; of Medusa
+            heads "medusa" (v1 with output matrices of their own, else v2), "tgi" or "vllm".
+        target: of Medusa heads whose files then hold its output matrix: shared by "vllm", and merged with LoRA.
     """
-    if to not in PROGRAMS:
-        raise ValueError(f"unknown export {to!r}; there are {', '.join(PROGRAMS)}")
+    programs = MEDUSA_PROGRAMS if isinstance(head, MedusaHeads) else PROGRAMS
+    if to not in programs:
+        raise ValueError(f"unknown export {to!r} of a {type(head).__name__}; there are {', '.join(programs)}")
     if (Path(folder) / "config.json").exists():
         raise ValueError(f"{folder} holds a config.json already; export to a folder of its own")
+    if isinstance(head, MedusaHeads):
+        return write_checkpoint(folder, *medusa_file(head, to, target))
     if to == "vllm":
         return save_head(head, folder)
     if isinstance(head, Eagle1Head):

@@ -260,15 +260,15 @@ class AssistantRunner:
         self._like = next(bound.head.parameters())
         self._hidden = self._like.new_zeros(0)
 
-    def start(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
+    def first_logits(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
         """Draft from each row's last token; earlier draft tokens are dropped."""
         rows = self._target.rows
         output = self._run(torch.tensor([[pending[row]] for row in rows]), states[rows][:, None].to(self._like))
         self._hidden = output.hidden
         return spread_rows(self.bound.target_logits(output.output[:, 0]), rows, len(pending))
 
-    def expand(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes of a tree; as for `EagleRunner.expand`."""
+    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree; as for `EagleRunner.next_logits`."""
         active, first = tree.select(self._target.rows), tree.nodes - new
         output = self._run(active.input_tokens(self._like.device)[:, first:], active.of_parents(self._hidden))
         self._hidden = output.hidden

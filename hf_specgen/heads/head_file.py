@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,8 +135,16 @@ class HeadFile:
             )
         return shape[1] // target_hidden
 
-    def build(self, head_class: Callable[[Any], Head], config: HeadConfig) -> Head:
-        """The head with its tensors, of which names, shapes and dtypes are checked before they are read."""
+    def add(self, names: Names, tensors: Mapping[str, TensorInfo]) -> None:
+        """Add tensors of another file, and their names in our modules."""
+        self.checkpoint = replace(self.checkpoint, tensors={**self.tensors, **tensors})
+        self.names |= names
+
+    def build(self, head_class: Callable[[Any], Head], config: HeadConfig, optional: str = "") -> Head:
+        """The head with its tensors, of which names, shapes and dtypes are checked before they are read.
+
+        Tensors whose names end with `optional` are zeros if they are missing.
+        """
         names, checkpoint = self.names, self.checkpoint
         try:
             with torch.device("meta"):
@@ -143,8 +152,11 @@ class HeadFile:
         except RuntimeError as error:  # such as an overflow of the sizes
             raise ValueError(f"config.json describes a head that cannot be built ({first_line(error)})") from None
         expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
-        missing, unknown = sorted(expected.keys() - names.keys()), sorted(names.keys() - expected.keys())
-        if missing:
+        missing, unknown = (
+            sorted(expected.keys() - names.keys()),
+            sorted(names.keys() - expected.keys() - {"token_map"}),
+        )
+        if missing and not (optional and all(name.endswith(optional) for name in missing)):
             raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
         if unknown:
             raise ValueError(
@@ -154,29 +166,45 @@ class HeadFile:
         membership = self.tensors.get("t2d")
         if membership is not None and membership.shape != (config.vocab_size,):
             raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {config.vocab_size}")
-        for name, tensor in expected.items():
+        read, ids = [name for name in expected if name in names], None
+        if head.draft_to_target is not None:
+            ids = self._draft_to_target(config)
+        whole = {
+            name for name in read if ids is not None and self.tensors[names[name]].shape[:1] == (config.vocab_size,)
+        }
+        for name in read:
+            tensor = expected[name]
+            if name in whole and tensor.shape[0] == config.draft_vocab_size:
+                tensor = tensor.new_empty(config.vocab_size, *tensor.shape[1:])
             check_tensor(names[name], self.tensors[names[name]], tensor)
-        dtype = self._dtype or self.tensors[names["layers.0.self_attn.q_proj.weight"]].dtype
-        loaded, state = checkpoint.read(names.values()), {}
+        floats = (self.tensors[names[name]].dtype for name in read if expected[name].is_floating_point())
+        dtype = self._dtype or next(floats, torch.float32)
+        loaded = checkpoint.read({names[name] for name in read})
+        state = {} if ids is None else {"draft_to_target": ids}
         for name, tensor in expected.items():
             own_dtype = dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = loaded[names[name]].to(own_dtype).reshape(tensor.shape)
-        if head.draft_to_target is not None:
-            state["draft_to_target"] = self._draft_to_target(config)
+            found = loaded[names[name]] if name in names else torch.zeros(tensor.shape)
+            if name in whole and len(found) != len(tensor):
+                found = found[ids]
+            state[name] = found.to(own_dtype).reshape(tensor.shape)
         head.load_state_dict(state, assign=True)
         return head.eval().requires_grad_(False)
 
     def _draft_to_target(self, config: HeadConfig) -> torch.Tensor:
-        """The target's id of each draft id, from the differences of both that the file holds."""
-        info, size = self.tensors.get("d2t"), config.draft_vocab_size
+        """The target's id of each draft id: vLLM's `token_map`, or from the differences of both in `d2t`."""
+        name = "token_map" if "token_map" in self.tensors else "d2t"
+        info, size = self.tensors.get(name), config.draft_vocab_size
         if info is None or info.shape != (size,) or info.dtype not in (torch.int64, torch.int32):
             description = "none" if info is None else f"one of shape {info.shape} and dtype {info.dtype}"
             raise ValueError(
-                f"a draft vocabulary of {size} tokens needs an integer tensor d2t of that length, found {description}"
+                f"a draft vocabulary of {size} tokens needs an integer tensor {name} of that size, found {description}"
             )
-        ids = self.checkpoint.read(["d2t"])["d2t"].long() + torch.arange(size)
+        ids = self.checkpoint.read([name])[name].long()
+        ids = ids + torch.arange(size) if name == "d2t" else ids
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
-            raise ValueError(f"d2t maps draft tokens to ids outside of the target's vocabulary of {config.vocab_size}")
+            raise ValueError(
+                f"{name} maps draft tokens to ids outside of the target's vocabulary of {config.vocab_size}"
+            )
         return ids
 
 

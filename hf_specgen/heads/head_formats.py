@@ -10,7 +10,7 @@
 | speculators `dflash` | nested, with `transformer_layer_config` | the same |
 | DSpark, DFlash2, Domino | as one of the two, with further fields | the same and those of the correction |
 | Gemma 4 assistant | `text_config` | `model.layers.*` without keys and values |
-| MTP layers, Medusa heads | of the target; any | see `hf_specgen.heads.mtp` and `medusa_formats` |
+| MTP layers, Medusa heads | of the target; any or none | see `hf_specgen.heads.mtp` and `medusa` |
 
 A further format is a file like `hf_specgen.heads.block`, with its entries in `FORMATS`.
 """
@@ -23,14 +23,14 @@ from typing import cast
 
 import torch
 
-from hf_specgen.heads import block, dflash2, domino, dspark, eagle, gemma_assistant, medusa_formats, mtp
+from hf_specgen.heads import block, dflash2, domino, dspark, eagle, gemma_assistant, medusa, mtp
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.checkpoint import INDEX, PICKLED, SINGLE, Checkpoint, Source, open_checkpoint
 from hf_specgen.heads.head_file import Format, HeadFile, speculators_type
 from hf_specgen.heads.lora import base_of_adapter, merge_adapter
 
 FORMATS: tuple[Format, ...] = (
-    *medusa_formats.FORMATS,
+    *medusa.FORMATS,
     *mtp.FORMATS,
     *eagle.FORMATS,
     *dspark.FORMATS,
@@ -71,7 +71,7 @@ def load_head(
         head = load_head(
             base, token=token, cache_dir=cache_dir, aux_hidden_state_layers=aux_hidden_state_layers, dtype=dtype
         )
-        return cast(DraftHead, merge_adapter(head, source.local_name())).eval().requires_grad_(False)
+        return cast(DraftHead, merge_adapter(head, source)).eval().requires_grad_(False)
     checkpoint = open_checkpoint(source)
     layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
     try:

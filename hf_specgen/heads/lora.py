@@ -1,27 +1,25 @@
-"""LoRA adapters from files that are not trusted, and one for each Medusa head on the shared output matrix.
+"""LoRA adapters from files that are not trusted.
 
 PEFT builds modules of the sizes that a config states, so these are compared with the tensors' shapes first.
 """
 
 from __future__ import annotations
 
-import shutil
+import re
 from collections.abc import Sequence
-from math import inf
+from math import inf, sqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import nn
 
-from hf_specgen.heads.checkpoint import Source, TensorInfo, number_field, read_json, read_tensors, tensor_infos
+from hf_specgen.heads.checkpoint import Names, Source, TensorInfo, number_field, read_json, read_tensors, tensor_infos
 
 Shape = tuple[int, ...]
-FOLDER = "lora"
-"""Subfolder of a set of Medusa heads that holds their adapter."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """PEFT puts this before the names of the adapted module's tensors."""
+HEAD_MATRIX = re.compile(re.escape(PREFIX) + r"heads\.(\d{1,6})\.lora_([AB])\.weight$")
 UNSUPPORTED = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
 
 
@@ -34,12 +32,10 @@ def shared_linear(matrix: nn.Linear) -> nn.Linear:
     return twin
 
 
-def load_adapter(
-    module: nn.Module, source: str, adapted: Sequence[str], saved: Sequence[str] = (), subfolder: str = ""
-) -> Any:
+def load_adapter(module: nn.Module, source: Source, adapted: Sequence[str], saved: Sequence[str] = ()) -> Any:
     """Load a LoRA adapter onto linear layers of a module, and whole submodules that it has saved; a `PeftModel`."""
     peft = _peft()
-    config_path, weights_path = _adapter_files(source, subfolder)
+    config_path, weights_path = _adapter_files(source)
     config = read_json(config_path)
     rank = _check_config(config, config_path)
     infos = tensor_infos(weights_path)
@@ -66,7 +62,7 @@ def base_of_adapter(source: Source) -> str | None:
     return base
 
 
-def merge_adapter(module: nn.Module, source: str) -> nn.Module:
+def merge_adapter(module: nn.Module, source: Source) -> nn.Module:
     """A module with the LoRA adapter in a folder or repository merged into its linear layers."""
     infos = tensor_infos(_adapter_files(source)[1])
     linear = (name for name, part in module.named_modules() if isinstance(part, nn.Linear))
@@ -112,10 +108,9 @@ def _check_shapes(infos: dict[str, TensorInfo], expected: dict[str, Shape], conf
             )
 
 
-def _adapter_files(source: str, subfolder: str = "") -> tuple[Path, Path]:
+def _adapter_files(source: Source) -> tuple[Path, Path]:
     """The paths of an adapter's config and of its tensors."""
-    where = Source(source, subfolder=subfolder or None)
-    config, weights = (where.required_file(name, "; copy the whole adapter there") for name in (CONFIG, WEIGHTS))
+    config, weights = (source.required_file(name, "; copy the whole adapter there") for name in (CONFIG, WEIGHTS))
     return config, weights
 
 
@@ -127,32 +122,27 @@ def _peft() -> Any:
     return peft
 
 
-class HeadOutputs(nn.Module):
-    """The target's output matrix once for each Medusa head, all in the target's memory."""
+class LowRank(NamedTuple):
+    """The matrices of an adapter with one LoRA matrix for each Medusa head, and their names in `MedusaHeads`."""
 
-    def __init__(self, matrix: nn.Linear, num_heads: int):
-        super().__init__()
-        self.heads = nn.ModuleList(shared_linear(matrix) for _ in range(num_heads))
-
-
-def load_lora(matrix: nn.Linear, num_heads: int, source: str) -> Any:
-    """Load the adapter in the subfolder `lora` of a set of Medusa heads."""
-    names = [f"heads.{head}" for head in range(num_heads)]
-    return load_adapter(HeadOutputs(matrix, num_heads), source, names, subfolder=FOLDER)
+    scale: float
+    tensors: dict[str, TensorInfo]
+    names: Names
 
 
-def copy_lora(source: str, folder: Path) -> None:
-    """Copy the adapter of a set of heads, from a folder or the Hub, into another copy of the set."""
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    for path in _adapter_files(source, FOLDER):
-        copy = folder / FOLDER / path.name
-        if path.resolve() != copy.resolve():
-            shutil.copyfile(path, copy)
-
-
-def stacked_deltas(adapter: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scaled LoRA matrices of all heads, `[heads, hidden, rank]` and `[heads, rank, vocab]`."""
-    layers = [cast(Any, layer) for layer in adapter.base_model.model.heads]
-    down = torch.stack([layer.lora_A["default"].weight.detach().T for layer in layers])
-    up = torch.stack([layer.lora_B["default"].weight.detach().T * layer.scaling["default"] for layer in layers])
-    return down, up
+def read_low_rank(source: Source) -> LowRank:
+    """Check an adapter that PEFT has written for a list `heads` of linear layers; its tensors are not read."""
+    config_path, weights_path = _adapter_files(source)
+    config = read_json(config_path)
+    rank, infos = _check_config(config, config_path), tensor_infos(weights_path)
+    matches = {name: HEAD_MATRIX.match(name) for name in infos}
+    for name, match in matches.items():
+        if match is None or rank not in infos[name].shape:
+            shape = infos[name].shape
+            raise ValueError(
+                f"{weights_path} does not fit {config_path.name} of rank {rank}: {name[:120]!r} is {shape}"
+            )
+    alpha = float(config.get("lora_alpha", rank))
+    scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+    names = {f"lora_{match[2]}.{int(match[1])}.weight": name for name, match in matches.items() if match}
+    return LowRank(scale, infos, names)

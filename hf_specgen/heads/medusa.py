@@ -7,198 +7,72 @@ With `reads_path` (Hydra heads) head h also reads the draft tokens before its ow
 
     that state, tokens t+1 … t+h+1 of a path ─► head h ─► output matrix ─► token t+h+2 of this path
 
-All heads share the target's output matrix unless the checkpoint has one per head.
+All heads share the target's output matrix, maybe with a LoRA matrix for each head, or have matrices of their own.
 
-Source: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
-2.1, and 2.3.3 for acceptance by rank; by confidence: Li et al., "EAGLE-2" (2024), section 4.1; `reads_path`: Ankner et
-al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), section 3.
+| format | file | tensors |
+|---|---|---|
+| our own | model.safetensors, maybe `lora/` of PEFT | as in `MedusaHeads` |
+| Medusa v1, TGI | medusa_lm_head.pt, .safetensors | `{head}.{layer}.linear.weight`, `.bias`; `{head}.{layers}.weight` |
+| Medusa v2, TGI | medusa_lm_head.safetensors | `{head}.{layer}.linear.weight`, `.bias` |
+| vLLM | model.safetensors | `blocks.{head}.layers.{layer}.weight`, `.bias`; `lm_heads.{head}.weight`; `token_map` |
+
+Sources: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section
+2.1; Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), section 3.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from bisect import bisect_right
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_specgen.heads.lora import stacked_deltas
+from hf_specgen.grown_tree import GrownTree
+from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
+from hf_specgen.heads.checkpoint import MEDUSA_FILES, Checkpoint, Fields, Names
+from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.lora import read_low_rank
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
+from hf_specgen.targets.requirements import OUTPUT_STATE
 
-CONFIDENCE_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
-"""Probabilities between the bins of confidence."""
-RANKS = 10
-"""Tokens of each head that are counted: the tenth of head 0 of the embedded heads is accepted in about 1% of steps."""
-
-
-COMPARED = {
-    "model_type": "architecture",
-    "hidden_size": "hidden size",
-    "vocab_size": "vocabulary size",
-    "num_hidden_layers": "number of layers",
-}
+MODEL_TYPE = "medusa_heads"
+LORA_FOLDER = "lora"
+"""Subfolder of a set of heads in our format that holds an adapter of PEFT with one LoRA matrix for each head."""
+BLOCK = re.compile(r"^(?:medusa_heads?\.)?(\d{1,6})\.(\d{1,6})\.linear\.(weight|bias)$")
+VLLM_BLOCK = re.compile(r"^(?:medusa_heads\.)?blocks\.(\d{1,6})\.layers\.(\d{1,6})\.(weight|bias)$")
+OUTPUT = re.compile(r"^(?:medusa_heads?\.)?(?:lm_heads\.)?(\d{1,6})(?:\.\d{1,6})?\.weight$")
+OWN_FIELDS = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lora_rank", "logit_scale")
+OWN = re.compile(r"^(token_map|token_maps\.\d{1,6}\.weight|lora_[AB]\.\d{1,6}\.weight)$")
 
 
-def confidence_bin(confidence: float) -> int:
-    """The bin of a head's confidence, from 0 to `len(CONFIDENCE_EDGES)`."""
-    return bisect_right(CONFIDENCE_EDGES, confidence)
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    """Configuration of a set of Medusa heads; a `vocab_size` of 0 is the target's, whatever that is."""
 
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Acceptance rates of Medusa heads by confidence and rank: the prior by which draft trees are built.
-
-    Entry `[h][c][r]`: how often the token of rank r of head h was accepted after accepted ones, with confidence bin c.
-    """
-
-    table: tuple[tuple[tuple[float, ...], ...], ...]
+    num_heads: int = 4  # head h predicts the token h + 2 positions after the one whose hidden state it reads
+    num_layers: int = 1  # residual layers of each head
+    own_outputs: bool = False  # an output matrix for each head, instead of the target's
+    reads_token: bool = False  # also the embedding of the next token, which the target has chosen
+    reads_path: bool = False  # also those of the draft tokens between that one and the head's own (Hydra)
+    logit_scale: float = 1.0  # factor on the logits of own output matrices
+    lora_rank: int = 0  # of a matrix for each head that is added to the target's output matrix; 0: none
 
     def __post_init__(self) -> None:
-        for head, bins in enumerate(self.table):
-            if len(bins) != len(CONFIDENCE_EDGES) + 1:
-                raise ValueError(f"head {head} has {len(bins)} bins of confidence, not {len(CONFIDENCE_EDGES) + 1}")
-            for ranks in bins:
-                if not ranks or not all(0 <= later <= earlier <= 1 for earlier, later in pairwise((1.0, *ranks))):
-                    raise ValueError(f"head {head}: acceptance must fall with the rank, from 1 to 0, got {ranks}")
-
-    @classmethod
-    def from_lists(cls, table: Sequence[Sequence[Sequence[float]]]) -> Acceptance:
-        """From the lists of a JSON file."""
-        try:
-            return cls(tuple(tuple(tuple(map(float, ranks)) for ranks in bins) for bins in table))
-        except TypeError:
-            raise ValueError(f"acceptance must be lists [heads][bins][ranks] of numbers, got {table!r:.80}") from None
-
-    @classmethod
-    def untuned(cls, heads: int) -> Acceptance:
-        """The assumption for heads that were not measured: rank 0 is accepted with the confidence as probability."""
-        edges = (0.0, *CONFIDENCE_EDGES, 1.0)
-        confidences = [(low + high) / 2 for low, high in pairwise(edges)]
-        return cls(
-            tuple(
-                tuple(
-                    tuple(0.8**head * min(c, c if rank == 0 else (1 - c) * 0.5**rank) for rank in range(RANKS))
-                    for c in confidences
-                )
-                for head in range(heads)
-            )
-        )
-
-    @property
-    def heads(self) -> int:
-        """Number of heads."""
-        return len(self.table)
-
-    def cut(self, ranks: int) -> Acceptance:
-        """The same table, reduced to the first `ranks` ranks."""
-        return Acceptance(tuple(tuple(row[:ranks] for row in bins) for bins in self.table))
-
-
-def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> dict[str, Any]:
-    """What is stored with heads to recognise their target."""
-    matrix = output_matrix(model)
-    return {
-        "name_or_path": model.name_or_path,
-        "model_type": model.config.get_text_config().model_type,
-        "hidden_size": matrix.in_features,
-        "vocab_size": matrix.out_features,
-        "num_hidden_layers": len(decoder_layers(model)),
-        "chat_template": chat_template_hash(tokenizer),
-    }
-
-
-def chat_template_hash(tokenizer: Any) -> str | None:
-    """The first 16 hexadecimal digits of the SHA-256 of a tokenizer's chat template; None if it has none."""
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
-        return None
-    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def other_chat_template(base: dict[str, Any] | None, tokenizer: Any) -> str | None:
-    """A warning if the heads were trained with another chat template than this tokenizer's, else None."""
-    trained = (base or {}).get("chat_template")
-    if trained is None or trained == chat_template_hash(tokenizer):
-        return None
-    return "the heads were trained with another chat template than this tokenizer's: fewer draft tokens are accepted"
-
-
-def check_heads(config: MedusaConfig, model: PreTrainedModel, what: str) -> None:
-    """Raise unless heads fit `model`: their sizes, then the target they were trained for."""
-    actual, trained_for = fingerprint(model), config.base or {}
-    for base in ({"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, trained_for):
-        for field, name in COMPARED.items():
-            expected = base.get(field)
-            if expected and expected != actual[field]:
-                origin = f" ({base['name_or_path']})" if base.get("name_or_path") else ""
-                raise ValueError(
-                    f"{what} was made for a target with {name} {expected}{origin}, but this target has "
-                    f"{actual[field]}; load the heads that belong to it"
-                )
-
-
-class MedusaConfig(PreTrainedConfig):
-    """Configuration of a set of Medusa heads, with their measured acceptance.
-
-    Args:
-        hidden_size: width of the target's hidden state.
-        vocab_size: rows of the target's output matrix.
-        num_heads: head h predicts the token h + 2 positions after the one whose hidden state it reads.
-        num_layers: residual blocks in each head.
-        own_outputs: whether each head has its own output matrix instead of the target's.
-        reads_token: whether the embedding of the next token, which the target has chosen, is an input (as in Hydra).
-        reads_path: whether head h also reads the embeddings of the h draft tokens after that one, and so drafts what
-            follows a given path (Hydra); requires `reads_token`.
-        draft_vocab_size: how many tokens, those of `token_map`, own output matrices score; 0: the whole vocabulary.
-        logit_scale: factor on the heads' logits.
-        lora_rank: rank of a PEFT adapter in the folder `lora`, on each head's copy of the output matrix; 0: none.
-        base: the target that the heads were trained for, see `fingerprint`.
-        acceptance: measured by `hf-specgen tune`, `[heads][bins][ranks]`; see `Acceptance`.
-    """
-
-    model_type = "medusa_heads"
-
-    hidden_size: int = 0
-    vocab_size: int = 0
-    num_heads: int = 4
-    num_layers: int = 1
-    own_outputs: bool = False
-    reads_token: bool = False
-    reads_path: bool = False
-    draft_vocab_size: int = 0
-    logit_scale: float = 1.0
-    lora_rank: int = 0
-    base: dict[str, Any] | None = None
-    acceptance: list[list[list[float]]] | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        for name in ("hidden_size", "vocab_size", "draft_vocab_size", "lora_rank", "num_heads", "num_layers"):
-            value, least = getattr(self, name), 1 if name in ("num_heads", "num_layers") else 0
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r:.80}")
-        for name in ("own_outputs", "reads_token", "reads_path"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r:.80}")
-        if not isinstance(self.base, dict | None):
-            raise ValueError(f"base must be an object, got {self.base!r:.80}")
-        if self.reads_path and not self.reads_token:
+        if min(self.num_heads, self.num_layers) < 1 or self.lora_rank < 0:
             raise ValueError(
-                "heads that read the path read its first token, too: reads_path=True needs reads_token=True"
+                f"num_heads and num_layers must be at least 1 and lora_rank at least 0, got {self.num_heads}, "
+                f"{self.num_layers} and {self.lora_rank}"
             )
-        if self.draft_vocab_size and not self.own_outputs:
+        if self.reads_path and not self.reads_token:
+            raise ValueError("heads that read the path read its first token, too: reads_path needs reads_token=True")
+        if self.draft_vocab_size != self.vocab_size and not self.own_outputs:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} needs output matrices of the heads' own")
         if self.own_outputs and self.lora_rank:
             raise ValueError(f"heads with their own output matrices take no LoRA, got lora_rank={self.lora_rank}")
-        if self.acceptance is not None and Acceptance.from_lists(self.acceptance).heads != self.num_heads:
-            raise ValueError(f"acceptance is given for {len(self.acceptance)} heads, but there are {self.num_heads}")
 
     def tokens_read(self, head: int) -> int:
         """How many tokens after its hidden state a head reads."""
@@ -218,50 +92,57 @@ class ResidualBlock(nn.Module):
         return x
 
 
-class MedusaHeads(PreTrainedModel):
-    """A set of Medusa heads, saved and loaded like any Transformers model; new ones predict the target's next token."""
+class MedusaHeads(DraftHead):
+    """A set of Medusa heads."""
 
-    config_class = MedusaConfig
     config: MedusaConfig
-    base_model_prefix = ""
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
-        size, count = config.hidden_size, range(config.num_heads)
+        size, rank, rows, count = config.hidden_size, config.lora_rank, config.draft_vocab_size, range(config.num_heads)
+        self.reads_embeddings = config.reads_token
         self.blocks = nn.ModuleList(ResidualBlock(size, config.num_layers) for _ in count)
         if config.reads_token:
             read = [config.tokens_read(head) for head in count]
             self.token_maps = nn.ModuleList(nn.Linear(tokens * size, size, bias=False) for tokens in read)
         if config.own_outputs:
-            rows = config.draft_vocab_size or config.vocab_size
             self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=False) for _ in count)
-        if config.draft_vocab_size:
-            self.register_buffer("token_map", torch.arange(config.draft_vocab_size))
-        self.post_init()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialise with zeros; `from_target` copies the output matrices."""
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        if rank:
+            self.lora_A = nn.ModuleList(nn.Linear(size, rank, bias=False) for _ in count)
+            self.lora_B = nn.ModuleList(nn.Linear(rank, config.vocab_size, bias=False) for _ in count)
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, tokenizer: Any = None, **shape: Any) -> MedusaHeads:
-        """New heads for a target, in float32 on its device; `shape` are fields of `MedusaConfig`."""
-        matrix = output_matrix(target)
+    def from_target(cls, target: PreTrainedModel, **shape: Any) -> Self:
+        """New heads that predict the target's next token, in float32 on its device.
+
+        Args:
+            target: the model that they will draft for.
+            shape: fields of `MedusaConfig` from `num_heads` on.
+        """
+        matrix, config = output_matrix(target), target.config.get_text_config()
         sizes: dict[str, Any] = {"hidden_size": matrix.in_features, "vocab_size": matrix.out_features}
-        heads = cls(MedusaConfig(**sizes, base=fingerprint(target, tokenizer), **shape))
-        if heads.config.own_outputs:
-            if matrix.bias is not None:
-                raise ValueError(
-                    "the target's output matrix has a bias, which the heads' own matrices cannot copy; "
-                    "use own_outputs=False"
-                )
-            for head in heads.lm_heads:
-                cast(nn.Linear, head).weight.data.copy_(matrix.weight)
-        return cast(MedusaHeads, cast(Any, heads).to(matrix.weight.device))
+        sizes |= {"target_hidden_size": matrix.in_features, "draft_vocab_size": matrix.out_features}
+        sizes |= {
+            "base_model": target.name_or_path or None,
+            "target_type": config.model_type,
+            "num_aux_hidden_states": 1,
+        }
+        heads = cls(MedusaConfig(**sizes, num_target_layers=len(decoder_layers(target)), **shape))
+        if heads.config.own_outputs and matrix.bias is not None:
+            raise ValueError(
+                "the target's output matrix has a bias, which the heads' own matrices cannot copy; use "
+                "own_outputs=False"
+            )
+        for name, parameter in heads.named_parameters():
+            if name.startswith("lm_heads."):
+                parameter.data.copy_(matrix.weight)
+            elif not name.startswith("lora_A."):
+                nn.init.zeros_(parameter)
+        return heads.to(matrix.weight.device)
+
+    def default_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The input of the target's output matrix."""
+        return (OUTPUT_STATE,)
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., heads, hidden]`: the hidden state of each head, the input of its output matrix.
@@ -282,59 +163,191 @@ class MedusaHeads(PreTrainedModel):
             hidden = hidden + self.token_maps[head](tokens[..., :read, :].flatten(-2))
         return cast(torch.Tensor, self.blocks[head](hidden))
 
+    def scores(self, heads: Sequence[int], states: torch.Tensor, shared: nn.Module) -> torch.Tensor:
+        """`[..., heads, draft_vocab]` scores for the states of some heads; `shared` is the target's output matrix."""
+        if self.config.own_outputs:
+            own = [self.lm_heads[head](states[..., place, :]) for place, head in enumerate(heads)]
+            return torch.stack(own, dim=-2) * self.config.logit_scale
+        scores: torch.Tensor = shared(states)
+        if not self.config.lora_rank:
+            return scores
+        added = [self.lora_B[head](self.lora_A[head](states[..., place, :])) for place, head in enumerate(heads)]
+        return scores + torch.stack(added, dim=-2)
 
-AutoConfig.register(MedusaConfig.model_type, MedusaConfig, exist_ok=True)
-AutoModel.register(MedusaConfig, MedusaHeads, exist_ok=True)
+
+class MedusaRunner:
+    """Runs a set of heads on the target's last hidden state of each row; it has no cache."""
+
+    _states: torch.Tensor
+    """`[batch, 1, hidden]`."""
+    _paths: torch.Tensor
+    """`[batch, nodes, tokens]` from each row's last token to the nodes of the last pass."""
+
+    def __init__(self, bound: BoundHead, target: PreTrainedModel):
+        self.bound, self._head, self._target = bound, cast(MedusaHeads, bound.head), target
+        self._like, self.num_heads = next(bound.head.parameters()), self._head.config.num_heads
+
+    def first_logits(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
+        """The logits of head 0, `[batch, vocab]`, from each row's hidden state and last token."""
+        self._begin(states, pending)
+        return self._logits([0])[:, 0, 0]
+
+    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes, by the head of their depth."""
+        self._paths = torch.cat([tree.of_parents(self._paths), tree.tokens[:, -new:, None]], dim=2)
+        return self._logits([tree.level])[:, :, 0]
+
+    def all_logits(self, states: torch.Tensor, pending: Sequence[int], heads: int) -> torch.Tensor:
+        """The logits of the first heads, `[batch, heads, vocab]`, if they read no draft tokens."""
+        self._begin(states, pending)
+        return self._logits(range(heads))[:, 0]
+
+    def _begin(self, states: torch.Tensor, pending: Sequence[int]) -> None:
+        self._states = states.to(self._like)[:, None]
+        self._paths = torch.tensor(pending, device=self._like.device)[:, None, None]
+
+    def _logits(self, heads: Sequence[int]) -> torch.Tensor:
+        """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own."""
+        tokens = self.bound.embed(self._paths) if self._head.config.reads_token else None
+        hidden, matrix = self._states.expand(-1, self._paths.shape[1], -1), output_matrix(self._target)
+        states = torch.stack([self._head.head_state(head, hidden, tokens) for head in heads], dim=-2)
+        logits = output_logits(self._target, states, lambda states: self._head.scores(heads, states, matrix))
+        return self.bound.to_target_vocabulary(logits)
 
 
-class MedusaRunner(nn.Module):
-    """A set of heads attached to its target."""
+def is_medusa(checkpoint: Checkpoint) -> bool:
+    """Whether the tensors are those of Medusa heads."""
+    return any(BLOCK.match(name) or VLLM_BLOCK.match(name) for name in checkpoint.tensors)
 
-    def __init__(self, heads: MedusaHeads, target: PreTrainedModel, lora: Any = None):
-        super().__init__()
-        self.heads, self._target = heads, target
-        self._embeddings = cast(Any, target.get_input_embeddings()) if heads.config.reads_token else None
-        matrix = output_matrix(target).weight
-        self._device, self._dtype = matrix.device, matrix.dtype
-        self._deltas = None if lora is None else tuple(delta.to(matrix) for delta in stacked_deltas(lora))
 
-    @torch.no_grad()
-    def logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of all heads, `[rows, heads, vocab]`, scaled and capped like the target's own."""
-        states = self.heads(hidden.to(self._device, self._dtype), self._embedded(tokens))  # [rows, heads, hidden]
-        return output_logits(self._target, states, self._outputs)
+def our_names(names: Iterable[str]) -> Names:
+    """The tensors by their names in `MedusaHeads`; other tensors are left out."""
+    renamed: Names = {}
+    for name in names:
+        if match := BLOCK.match(name) or VLLM_BLOCK.match(name):
+            renamed[f"blocks.{int(match[1])}.layers.{int(match[2])}.{match[3]}"] = name
+        elif match := OUTPUT.match(name):
+            renamed[f"lm_heads.{int(match[1])}.weight"] = name
+        elif OWN.match(name):
+            renamed[name] = name
+    if _count(renamed, "lm_heads.") == 1 and (heads := _count(renamed, "blocks.")) > 1:  # vLLM's `original_lm_head`
+        only = renamed.pop("lm_heads.0.weight", "")
+        if "token_map" in renamed:  # without a map it is the target's own matrix
+            renamed |= {f"lm_heads.{head}.weight": only for head in range(heads)}
+    return renamed
 
-    @torch.no_grad()
-    def forward(self, head: int, hidden: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:
-        """The logits of one head after each path, `[rows, nodes, vocab]`.
 
-        Args:
-            hidden: `[rows, hidden]` as for `logits`.
-            paths: `[rows, nodes, tokens]` the tokens from each row's last one to each node.
-        """
-        hidden = hidden.to(self._device, self._dtype)[:, None].expand(-1, paths.shape[1], -1).flatten(0, 1)
-        state = self.heads.head_state(head, hidden, self._embedded(paths.flatten(0, 1)))[:, None]
-        logits = output_logits(self._target, state, lambda states: self._outputs(states, slice(head, head + 1)))
-        return logits.view(*paths.shape[:2], -1)
+def _count(names: Iterable[str], prefix: str) -> int:
+    """How many different numbers follow a prefix."""
+    return len({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        if self._embeddings is None:
-            return None
-        embedded: torch.Tensor = self._embeddings(tokens.to(self._embeddings.weight.device))
-        return embedded.to(self._device, self._dtype)
 
-    def _outputs(self, states: torch.Tensor, heads: slice = slice(None)) -> torch.Tensor:
-        """`[rows, heads, hidden]` states of some heads to `[rows, heads, vocab]`; one product for a shared matrix."""
-        if self.heads.config.own_outputs:
-            matrices, config = self.heads.lm_heads[heads], self.heads.config
-            logits = torch.stack([matrix(states[:, place]) for place, matrix in enumerate(matrices)], dim=1)
-            logits = logits * config.logit_scale
-            if not config.draft_vocab_size:
-                return logits
-            whole = logits.new_full((*logits.shape[:-1], config.vocab_size), -torch.inf)
-            return whole.index_copy_(-1, cast(torch.Tensor, self.heads.token_map), logits)
-        shared: torch.Tensor = output_matrix(self._target)(states)
-        if self._deltas is None:
-            return shared
-        down, up = (part[heads] for part in self._deltas)  # [heads, hidden, rank], [heads, rank, vocab]
-        return shared + (states.transpose(0, 1) @ down @ up).transpose(0, 1)
+def load_medusa(file: HeadFile) -> MedusaHeads:
+    """A set of Medusa heads of any format; their number and sizes are counted in the tensors."""
+    fields, file.names = file.fields, our_names(file.tensors)
+    scale = 1.0
+    if fields.optional_integer("lora_rank") and "lora_A.0.weight" not in file.names:
+        adapter = read_low_rank(file.checkpoint.source.inside(LORA_FOLDER))
+        scale = adapter.scale
+        file.add(adapter.names, adapter.tensors)
+    base, own = fields.nested("base"), "lm_heads.0.weight" in file.names
+    hidden = _matrix(file, "blocks.0.layers.0.weight")[1]
+    rows = _matrix(file, "lm_heads.0.weight")[0] if own else 0
+    kept = (*file.tensors["token_map"].shape, 0)[0] if "token_map" in file.names else 0
+    low_rank = _matrix(file, "lora_A.0.weight")[0] if "lora_A.0.weight" in file.names else 0
+    vocab = fields.optional_integer("vocab_size") or rows
+    vocab = vocab if kept or not own else rows
+    if (configured := fields.optional_integer("truncated_vocab_size")) not in (None, kept or vocab):
+        raise ValueError(f"truncated_vocab_size is {configured}, but token_map has {kept} tokens of {vocab}")
+    maps = [_matrix(file, f"token_maps.{head}.weight")[1] for head in range(_count(file.names, "token_maps."))]
+    name = base.get("name_or_path") or fields.get("base_model_name_or_path")
+    config = MedusaConfig(
+        hidden_size=hidden,
+        vocab_size=vocab,
+        draft_vocab_size=kept or vocab,
+        target_hidden_size=hidden,
+        num_aux_hidden_states=1,
+        base_model=str(name) if name else None,
+        num_target_layers=base.optional_integer("num_hidden_layers", 1),
+        target_type=base.text("model_type") if base.get("model_type") else None,
+        num_heads=_count(file.names, "blocks."),
+        num_layers=_count(file.names, "blocks.0.layers."),
+        own_outputs=own,
+        reads_token=bool(maps),
+        reads_path=maps[1:2] == [2 * hidden],
+        logit_scale=Fields(fields.values, {"logit_scale": 1.0}).number("logit_scale"),
+        lora_rank=low_rank,
+    )
+    for count in ("num_heads", "num_layers"):
+        if fields.get("model_type") == MODEL_TYPE and fields.integer(count) != getattr(config, count):
+            raise ValueError(f"{count} is {fields.get(count)}, but there are tensors for {getattr(config, count)}")
+    has_biases = any(name.endswith(".bias") for name in file.names)  # vLLM's `medusa_fc_bias`
+    heads = file.build(MedusaHeads, config, optional="" if has_biases else ".bias")
+    for matrix in heads.lora_B if low_rank else ():
+        cast(nn.Linear, matrix).weight.mul_(scale)
+    return heads
+
+
+def _matrix(file: HeadFile, name: str) -> tuple[int, int]:
+    """The shape of a matrix of the file."""
+    shape = file.tensors[file.names[name]].shape if name in file.names else ()
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"the tensors are no whole set of Medusa heads: {name} should be a matrix, but has {shape}")
+    return shape[0], shape[1]
+
+
+def medusa_file(
+    heads: MedusaHeads, to: str, target: PreTrainedModel | None
+) -> tuple[dict[str, Any], str, dict[str, torch.Tensor]]:
+    """Config, file name and tensors of heads in a format: "medusa" (v1, v2), "tgi", "vllm", or "" for our own."""
+    config, name = heads.config, "model.safetensors"
+    tensors = dict(heads.state_dict())
+    ids = tensors.pop("draft_to_target", None)
+    if ids is not None:
+        tensors["token_map"] = ids
+    base = {"name_or_path": config.base_model, "model_type": config.target_type}
+    fields: dict[str, Any] = {key: getattr(config, key) for key in OWN_FIELDS}
+    if not to:
+        base["num_hidden_layers"] = cast(Any, config.num_target_layers)
+        return fields | {"model_type": MODEL_TYPE, "base": base}, name, tensors
+    _check_expressible(config, to, target)
+    if config.lora_rank:
+        matrix = output_matrix(cast(PreTrainedModel, target)).weight
+        tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith("lora_")}
+        for head in range(config.num_heads):
+            down, up = (cast(nn.Linear, part[head]).weight.to(matrix) for part in (heads.lora_A, heads.lora_B))
+            tensors[f"lm_heads.{head}.weight"] = matrix + up @ down
+    own = "lm_heads.0.weight" in tensors
+    fields["lora_rank"], fields["base_model_name_or_path"] = 0, config.base_model
+    if to == "vllm":
+        if not own:
+            tensors["lm_head.weight"] = output_matrix(cast(PreTrainedModel, target)).weight
+        vllm = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_hidden_layers": config.num_layers}
+        size = {"truncated_vocab_size": config.draft_vocab_size, "logit_scale": config.logit_scale}
+        return fields | vllm | size | {"medusa_fc_bias": True, "original_lm_head": not own}, name, tensors
+    if to == "tgi" and not own and config.num_layers != 1:
+        raise ValueError(
+            f"TGI reads heads that share the output matrix with one layer only, these have {config.num_layers}"
+        )
+    renamed = {re.sub(r"^blocks\.(\d+)\.layers\.(\d+)", r"\1.\2.linear", key): value for key, value in tensors.items()}
+    renamed = {re.sub(r"^lm_heads\.(\d+)", rf"\1.{config.num_layers}", key): value for key, value in renamed.items()}
+    fields |= {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_layers}
+    fields |= {} if own else {"version": "2"}
+    return fields, MEDUSA_FILES[own and to == "medusa"], renamed
+
+
+def _check_expressible(config: MedusaConfig, to: str, target: PreTrainedModel | None) -> None:
+    """Raise a `ValueError` if another program's format cannot hold such heads."""
+    if config.reads_token:
+        raise ValueError(f"{to} cannot represent heads that read the next token (reads_token=True); train others")
+    if config.draft_vocab_size < config.vocab_size and to != "vllm":
+        raise ValueError(f"{to} cannot represent heads with a truncated vocabulary; export them to vllm")
+    if config.own_outputs or not (config.lora_rank or to == "vllm"):
+        return
+    if target is None:
+        raise ValueError(f"these heads need the target's output matrix in the format of {to}; give the target")
+    if output_matrix(target).bias is not None:
+        raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")
+
+
+FORMATS = (Format("Medusa heads", "MedusaCandidates", is_medusa, load_medusa),)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,22 +46,22 @@ class Monitor(ABC):
 class AcceptanceRates:
     """The distribution of the acceptance rates of single drafts: accepted over drafted tokens. 0 without drafts."""
 
-    drafts: int = 0
-    mean: float = 0.0
-    std: float = 0.0
-    min: float = 0.0
-    max: float = 0.0
-    p50: float = 0.0
-    p95: float = 0.0
+    drafts: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    p50: float
+    p95: float
 
     @classmethod
     def of(cls, counts: Mapping[tuple[int, int], int]) -> AcceptanceRates:
         """From the number of drafts with so many (drafted, accepted) tokens."""
-        if not counts:
-            return cls()
-        rates = np.repeat([accepted / drafted for drafted, accepted in counts], list(counts.values()))
+        rates = np.repeat(
+            [accepted / drafted for drafted, accepted in counts or {(1, 0): 1}], [*counts.values()] or [1]
+        )
         numbers = (rates.mean(), rates.std(), rates.min(), rates.max(), *np.percentile(rates, [50, 95]))
-        return cls(len(rates), *map(float, numbers))
+        return cls(sum(counts.values()), *map(float, numbers))
 
 
 class SpeculationMonitor(Monitor):
@@ -97,7 +97,12 @@ class SpeculationMonitor(Monitor):
         """Number of drafts with so many (drafted, accepted) tokens, over all calls."""
         self.calls = 0
         """Number of calls that were started."""
-        self._counters = _counters(prometheus)
+        try:
+            self._counters = None if prometheus is False else _prometheus_counters()
+        except ImportError as error:
+            if prometheus:
+                raise ImportError("counters need prometheus_client: pip install 'hf-specgen[monitor]'") from error
+            self._counters = None
         self._lock = threading.Lock()
 
     def start(self, call: Call) -> MonitorSession:
@@ -112,9 +117,15 @@ class SpeculationMonitor(Monitor):
         with self._lock:
             self.window.extend(rows)
             self.drafts.update(drafts)
-        if self._counters is not None:
-            for drafted, accepted in drafts:
-                self._counters.add(drafted, accepted)
+        if self._counters is None:
+            return
+        of_drafts, of_drafted, of_accepted, by_position = self._counters
+        for drafted, accepted in drafts:
+            of_drafts.inc()
+            of_drafted.inc(drafted)
+            of_accepted.inc(accepted)
+            for position in range(accepted):
+                by_position.labels(position=str(position)).inc()
 
     def acceptance(self, over: Literal["window", "total"] = "window") -> AcceptanceRates:
         """Mean, standard deviation, minimum, maximum, median and 95th percentile of the drafts' acceptance rates."""
@@ -162,37 +173,14 @@ class _SpeculationMonitorSession(MonitorSession):
         )
 
 
-class _Counters:
-    """Prometheus counters of this process in the default registry, which appends `_total` to each name."""
+@cache
+def _prometheus_counters() -> tuple[Any, ...]:
+    """The counters of this process in the default registry, which appends `_total` and takes each name once."""
+    from prometheus_client import Counter
 
-    def __init__(self) -> None:
-        from prometheus_client import Counter
-
-        self._drafts = Counter(f"{PREFIX}drafts", "Drafts that the target verified.")
-        self._drafted = Counter(f"{PREFIX}draft_tokens", "Draft tokens that the target verified.")
-        self._accepted = Counter(f"{PREFIX}accepted_tokens", "Draft tokens that were accepted.")
-        about = "Drafts in which this position was accepted."
-        self._by_position = Counter(f"{PREFIX}accepted_tokens_per_pos", about, ["position"])
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count one draft of one row."""
-        self._drafts.inc()
-        self._drafted.inc(drafted)
-        self._accepted.inc(accepted)
-        for position in range(accepted):
-            self._by_position.labels(position=str(position)).inc()
-
-
-_process_counters = cache(_Counters)
-"""The counters of this process: Prometheus registers each name once."""
-
-
-def _counters(wanted: bool | None) -> _Counters | None:
-    if wanted is False:
-        return None
-    try:
-        return _process_counters()
-    except ImportError as error:
-        if wanted is None:
-            return None
-        raise ImportError("counters need prometheus_client: pip install 'hf-specgen[monitor]'") from error
+    return (
+        Counter(f"{PREFIX}drafts", "Drafts that the target verified."),
+        Counter(f"{PREFIX}draft_tokens", "Draft tokens that the target verified."),
+        Counter(f"{PREFIX}accepted_tokens", "Draft tokens that were accepted."),
+        Counter(f"{PREFIX}accepted_tokens_per_pos", "Drafts in which this position was accepted.", ["position"]),
+    )

@@ -9,12 +9,8 @@ from typing import Any
 from hf_specgen.monitoring.monitor import SpeculationMonitor
 
 ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
-Latency = Callable[[float], float]
-
-
-def flat(queries: float) -> float:
-    """T(q) / T(1) of a target for which draft tokens are free."""
-    return 1.0
+Latency = Callable[[float], float] | None
+"""T(q) / T(1) of a target, such as `CostCurve.relative`; None for one for which draft tokens are free."""
 
 
 def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
@@ -38,7 +34,7 @@ def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     _save(figure, path)
 
 
-def speedup(acceptance: float, k: int, latency: Latency = flat, draft_pass: float = 0.0) -> float:
+def speedup(acceptance: float, k: int, latency: Latency = None, draft_pass: float = 0.0) -> float:
     """Expected speedup of chains of k draft tokens over plain decoding, if each is accepted with this probability.
 
     A step yields 1 + a + a² + … + a^k tokens and takes T(1 + k) / T(1) plus k passes of the drafter.
@@ -55,11 +51,11 @@ def speedup(acceptance: float, k: int, latency: Latency = flat, draft_pass: floa
         2.95
     """
     tokens = sum(acceptance**depth for depth in range(k + 1))
-    return tokens / (latency(1 + k) + k * draft_pass)
+    return tokens / ((latency(1 + k) if latency else 1.0) + k * draft_pass)
 
 
 def plot_speedup(
-    path: str | Path, *, latency: Latency = flat, draft_pass: float = 0.05, depths: Sequence[int] = (1, 2, 3, 5, 8, 12)
+    path: str | Path, *, latency: Latency = None, draft_pass: float = 0.05, depths: Sequence[int] = (1, 2, 3, 5, 8, 12)
 ) -> None:
     """Plot `speedup` over the acceptance rate, a line for each k; where it is below 1, drafting loses."""
     figure = _figure()

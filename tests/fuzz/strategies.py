@@ -28,8 +28,6 @@ from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model, with_other_toke
 from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
 from tests.fuzz.tokenizers import KINDS
 
-MEDUSA_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-
 
 class Known(NamedTuple):
     """What plain `generate` wrote."""
@@ -134,7 +132,7 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
         return LayerSkipCandidates(case.exit_layer, **settings, tree=tree, adapter=adapter)
     reads_path = name == "medusa_auto" and case.branches > 2
     heads = medusa_heads(model, known.ids, known.mask, reads_path=reads_path)
-    heads_tree: Any = "auto" if name == "medusa_auto" else (MEDUSA_TREE if case.branches > 2 else case.k)
+    heads_tree: Any = "auto" if name == "medusa_auto" else (6 if case.branches > 2 else case.k)
     return MedusaCandidates(heads, tree=heads_tree, policy=policy)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from hf_specgen.candidates import head_sessions
+from hf_specgen.candidates import draft_heads
 from hf_specgen.targets import graphs, requirements
 
 
@@ -26,6 +26,6 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return replay, outputs
 
     monkeypatch.setattr(graphs, "capture", capture)
-    for module in (requirements, head_sessions):
+    for module in (requirements, draft_heads):
         monkeypatch.setattr(module, "GRAPH_DEVICES", ("cpu",))
     return found

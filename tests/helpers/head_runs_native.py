@@ -6,7 +6,6 @@ import torch
 
 from hf_specgen.heads.gemma_assistant import source_layers
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.medusa_formats import load_medusa
 from hf_specgen.heads.mtp import load_mtp
 from tests.helpers.head_fixtures import Comparison, Fixture, features_of
 from tests.helpers.head_runs import Rounds, captured_features
@@ -113,7 +112,7 @@ def run_assistant(fixture: Fixture, prompts: list[str], comparison: Comparison) 
 @torch.no_grad()
 def run_medusa(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
     """Medusa heads on the target's last state."""
-    heads: Any = load_medusa(fixture.head_folder, fixture.target)
+    heads: Any = load_head(fixture.head_folder)
     taps = fixture.expected["taps_hf_tuple_index"]
     for prompt in prompts:
         for number in (1, 2):

@@ -32,7 +32,6 @@ from tests.helpers.parallel import recording
 from tests.helpers.paths import HEAD_FIXTURES
 
 FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTURES)}
-MEDUSA_TREE = [[1], [0], [0, 0], [0, 0, 0], [0, 1]]
 """A short leaf beside deep ones: rows pad their paths."""
 
 
@@ -151,7 +150,7 @@ PARTLY_RIGHT: dict[str, Strategy] = {
     "layer skip, tree": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, tree=8, **settings)),
     "layer skip": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, **settings)),
     "Medusa, auto": _medusa("auto"),
-    "Medusa, tree": _medusa(MEDUSA_TREE),
+    "Medusa, tree": _medusa(6),
     "Hydra": _medusa(12, reads_path=True),
     "EAGLE-1": _eagle("eagle1_original", k=3),
     "EAGLE-1, tree": _eagle("eagle1_original", k=3, tree=8),

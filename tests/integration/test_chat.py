@@ -2,6 +2,7 @@
 
 import io
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from rich.console import Console
 
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.cli.chat import Chat, ColouredStreamer, Conversation
+from hf_specgen.cli.chat import AnswerWriter, Chat, Conversation
+from hf_specgen.counters import RowStep, StepRecord
 
 EDIT = "Rename `x` to `total`: def add(x, y): return x + y"
 
@@ -19,10 +21,12 @@ def conversation(reference_model: Any, tokenizer: Any) -> Conversation:
     return Conversation(reference_model, tokenizer, {"max_new_tokens": 24, "do_sample": False})
 
 
-def ask(conversation: Conversation, question: str, candidates: Any) -> tuple[Any, list[tuple[str, bool]]]:
+def ask(conversation: Conversation, question: str, candidates: Any) -> tuple[str, str, list[tuple[str, bool]]]:
+    """The answer, the line about it, and the pieces that were written."""
     pieces: list[tuple[str, bool]] = []
     conversation.messages.append({"role": "user", "content": question})
-    return conversation.answer("name", candidates, lambda *piece: pieces.append(piece)), pieces
+    status = conversation.answer("name", candidates, lambda *piece: pieces.append(piece))
+    return conversation.messages[-1]["content"], status, pieces
 
 
 def test_answers_over_two_turns_same_text_as_plain_and_cache_is_kept(conversation: Conversation) -> None:
@@ -30,32 +34,29 @@ def test_answers_over_two_turns_same_text_as_plain_and_cache_is_kept(conversatio
     texts = []
     for strategy in (None, NgramCandidates(k=4)):
         conversation.clear()
-        first, _ = ask(conversation, EDIT, strategy)
-        assert conversation.cache.get_seq_length() >= conversation.read.shape[1] - 1
-        second, _ = ask(conversation, "And now rename `y`.", strategy)
-        texts.append((first.text, second.text))
+        first, *_ = ask(conversation, EDIT, strategy)
+        assert conversation.cache.get_seq_length() >= conversation.text.shape[1] - 1
+        texts.append((first, ask(conversation, "And now rename `y`.", strategy)[0]))
     assert texts[0] == texts[1] and all(texts[0])
 
 
 def test_streamed_pieces_are_the_answer_and_mark_accepted_draft_tokens(conversation: Conversation) -> None:
-    answer, pieces = ask(conversation, EDIT, NgramCandidates(k=4))
-    assert "".join(text for text, _ in pieces) == answer.text
+    candidates = NgramCandidates(k=4)
+    answer, status, pieces = ask(conversation, EDIT, candidates)
+    assert "".join(text for text, _ in pieces) == answer
     accepted = sum(is_accepted for _, is_accepted in pieces)
-    assert 0 < accepted <= answer.speculation.accepted
-    assert "tokens/s" in answer.status() and "% accepted" in answer.status()
+    assert 0 < accepted <= candidates.speculation.accepted
+    assert "tokens/s" in status and "% accepted" in status
 
 
 def test_streamer_marks_the_accepted_tokens_of_each_step(tokenizer: Any) -> None:
     ids = tokenizer("one two three four five")["input_ids"]
     pieces: list[tuple[str, bool]] = []
-    streamer = ColouredStreamer(tokenizer, lambda *piece: pieces.append(piece))
-    streamer.put(torch.tensor([ids]))  # the prompt
-    streamer.wait_for_steps()
-    for token in ids[:4]:
-        streamer.put(torch.tensor([token]))
-    assert pieces == []
-    streamer.step(accepted=2, emitted=3)
-    streamer.end()
+    writer, text = AnswerWriter(tokenizer, lambda *piece: pieces.append(piece)), ids[:1]
+    writer.start(SimpleNamespace(state=SimpleNamespace(generated=[text])))
+    text += ids[1:4]
+    writer.observe(StepRecord([3], [RowStep(3, 3, 2, 3)], 4))
+    writer.end()
     assert [marked for _, marked in pieces] == [False, True, True, False]
 
 
@@ -63,7 +64,7 @@ def test_streamer_waits_for_the_last_byte_of_a_character(tokenizer: Any) -> None
     """Would catch: replacement characters on the terminal."""
     text = "naïve 日本 🙂\nnext"
     pieces: list[tuple[str, bool]] = []
-    streamer = ColouredStreamer(tokenizer, lambda *piece: pieces.append(piece))
+    streamer = AnswerWriter(tokenizer, lambda *piece: pieces.append(piece))
     streamer.put(torch.tensor([[0]]))
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         streamer.put(torch.tensor([token]))

@@ -54,12 +54,11 @@ def test_demo_shows_two_targets_in_80_columns(monkeypatch: pytest.MonkeyPatch) -
 def test_demo_is_level_and_honest_where_nothing_gains() -> None:
     """Would catch: graphs on our side only, a strategy that is slower than plain presented as the best."""
     assert all(one.arguments().get("compile", False) is False for one in demo.variants(DemoSettings()))
-    totals = {
-        name: Total(tokens=10, seconds=seconds) for name, seconds in (("plain", 1), ("prompt lookup", 2), ("x", 3))
-    }
+    times = {"plain": 1.0, "prompt lookup": 2.0, "x": 3.0}
+    totals = {name: Total([Sample(10, seconds, torch.ones(1), None)]) for name, seconds in times.items()}
     target = demo.MeasuredTarget("8B", "bfloat16", totals, prompts=2, length=5)
     assert "nothing is faster than plain generate here" in next(demo.closing_lines([target], False))
-    totals["x"].seconds = 0.5
+    totals["x"].samples[0].seconds = 0.5
     assert "x is [bold green]2.00x[/] as fast" in next(demo.closing_lines([target], False))
 
 
@@ -131,20 +130,24 @@ def test_read_prompts_of_a_text_file_takes_a_prompt_from_each_line(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "line", ["nonsense", "{}", "[1]", '"text"', '{"prompt": 3}', '{"prompt": "a", "domain": 1}', "[" * 100_000]
+    ("line", "message"),
+    [
+        *((line, "line 2: expected a JSON object") for line in ("nonsense", "[1]", '"text"', "[" * 100_000)),
+        *((line, "a row needs a text") for line in ("{}", '{"prompt": 3}', '{"prompt": "a", "domain": 1}')),
+    ],
 )
-def test_read_prompts_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
+def test_read_prompts_line_that_is_no_row_is_named(line: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: expected a JSON object"):
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl.*{message}"):
         read_prompts(file, 2)
 
 
 def test_read_prompts_of_an_empty_or_missing_file_raises(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="has no prompts"):
+    with pytest.raises(ValueError, match="has no rows"):
         read_prompts(tmp_path / "empty.jsonl", 2)
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="No such file"):
         read_prompts(tmp_path / "none.jsonl", 2)
 
 

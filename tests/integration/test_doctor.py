@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
@@ -17,6 +17,7 @@ from hf_specgen.cli import doctor
 from hf_specgen.cli.app import app
 from hf_specgen.cli.doctor import Report, Speed, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
+from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL, strategies
 from tests.helpers import tiny_model
@@ -76,8 +77,8 @@ def test_variants_on_cuda_are_level_with_and_without_graphs() -> None:
 
 
 def test_doctor_without_a_run_loads_nothing_and_recommends_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
-    result = CliRunner().invoke(app, ["doctor", "--model", MODEL, "--heads", HEADS, "--no-run"])
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
+    result = CliRunner().invoke(app, ["doctor", MODEL, "--heads", HEADS, "--no-run"])
     assert result.exit_code == 0, result.output
     for text in ("✓", "target support", "memory", "MedusaCandidates(", "was not measured"):
         assert text in result.output
@@ -151,11 +152,12 @@ def saved_heads(folder: Path, width: int, base: str) -> str:
 
 def test_medusa_heads_are_checked_by_their_tensors(tmp_path: Path) -> None:
     report = checked(heads=(saved_heads(tmp_path / "heads", WIDTH, "org/reference-lm"),))
-    assert {finding.subject: finding.found for finding in report.findings}["heads"] == "3 heads, layers in each: 1"
+    found = {finding.subject: finding.found for finding in report.findings}
+    assert found["heads"].startswith("MedusaHeads, ")
     assert not {"heads' target", "heads' base"} & results(report).keys()
     report = checked(heads=(saved_heads(tmp_path / "others", WIDTH + 8, "org/another-model"),))
     assert results(report)["heads' target"] == "bad" and results(report)["heads' base"] == "warning"
-    assert f"hidden size {WIDTH + 8}" in report.bad[0].meaning
+    assert f"hidden size of {WIDTH + 8}" in report.bad[0].meaning
     assert results(checked(heads=(str(tmp_path),)))["heads"] == "bad"
 
 
@@ -164,7 +166,7 @@ def test_medusa_heads_are_checked_by_their_tensors(tmp_path: Path) -> None:
 def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None:
     fixture = FIXTURES[name]
     found = doctor.heads(str(fixture.head_folder), blueprint(str(fixture.target_folder), "float32"))
-    assert found[0].result == "good" and "reads hidden states" in found[0].found
+    assert found[0].result == "good" and "parameters" in found[0].found
     assert not any(finding.result == "bad" for finding in found)
     others = doctor.heads(str(fixture.head_folder), blueprint(DRAFT, "float32"))
     assert any(one.result == "bad" and "made for a target" in one.meaning for one in others)
@@ -172,10 +174,8 @@ def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None
 
 def total(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25, calls: int = 4) -> Total:
     """Several calls of 25 tokens each, in so many seconds and steps together."""
-    sums = Total(steps=steps * calls, emitted_in_steps=25 * calls, drafted=drafted, accepted=accepted)
-    sums.samples = [Sample(25, seconds / calls, torch.zeros(1, 1), None) for _ in range(calls)]
-    sums.tokens, sums.seconds = 25 * calls, seconds
-    return sums
+    counts = Statistics([[RowStep(drafted, 1, accepted, 25), *([RowStep(0, 0, 0, 0)] * (steps - 1))]])
+    return Total([Sample(25, seconds / calls, torch.zeros(1, 1), counts) for _ in range(calls)])
 
 
 PLAIN = total(2.0)

@@ -248,7 +248,8 @@ def test_draft_of_the_other_kind_is_refused() -> None:
 # What is refused
 
 
-HEADS = MedusaHeads(MedusaConfig(hidden_size=32, vocab_size=99, num_heads=2))
+SIZES = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 99, "draft_vocab_size": 99}
+HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "leave past_key_values"),
     "static": ({"cache_implementation": "static"}, 'cache_implementation="dynamic"'),

@@ -79,7 +79,7 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     assert not resumed.exists()
     part = next(source.parent.glob("resumed.jsonl.parts/process-0.jsonl"))
     part.write_text(part.read_text() + '[3, "cut o')
-    assert "temperature was '0.8', is '0.0'" in run(source, resumed, exit_code=2)
+    assert "belongs to a run with other settings" in run(source, resumed, exit_code=2)
     assert "2 answered already" in run(source, resumed, "--temperature", "0.8")
     assert rows(resumed) == rows(complete) and calls == [5, 3]
 
@@ -119,7 +119,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes, options
 
 def test_missing_file_and_existing_output_are_named(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    assert "there is no file" in run(tmp_path / "none.jsonl", output, exit_code=2)
+    assert "No such file" in run(tmp_path / "none.jsonl", output, exit_code=2)
     (tmp_path / "empty").mkdir()
     assert "cannot load the dataset" in run(tmp_path / "empty", output, exit_code=2)
     output.touch()

@@ -144,7 +144,7 @@ def test_rows_are_replaced_as_they_end_and_prompts_read_as_rows_become_free() ->
     first = next(completions)
     assert len(read) <= 4 and len(first.tokens) <= 20
     rest = list(completions)
-    assert len(rest) == 9 and all(step.rows <= 3 for step in strategy.speculation.passes)
+    assert len(rest) == 9 and all(step.batch <= 3 for step in strategy.speculation.passes)
     steps = max(len(row) for row in strategy.speculation.rows)
     assert len(strategy.speculation.passes) < 10 / 3 * steps + steps
 
@@ -165,7 +165,7 @@ def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
     strategy = NgramCandidates()
     assert many(model, prompts, strategy, policy=GPU_LIKE, **GREEDY) == alone(model, prompts, **GREEDY)
     assert strategy.speculation.drafted > 0
-    assert max(step.target for step in strategy.speculation.passes) <= 4 * 65
+    assert max(step.batch * step.tokens_per_row for step in strategy.speculation.passes) <= 4 * 65
 
 
 @pytest.mark.parametrize(

@@ -10,50 +10,63 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
 
 from cards import write_custom_generate
 from hf_specgen import MedusaCandidates
-from hf_specgen.heads import MedusaHeads, load_medusa
-from hf_specgen.heads.lora import load_lora, stacked_deltas
-from hf_specgen.heads.medusa import Acceptance, MedusaRunner, fingerprint, other_chat_template
-from hf_specgen.heads.medusa_formats import export_medusa
+from hf_specgen.candidates.auto import chat_template_hash
+from hf_specgen.heads import export_head, load_head, save_head
+from hf_specgen.heads.medusa import MedusaRunner
 from tests.helpers import VOCAB, assert_same_tokens, prompts, tiny_model
 from tests.helpers.medusa import random_heads
-from train_medusa import new_lora
 
 HYDRA = {"reads_token": True, "reads_path": True}
+TGI = "medusa_lm_head.safetensors"
+Tensors = dict[str, torch.Tensor]
 
 
-def have_equal_weights(a: MedusaHeads, b: MedusaHeads) -> bool:
+def have_equal_weights(a: Any, b: Any) -> bool:
     left, right = a.state_dict(), b.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("shape", [{}, {"own_outputs": True}, {"reads_token": True, "num_layers": 2}, HYDRA])
-def test_save_pretrained_round_trip_keeps_weights_and_config(shape: dict, tmp_path: Path) -> None:
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def logits_of(heads: Any, model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """`[rows, heads, vocab]` logits of loaded heads on a target."""
+    return MedusaRunner(heads.bind(model), model).all_logits(hidden, [5] * len(hidden), heads.config.num_heads)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"own_outputs": True},
+    {"reads_token": True, "num_layers": 2},
+    HYDRA,
+    {"lora_rank": 4},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_save_head_round_trip_keeps_weights_and_config(shape: dict, tmp_path: Path) -> None:
     heads = random_heads(tiny_model("llama"), **shape)
-    table = [[list(ranks) for ranks in bins] for bins in Acceptance.untuned(3).table]
-    heads.config.acceptance = table
-    heads.save_pretrained(tmp_path)
-    loaded = load_medusa(tmp_path, tiny_model("llama"))
-    assert have_equal_weights(heads, loaded)
-    assert loaded.config.acceptance == table and loaded.config.base == heads.config.base
-    assert isinstance(AutoModel.from_pretrained(tmp_path), MedusaHeads)
-    assert AutoConfig.from_pretrained(tmp_path).num_heads == 3
+    save_head(heads, tmp_path)
+    loaded = load_head(tmp_path)
+    assert have_equal_weights(heads, loaded) and loaded.config == heads.config
 
 
-@pytest.mark.parametrize(
-    ("to", "own", "num_layers"),
-    [case for case in product(["medusa", "tgi", "vllm"], [False, True], [1, 2]) if case != ("tgi", False, 2)],
-)
+EXPORTS = [case for case in product(["medusa", "tgi", "vllm"], [False, True], [1, 2]) if case != ("tgi", False, 2)]
+
+
+@pytest.mark.parametrize(("to", "own", "num_layers"), EXPORTS)
 def test_export_round_trip_keeps_every_tensor(to: str, own: bool, num_layers: int, tmp_path: Path) -> None:
     """Biases included."""
     model = tiny_model("llama")
     heads = random_heads(model, own_outputs=own, num_layers=num_layers)
-    files = export_medusa(heads, tmp_path, to, model)
+    files = export_head(heads, tmp_path, to, model)
     assert all(file.exists() for file in files)
-    loaded = load_medusa(tmp_path, model)
+    loaded: Any = load_head(tmp_path)
     assert have_equal_weights(heads, loaded)
     assert (loaded.config.num_heads, loaded.config.num_layers, loaded.config.own_outputs) == (3, num_layers, own)
 
@@ -61,11 +74,11 @@ def test_export_round_trip_keeps_every_tensor(to: str, own: bool, num_layers: in
 def test_export_writes_the_names_that_other_programs_read(tmp_path: Path) -> None:
     model = tiny_model("llama")
     shared, own = random_heads(model, num_heads=1), random_heads(model, num_heads=1, own_outputs=True)
-    export_medusa(shared, tmp_path / "v2", "medusa")
-    export_medusa(own, tmp_path / "v1", "medusa")
-    export_medusa(shared, tmp_path / "vllm", "vllm", model)
+    export_head(shared, tmp_path / "v2", "medusa")
+    export_head(own, tmp_path / "v1", "medusa")
+    export_head(shared, tmp_path / "vllm", "vllm", model)
     layer = {"0.0.linear.weight", "0.0.linear.bias"}
-    assert load_file(tmp_path / "v2" / "medusa_lm_head.safetensors").keys() == layer
+    assert load_file(tmp_path / "v2" / TGI).keys() == layer
     assert torch.load(tmp_path / "v1" / "medusa_lm_head.pt", weights_only=True).keys() == layer | {"0.1.weight"}
     vllm = load_file(tmp_path / "vllm" / "model.safetensors")
     assert vllm.keys() == {"blocks.0.layers.0.weight", "blocks.0.layers.0.bias", "lm_head.weight"}
@@ -74,81 +87,73 @@ def test_export_writes_the_names_that_other_programs_read(tmp_path: Path) -> Non
     assert "architectures" not in json.loads((tmp_path / "v2" / "config.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "layout", ["rows of the map", "whole matrices", "one matrix", "prefix", "own format", "exported"]
-)
-def test_load_medusa_with_truncated_vocabulary_scores_the_tokens_of_its_map(layout: str, tmp_path: Path) -> None:
-    model = tiny_model("llama")
+LAYOUTS = ["rows of the map", "whole matrices", "one matrix", "prefix", "own format", "exported"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_truncated_vocabulary_scores_the_tokens_of_its_map(layout: str, tmp_path: Path) -> None:
+    model, folder = tiny_model("llama"), tmp_path / "vllm"
     heads = random_heads(model, own_outputs=True)
-    export_medusa(heads, tmp_path / "vllm", "vllm")
-    tensors = load_file(tmp_path / "vllm" / "model.safetensors")
+    export_head(heads, folder, "vllm")
+    edit_config(folder, truncated_vocab_size=20, logit_scale=0.5)
+    tensors = load_file(folder / "model.safetensors")
     kept = torch.randperm(VOCAB)[:20]
     matrices = [tensors[f"lm_heads.{head}.weight"] for head in range(3)]
     if layout == "one matrix":
         matrices = matrices[:1] * 3
-        tensors = {
-            name: tensor for name, tensor in tensors.items() if not name.startswith(("lm_heads.1", "lm_heads.2"))
-        }
+        tensors = {n: tensor for n, tensor in tensors.items() if not n.startswith(("lm_heads.1", "lm_heads.2"))}
     if layout != "whole matrices":
         tensors |= {name: tensor[kept].clone() for name, tensor in tensors.items() if name.startswith("lm_heads.")}
     if layout == "prefix":
         tensors = {f"medusa_heads.{name}": tensor for name, tensor in tensors.items()}
-    save_file(tensors | {"token_map": kept}, tmp_path / "vllm" / "model.safetensors")
-    path = tmp_path / "vllm" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncated_vocab_size": 20, "logit_scale": 0.5}))
-    loaded = load_medusa(tmp_path / "vllm", model)
-    if layout == "own format":
-        loaded.save_pretrained(tmp_path / "again")
-        loaded = load_medusa(tmp_path / "again", model)
-    if layout == "exported":
-        export_medusa(loaded, tmp_path / "again", "vllm")
-        loaded = load_medusa(tmp_path / "again", model)
+    save_file(tensors | {"token_map": kept}, folder / "model.safetensors")
+    loaded = load_head(folder)
+    if layout in ("own format", "exported"):
+        (save_head if layout == "own format" else lambda *args: export_head(*args, "vllm"))(loaded, tmp_path / "again")
+        loaded = load_head(tmp_path / "again")
     hidden = torch.randn(2, loaded.config.hidden_size)
-    logits = MedusaRunner(loaded, model).logits(hidden, torch.zeros(2, 1, dtype=torch.long))
-    states = heads(hidden)
+    logits, states = logits_of(loaded, model, hidden), heads(hidden)
     expected = torch.stack([states[:, head] @ matrix[kept].T for head, matrix in enumerate(matrices)], dim=1)
     torch.testing.assert_close(logits[..., kept], 0.5 * expected)
     assert (logits > -torch.inf).sum(dim=-1).eq(20).all()
     assert_same_tokens(model, prompts(2), MedusaCandidates(loaded, tree=8), max_new_tokens=6)
 
 
-def test_load_medusa_with_truncated_vocabulary_without_its_map_raises(tmp_path: Path) -> None:
-    export_medusa(random_heads(tiny_model("llama"), own_outputs=True), tmp_path, "vllm")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncated_vocab_size": 20}))
-    with pytest.raises(ValueError, match="truncated_vocab_size is 20, but token_map has"):
-        load_medusa(tmp_path)
-
-
-def test_load_medusa_counts_heads_in_the_tensors(tmp_path: Path) -> None:
+def test_heads_are_counted_in_the_tensors_and_truncation_needs_a_map(tmp_path: Path) -> None:
     """Would catch: trust in the config (a published set says 2 and contains 5)."""
-    export_medusa(random_heads(tiny_model("llama"), num_heads=5, own_outputs=True), tmp_path, "medusa")
-    config = json.loads((tmp_path / "config.json").read_text()) | {"medusa_num_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_medusa(tmp_path).config.num_heads == 5
+    heads = random_heads(tiny_model("llama"), num_heads=5, own_outputs=True)
+    export_head(heads, tmp_path / "v1", "medusa")
+    edit_config(tmp_path / "v1", medusa_num_heads=2)
+    assert load_head(tmp_path / "v1").config.num_heads == 5  # type: ignore[attr-defined]
+    export_head(heads, tmp_path / "vllm", "vllm")
+    edit_config(tmp_path / "vllm", truncated_vocab_size=20)
+    with pytest.raises(ValueError, match="truncated_vocab_size is 20, but token_map has 0"):
+        load_head(tmp_path / "vllm")
 
 
-def test_load_medusa_without_biases_fills_in_zeros(tmp_path: Path) -> None:
-    """vLLM's `medusa_fc_bias=False`."""
+def test_heads_without_biases_or_config_load(tmp_path: Path) -> None:
+    """vLLM's `medusa_fc_bias=False`; v1 heads are often published without a config."""
     model = tiny_model("llama")
     heads = random_heads(model)
-    export_medusa(heads, tmp_path, "vllm", model)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if not n.endswith("bias")}, tmp_path / "model.safetensors")
-    loaded = load_medusa(tmp_path, model)
+    export_head(heads, tmp_path / "vllm", "vllm", model)
+    tensors = load_file(tmp_path / "vllm" / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if not n.endswith("bias")}, tmp_path / "vllm" / "model.safetensors")
+    loaded: Any = load_head(tmp_path / "vllm")
     assert not any(loaded.state_dict()[name].any() for name in loaded.state_dict() if name.endswith("bias"))
     assert torch.equal(loaded.blocks[0].layers[0].weight, heads.blocks[0].layers[0].weight)  # type: ignore[union-attr, index]
+    export_head(heads, tmp_path / "v2", "medusa")
+    (tmp_path / "v2" / "config.json").unlink()
+    loaded = load_head(tmp_path / "v2")
+    assert have_equal_weights(heads, loaded) and loaded.bind(model).aux_hidden_state_layers == (-1,)
 
 
-def test_other_chat_template_is_detected() -> None:
+def test_chat_templates_are_told_apart_by_their_hash() -> None:
     class Tokenizer:
         chat_template: Any = "{{ messages }}"
 
-    base = fingerprint(tiny_model("llama"), Tokenizer())
-    assert other_chat_template(base, Tokenizer()) is None and other_chat_template(None, Tokenizer()) is None
     named = Tokenizer()
     named.chat_template = {"default": "a", "tools": "b"}
-    assert "another chat template" in str(other_chat_template(base, named))
+    assert chat_template_hash(Tokenizer()) not in (None, chat_template_hash(named))
 
 
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "by folder"])
@@ -156,9 +161,9 @@ def test_other_chat_template_is_detected() -> None:
     ("architecture", "overrides", "difference"),
     [
         ("qwen2", {}, "architecture llama"),
-        ("llama", {"hidden_size": 32}, "hidden size 64"),
-        ("llama", {"vocab_size": 120}, "vocabulary size 99"),
-        ("llama", {"num_hidden_layers": 1}, "number of layers 2"),
+        ("llama", {"hidden_size": 32}, "hidden size of 64"),
+        ("llama", {"vocab_size": 120}, "vocabulary of 99"),
+        ("llama", {"num_hidden_layers": 1}, "number of layers: 2"),
     ],
     ids=["architecture", "hidden size", "vocabulary", "layers"],
 )
@@ -166,7 +171,7 @@ def test_medusa_heads_of_another_target_raise(
     architecture: str, overrides: dict[str, int], difference: str, loaded: bool, tmp_path: Path
 ) -> None:
     heads = random_heads(tiny_model("llama"))
-    heads.save_pretrained(tmp_path)
+    save_head(heads, tmp_path)
     candidates = MedusaCandidates(heads if loaded else str(tmp_path))
     with pytest.raises(ValueError, match=difference):
         tiny_model(architecture, **overrides).generate(**prompts(1), candidate_generator=candidates)
@@ -175,9 +180,6 @@ def test_medusa_heads_of_another_target_raise(
 class _Code:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("this must not run",)
-
-
-Tensors = dict[str, torch.Tensor]
 
 
 def _saved(path: Path, content: Any) -> None:
@@ -208,13 +210,12 @@ def _truncated(folder: Path) -> None:
     (folder / TGI).write_bytes((folder / TGI).read_bytes()[:1000])
 
 
-TGI = "medusa_lm_head.safetensors"
-INCOMPLETE = "do not make a whole set"
+INCOMPLETE = "are missing, such as|are no whole set|of a variant that is not supported"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickled code": (_pickled(pickle.dumps({"0.0.linear.weight": _Code()})), "cannot be read as tensors"),
     "code in a tensor file": (_pickled({"0.0.linear.weight": _Code()}), "cannot be read as tensors"),
     "a list": (_pickled([1, 2]), "not a dictionary of tensors"),
-    "other tensors": (_pickled({"something": torch.zeros(2)}), "no Medusa layers"),
+    "other tensors": (_pickled({"something": torch.zeros(2)}), "not a draft head of a known format"),
     "truncated": (_truncated, "cannot be read as tensors"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
     "a list as config": (lambda folder: (folder / "config.json").write_text("[1]"), "holds a list, not an object"),
@@ -222,7 +223,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an output matrix is missing": (_tensors(lambda t: {n: t[n] for n in t if n != "1.1.weight"}), INCOMPLETE),
     "head 0 is missing": (_tensors(lambda t: {n: t[n] for n in t if not n.startswith("0.")}), INCOMPLETE),
     "a large number": (_tensors(lambda t: t | {"3000.0.linear.weight": t["0.0.linear.weight"].clone()}), INCOMPLETE),
-    "integers": (_tensors(lambda t: {n: t[n].long() for n in t}), INCOMPLETE),
+    "integers": (_tensors(lambda t: {n: t[n].long() for n in t}), "quantised heads are not supported"),
     "no dimensions": (_tensors(lambda t: {n: torch.zeros(()) for n in t}), INCOMPLETE),
 }
 
@@ -232,16 +233,51 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_load_medusa_damaged_files_raise_and_run_nothing(
     damage: Callable[[Path], Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_medusa(random_heads(tiny_model("llama"), own_outputs=True), tmp_path, "tgi")
+    export_head(random_heads(tiny_model("llama"), own_outputs=True), tmp_path, "tgi")
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
-        load_medusa(tmp_path)
+        load_head(tmp_path)
     assert "must not run" not in capsys.readouterr().out
+
+
+def peft_heads(folder: Path) -> tuple[Any, Any, Any]:
+    """A target, heads with PEFT's adapter on its output matrix in the folder `lora`, and that adapter loaded."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("llama")
+    matrices = torch.nn.ModuleDict({"heads": torch.nn.ModuleList(torch.nn.Linear(64, VOCAB) for _ in range(3))})
+    for matrix in matrices["heads"]:  # type: ignore[union-attr]
+        matrix.weight, matrix.bias = model.lm_head.weight, None
+    lora: Any = get_peft_model(matrices, LoraConfig(r=4, lora_alpha=8, target_modules=r"heads\.\d+"))  # type: ignore[arg-type]
+    for name, parameter in lora.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(len(name)))
+    save_head(random_heads(model), folder)
+    edit_config(folder, lora_rank=4)
+    lora.save_pretrained(folder / "lora")
+    model.requires_grad_()
+    return model, load_head(folder), lora
+
+
+def test_low_rank_matrices_agree_with_peft_and_are_merged_by_an_export(tmp_path: Path) -> None:
+    """From PEFT's folder, from our own file and from merged matrices; the target does not change."""
+    model, heads, lora = peft_heads(tmp_path / "ours")
+    before, hidden = model.lm_head.weight.clone(), torch.randn(2, 64)
+    states = heads(hidden)
+    expected = torch.stack([lora.base_model.model["heads"][head](states[:, head]) for head in range(3)], dim=1)
+    assert not torch.allclose(expected, model.lm_head(states), atol=1e-2)
+    with pytest.raises(ValueError, match="give the target"):
+        export_head(heads, tmp_path / "v1", "medusa")
+    export_head(heads, tmp_path / "v1", "medusa", model)
+    save_head(heads, tmp_path / "again")
+    for some in (heads, load_head(tmp_path / "again"), load_head(tmp_path / "v1")):
+        torch.testing.assert_close(logits_of(some, model, hidden), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(before, model.lm_head.weight)
 
 
 def test_medusa_loading_does_not_change_the_random_state(tmp_path: Path) -> None:
     """The first sampled call loads heads and LoRA matrices, and still gives the text of its seed."""
-    model, _, _ = _lora_heads(tmp_path)
+    model, _, _ = peft_heads(tmp_path)
     for _ in range(2):
         torch.manual_seed(3)
         plain = model.generate(**prompts(1), max_new_tokens=8, do_sample=True)
@@ -256,7 +292,7 @@ def test_medusa_loading_does_not_change_the_random_state(tmp_path: Path) -> None
     [
         ("llama", {"own_outputs": True, "lora_rank": 2}, "medusa", "take no LoRA"),
         ("phi", {"own_outputs": True}, "medusa", "has a bias"),
-        ("llama", {}, "onnx", "unknown format 'onnx'"),
+        ("llama", {}, "onnx", "unknown export 'onnx'"),
         ("llama", {"reads_token": True}, "tgi", "reads_token"),
         ("llama", {"num_layers": 2}, "tgi", "one layer"),
         ("llama", {}, "vllm", "give the target"),
@@ -266,53 +302,14 @@ def test_medusa_heads_that_a_format_cannot_express_raise(
     architecture: str, shape: dict[str, Any], to: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        export_medusa(random_heads(tiny_model(architecture), **shape), tmp_path / "out", to)
+        export_head(random_heads(tiny_model(architecture), **shape), tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
-
-
-def _lora_heads(tmp_path: Path) -> tuple[Any, MedusaHeads, Any]:
-    model = tiny_model("llama")
-    lora = new_lora(model.lm_head, 3, rank=4)
-    for name, parameter in lora.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(generator=torch.Generator().manual_seed(len(name)))
-    heads = random_heads(model, lora_rank=4)
-    heads.save_pretrained(tmp_path)
-    lora.save_pretrained(tmp_path / "lora")
-    return model, load_medusa(tmp_path, model), lora
-
-
-def test_medusa_runner_lora_deltas_agree_with_peft(tmp_path: Path) -> None:
-    """The stacked product against PEFT's own forward pass, loaded from disk; the target does not change."""
-    model, heads, lora = _lora_heads(tmp_path)
-    before = model.lm_head.weight.clone()
-    loaded = load_lora(model.lm_head, 3, str(tmp_path))
-    hidden, tokens = torch.randn(2, 64), torch.tensor([[5], [6]])
-    logits = MedusaRunner(heads, model, loaded).logits(hidden, tokens)
-    states = heads(hidden)
-    for head in range(3):
-        expected = lora.base_model.model.heads[head](states[:, head])
-        assert not torch.allclose(expected, model.lm_head(states[:, head]), atol=1e-2)
-        torch.testing.assert_close(logits[:, head], expected, atol=1e-4, rtol=1e-4)
-    assert torch.equal(before, model.lm_head.weight) and model.lm_head.weight.requires_grad
-    assert [tuple(delta.shape) for delta in stacked_deltas(loaded)] == [(3, 64, 4), (3, 4, VOCAB)]
-
-
-def test_export_medusa_merges_lora_deltas(tmp_path: Path) -> None:
-    model, heads, lora = _lora_heads(tmp_path / "ours")
-    with pytest.raises(ValueError, match="give the target"):
-        export_medusa(heads, tmp_path / "v1", "medusa")
-    export_medusa(heads, tmp_path / "v1", "medusa", model)
-    merged = load_medusa(tmp_path / "v1", model)
-    hidden, tokens = torch.randn(2, 64), torch.tensor([[5], [6]])
-    expected = MedusaRunner(heads, model, lora).logits(hidden, tokens)
-    torch.testing.assert_close(MedusaRunner(merged, model).logits(hidden, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_custom_generate_from_a_folder_same_tokens(tmp_path: Path) -> None:
     """`generate(custom_generate=FOLDER, trust_remote_code=True)` equals the keyword."""
     model = tiny_model("llama")
-    random_heads(model).save_pretrained(tmp_path)
+    save_head(random_heads(model), tmp_path)
     write_custom_generate(tmp_path, str(tmp_path))
     inputs = prompts(1)
     arguments = {"max_new_tokens": 9, "return_dict_in_generate": True}

@@ -30,7 +30,7 @@ def test_parallel_draft_same_tokens_in_one_pass_a_draft(name: str, batch: int, m
         candidates = drafts(name, **settings)
         assert isinstance(candidates, DraftModelCandidates)
         assert_same_tokens(target, prompts(batch), candidates, max_new_tokens=14, **mode)
-        passes = [step.drafter for step in candidates.speculation.passes if step.drafter is not None]
+        passes = [step.passes for step in candidates.speculation.passes if step.has_draft]
         assert passes and all(len(step) == 1 for step in passes)
 
 

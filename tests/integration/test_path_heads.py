@@ -303,7 +303,7 @@ def test_layout_votes_follow_the_right_proposals() -> None:
 def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:
     fixture = HEADS["domino_specforge"]
     statistics = assert_same_tokens(fixture.target, prompts(2), strategy(fixture, k=5, tree=8), max_new_tokens=8)
-    assert {tuple(step.drafter) for step in statistics.passes if step.drafter} <= {(8,), (16,)}
+    assert {tuple(step.passes) for step in statistics.passes if step.passes} <= {(8,), (16,)}
 
 
 @pytest.mark.parametrize(("bias", "level"), [(-9.0, 0), (0.5, 2), (9.0, 3)])

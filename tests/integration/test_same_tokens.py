@@ -99,7 +99,7 @@ def test_strategy_same_tokens(
         drafted = {step.drafted for row in calls[-1].rows for step in row}
         assert 0 in drafted and max(drafted) > 0, "both kinds of steps are needed"
     if policy is padding and strategy in PARTLY_RIGHT:  # states of recurrent targets are not padded
-        sizes = [step.target // step.rows for step in calls[-1].passes[1:]]  # the first is the prefill
+        sizes = [step.tokens_per_row for step in calls[-1].passes[1:]]  # the first is the prefill
         assert all(size == 1 or size >= 8 for size in sizes)
         assert calls[-1].drafted > 0, "drafts cost nothing"
     if (settings, policy, batch) == ("greedy", None, 3) and strategy in PARTLY_RIGHT:

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_specgen import AdaptiveDepth, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
-from hf_specgen.heads import ExitHead, load_medusa
+from hf_specgen.heads import ExitHead, load_head, save_head
 from hf_specgen.heads.exit_head import save_exit_head
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.medusa import fitted_heads, random_heads
@@ -61,10 +61,10 @@ def test_layer_skip_adapter_after_the_model_changed_dtype_runs(adapter: str) -> 
 def test_medusa_by_folder_then_loaded_with_remembered_acceptance_same_tokens(batch: int, tmp_path: Path) -> None:
     """Would catch: acceptance remembered for 8 positions used for 4 heads. By folder k is unknown at first."""
     model = tiny_model("llama", num_hidden_layers=3)
-    random_heads(model).save_pretrained(tmp_path)
+    save_head(random_heads(model), tmp_path)
     for candidates in (
         MedusaCandidates(str(tmp_path)),
-        MedusaCandidates(load_medusa(str(tmp_path), model)),
+        MedusaCandidates(load_head(str(tmp_path))),
         MedusaCandidates(str(tmp_path)),
     ):
         assert isinstance(candidates.policy, AdaptiveDepth)

@@ -20,6 +20,7 @@ from benchmarks.report import page as report
 from benchmarks.report.results import differing
 from benchmarks.report.tables import BEGIN, END, cell
 from benchmarks.workloads.domains import FIELDS
+from hf_specgen.heads import save_head
 from tests.helpers.bench_run import SMALL, measured, on_tiny_target
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT
@@ -40,7 +41,7 @@ class _Page(HTMLParser):
 def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, Any], Path]:
     """A small benchmark run with everything in it. Tests that read it are in this file, so that it is made once."""
     heads = random_heads(AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32))
-    heads.save_pretrained(folder / "heads")
+    save_head(heads, folder / "heads")
     plan = replace(SMALL, strategies=("ngram", "layerskip=2", f"medusa={folder / 'heads'}"))
     return measured(on_tiny_target(plan, folder), tmp_path_factory.mktemp("bench"))
 

@@ -76,7 +76,7 @@ def chance_calls(acceptance: float, cost: float, seed: int) -> list[float]:
     curve = CostCurve((1, 64), (1.0, 1.0), 256, 1)
     for _ in range(5):
         session = AdaptiveDepth().start(depth_call(model=model, k=6, negligible_cost=False, sizes_trees=True))
-        session.latency = LatencyModel.from_curves(curve, draft_step=cost - 1)
+        session.known = LatencyModel.from_curves(curve, draft_step=cost - 1)
         tokens = seconds = 0.0
         while tokens < 64:
             (depth,) = session.depths([99])
@@ -91,7 +91,7 @@ def chance_calls(acceptance: float, cost: float, seed: int) -> list[float]:
 def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
     session = AdaptiveDepth(STEEP).start(depth_call(sizes_trees=True, negligible_cost=True))
     run(session, 40, [0])
-    session.latency = FLAT
+    session.known = FLAT
     depths = [depth for (depth,) in run(session, 900, [5])]
     assert all(depths[depths.index(16) :])
 
@@ -137,10 +137,10 @@ def test_adaptive_depth_before_latencies_are_known_drafts_nothing() -> None:
 def test_adaptive_depth_remembers_the_speed_of_earlier_calls() -> None:
     model = Model()
     first = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
-    first.latency = STEEP
+    first.known = STEEP
     run(first, 60, [0])
     second = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
-    second.latency = STEEP
+    second.known = STEEP
     assert sum(depth > 0 for (depth,) in run(second, 50, [0])) == 1, "drafting was slower in the first call"
     given = AdaptiveDepth(FLAT).start(depth_call(model=model, negligible_cost=False))
     assert given.depths([99]) != [0], "with a given latency equal calls make the same drafts"

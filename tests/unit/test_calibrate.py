@@ -8,6 +8,7 @@ import pytest
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, CostCurve, calibrate
+from hf_specgen.memory import memory
 from tests.helpers import prompts, shared_draft, tiny_model
 from tests.helpers.depth import Clock, Model, Target, depth_call
 from tests.helpers.medusa import random_heads
@@ -88,9 +89,9 @@ def test_measuring_leaves_the_call_unchanged(kind: str, batch: int) -> None:
     }[kind]()
     inputs = prompts(batch)
     expected = model.generate(**inputs, max_new_tokens=24)
-    calibrate._measured.clear()
+    memory.clear()
     ids = model.generate(**inputs, max_new_tokens=24, candidate_generator=candidates)
-    assert ids.equal(expected) and calibrate._measured[model], "nothing was measured"
+    assert ids.equal(expected) and memory._entries[model], "nothing was measured"
 
 
 def draft_record(seconds: float, load: float = 1.0, passes: tuple[int, ...] = (1, 4)) -> StepRecord:
@@ -112,6 +113,16 @@ def test_drafter_timer_takes_the_median_without_the_first_draft() -> None:
     assert calibrate.DrafterTimer(call, curve).fraction == pytest.approx(0.3), "kept for later calls"
 
 
-def test_drafter_timer_of_a_negligible_cost_is_zero() -> None:
-    timer = calibrate.DrafterTimer(depth_call(model=Model()), CostCurve((1, 4), (1.0, 2.0), 256, 1))
-    assert timer.latency().draft((1, 4)) == 0.0 and not timer.observe(draft_record(1.0))
+def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:
+    """Would catch: n-grams that propose nothing, whose search takes a tenth of every step and counts as free."""
+    call, curve = depth_call(model=Model()), CostCurve((1, 4), (1.0, 2.0), 256, 1)
+    timer = calibrate.DrafterTimer(call, curve)
+    assert timer.latency().draft(()) == 0.0 and not timer.observe(draft_record(1.0))
+    assert [timer.observe(draft_record(0.1, passes=())) for _ in range(5)][-1]
+    assert timer.latency().draft(()) == pytest.approx(0.1)
+    session = AdaptiveDepth().start(call)
+    session._use(curve)
+    for _ in range(99):
+        depths = session.depths([99])
+        session.observe(StepRecord(depths, [RowStep(0, 0, 0, 1)], 1, {}, ()))
+    assert depths == [0], "drafting has lost the time of two plain steps"

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.harness.projection import latency_for, project
 from benchmarks.report.decision import choices, code_of
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
-from hf_specgen.counters import RowStep, Statistics, StepPasses
+from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import Bucket, DraftLatency
 from tests.helpers import prompts, tiny_model
@@ -19,7 +19,11 @@ LATENCY = LatencyModel.from_curves(CURVE, draft_token=0.05, draft_step=0.01)
 def test_projection_by_hand() -> None:
     """A plain step of 1.0, a step of 6 tokens with five drafter passes of 1.1 + 0.25 + 0.01, an empty draft of 1.01."""
     steps = [RowStep(0, 0, 0, 1), RowStep(5, 5, 4, 5), RowStep(0, 0, 0, 1)]
-    passes = [StepPasses(1, 9, 1, None), StepPasses(1, 14, 6, (1,) * 5), StepPasses(1, 15, 1, ())]
+    passes = [
+        StepRecord([0], [steps[0]], 1, context=9),
+        StepRecord([5], [steps[1]], 6, {}, (1,) * 5, context=14),
+        StepRecord([5], [steps[2]], 1, {}, (), context=15),
+    ]
     found = project(Statistics([steps], [8], {}, passes), LATENCY)
     assert found.seconds == pytest.approx(1.0 + 1.36 + 1.01) and found.plain_seconds == pytest.approx(7.0)
     assert found.speedup == pytest.approx(7.0 / 3.37)

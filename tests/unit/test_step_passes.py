@@ -47,9 +47,9 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
     passes = candidates.speculation.passes
     decoding = passes[-len(sizes) + 1 :]  # the first pass reads the prompt
     if rows == 1:
-        assert [step.target for step in decoding] == sizes[1:]
-    assert all(step.target <= size for step, size in zip(decoding, sizes[1:], strict=True))
-    assert all(not step.drafter for step in passes)
+        assert [step.tokens_per_row for step in decoding] == sizes[1:]
+    assert all(step.batch * step.tokens_per_row <= size for step, size in zip(decoding, sizes[1:], strict=True))
+    assert all(not step.passes for step in passes)
     assert len(passes) == max(map(len, candidates.speculation.rows))
 
 
@@ -59,14 +59,14 @@ def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
     speculate(model, candidates)
     sizes = counted(draft.get_input_embeddings(), lambda: speculate(model, candidates))
     assert candidates.speculation is not None
-    reported = [tokens for step in candidates.speculation.passes for tokens in step.drafter or ()]
+    reported = [tokens for step in candidates.speculation.passes for tokens in step.passes]
     assert reported == sizes[1:], "all passes but the one that reads the prompt"
 
 
 def test_layer_skip_passes_count_the_early_passes() -> None:
     statistics = speculate(tiny_model("llama"), LayerSkipCandidates(exit_layer=1, k=2))
     steps = statistics.rows[0]
-    assert [len(step.drafter or ()) for step in statistics.passes[1:]] == [step.depth for step in steps[1:]]
+    assert [len(step.passes) for step in statistics.passes[1:]] == [step.depth for step in steps[1:]]
 
 
 def test_plain_step_has_no_drafter_passes() -> None:
@@ -75,7 +75,7 @@ def test_plain_step_has_no_drafter_passes() -> None:
     statistics = speculate(tiny_model("llama"), candidates)
     drafted = [step.drafted for step in statistics.rows[0]]
     assert 0 in drafted and max(drafted) > 0
-    assert [step.drafter is None for step in statistics.passes] == [count == 0 for count in drafted]
+    assert [not step.has_draft for step in statistics.passes] == [count == 0 for count in drafted]
 
 
 class _Unknown(Candidates):
@@ -98,8 +98,8 @@ def test_unknown_passes_are_assumed_to_be_one_per_level(combined: bool) -> None:
     candidates: Candidates = CombinedCandidates([NgramCandidates(k=2), _Unknown()]) if combined else _Unknown()
     if combined:
         statistics = speculate(tiny_model("llama"), candidates, policy=None)
-        drafted = [step.drafter for step in statistics.passes if step.drafter]
+        drafted = [step.passes for step in statistics.passes if step.passes]
         assert drafted and all(set(passes) == {1} and len(passes) <= 2 for passes in drafted)
     else:
         statistics = speculate(tiny_model("llama"), candidates)
-        assert statistics.passes[0].drafter == (1, 1)
+        assert list(statistics.passes[0].passes) == [1, 1]
