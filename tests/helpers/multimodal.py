@@ -1,5 +1,6 @@
 """Tiny random models that read images or audio beside text, and prompts for them."""
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -7,25 +8,13 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Qwen2AudioForConditionalGeneration
 
 from tests.helpers.models import VOCAB
+from tests.helpers.stateful import TEXT as STATEFUL_TEXT
 
 FEATURE_TOKEN = VOCAB - 1
 """The placeholder of one image or audio feature in the text."""
 FEATURES = 4
 """Placeholders per image or recording."""
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "initializer_range": 0.2,
-}
+TEXT = {**STATEFUL_TEXT, "num_hidden_layers": 2, "eos_token_id": None, "initializer_range": 0.2}
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -53,68 +42,50 @@ QWEN_TOKENS = {
 }
 
 
-def _llava() -> Any:
-    vision = CONFIG_MAPPING["clip_vision_model"](**{**VISION, "image_size": 8})
-    return {"vision_config": vision, "text_config": CONFIG_MAPPING["llama"](**TEXT), "image_token_index": FEATURE_TOKEN}
-
-
-def _idefics3() -> Any:
-    text = CONFIG_MAPPING["llama"](**TEXT)
-    return {
+LLAMA: dict[str, Any] = {"model_type": "llama", **TEXT}
+AUDIO: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "num_mel_bins": 8,
+    "max_source_positions": 8,
+}
+WINDOWS: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "vision_config": {"model_type": "clip_vision_model", **VISION, "image_size": 8},
+        "text_config": LLAMA,
+        "image_token_index": FEATURE_TOKEN,
+    },
+    "idefics3": {
         "vision_config": VISION,
-        "text_config": text,
+        "text_config": LLAMA,
         "image_token_id": FEATURE_TOKEN,
         "scale_factor": 2,
         "pad_token_id": 0,
-    }
-
-
-def _gemma3() -> Any:
-    text = CONFIG_MAPPING["gemma3_text"](**TEXT, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-    vision = CONFIG_MAPPING["siglip_vision_model"](**VISION)
-    return {
-        "vision_config": vision,
-        "text_config": text,
+    },
+    "gemma3": {
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
+        "text_config": {"model_type": "gemma3_text", **TEXT, **WINDOWS},
         "mm_tokens_per_image": FEATURES,
         "image_token_index": FEATURE_TOKEN,
-    }
-
-
-def _qwen2_5_vl() -> Any:
-    return {
+    },
+    "qwen2_5_vl": {
         "text_config": {**TEXT, "rope_parameters": SEVERAL_AXES},
         "vision_config": {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
         **QWEN_TOKENS,
-    }
-
-
-def _qwen3_vl() -> Any:
-    return {
+    },
+    "qwen3_vl": {
         "text_config": {**TEXT, "rope_parameters": {**SEVERAL_AXES, "mrope_interleaved": True}},
         "vision_config": {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         **QWEN_TOKENS,
-    }
-
-
-def _qwen2_audio() -> Any:
-    audio = {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 64,
-        "num_mel_bins": 8,
-        "max_source_positions": 8,
-    }
-    return {"audio_config": audio, "text_config": {"model_type": "qwen2", **TEXT}, "audio_token_index": FEATURE_TOKEN}
-
-
-CONFIGS = {
-    "llava": _llava,
-    "idefics3": _idefics3,
-    "gemma3": _gemma3,
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_vl": _qwen3_vl,
-    "qwen2_audio": _qwen2_audio,
+    },
+    "qwen2_audio": {
+        "audio_config": AUDIO,
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "audio_token_index": FEATURE_TOKEN,
+    },
 }
 MULTIMODAL = list(CONFIGS)
 
@@ -123,7 +94,7 @@ MULTIMODAL = list(CONFIGS)
 def multimodal_model(kind: str) -> Any:
     """A random model, shared by the tests of the process: never change it."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**CONFIGS[kind]())
+    config = CONFIG_MAPPING[kind](**copy.deepcopy(CONFIGS[kind]))
     if kind == "qwen2_audio":
         model = Qwen2AudioForConditionalGeneration(config).eval()
     else:

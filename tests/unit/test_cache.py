@@ -85,20 +85,6 @@ def paths_down(nodes: int) -> st.SearchStrategy[list[int] | None]:
     return st.none() | paths
 
 
-def test_keep_accepted_moves_the_accepted_nodes() -> None:
-    """Would catch: nodes counted from the pending token, a row moved by another row's path. Slots before and after:
-
-    row 0: a P 0 1 2   path 1 2   ->  a P 1 2
-    row 1: P 0 1 2     path 2     ->  P 2
-    row 2: a b P 0 1 2 path []    ->  a b P
-    row 3: a P 0 1 2   None       ->  a
-    """
-    cache = filled([[1], [], [1, 2], [1]])
-    write(cache, [[10, 20, 21, 22]] * 4)
-    cache.keep_accepted((1, 0, 2, 1), [[1, 2], [2], [], None])
-    assert_holds(cache, [[1, 10, 21, 22], [10, 22], [1, 2, 10], [1]])
-
-
 def test_keep_accepted_of_chains_moves_nothing() -> None:
     """Would catch: a copy in every step of strategies that draft chains: their nodes are in place already."""
     cache = filled([[1], [1, 2]])
