@@ -47,7 +47,6 @@ bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks suite --wide --out benchmarks/results/wide
 	$(BIN)/python -m benchmarks suite memory --out benchmarks/results/memory
 	$(BIN)/python -m benchmarks micro
-	$(BIN)/python -m benchmarks adaptive --minutes 30
 	$(BIN)/python -m benchmarks tables benchmarks/results --write benchmarks/README.md
 
 clean:

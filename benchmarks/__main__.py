@@ -5,7 +5,6 @@
     python -m benchmarks suite --model M --strategies ngram,draft=D --domains spec-bench --dtype bfloat16
     accelerate launch -m benchmarks suite             # prompts divided among processes
     python -m benchmarks micro ngram-lookup           # single parts
-    python -m benchmarks adaptive --minutes 10        # adaptive depth, cell by cell
     python -m benchmarks tables benchmarks/results    # recorded results as Markdown
 
 `suite` writes `report.html`, `report.json`, `plots/` and the single measurements (`records-*.jsonl`) into `--out`.
@@ -20,7 +19,6 @@ import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -79,13 +77,6 @@ def make_parser() -> ArgumentParser:
     micro.add_argument("--prompt", help="text to continue in step-operations (an embedded prompt)")
     micro.add_argument("--max-new-tokens", type=int, help="tokens of a call in step-operations (80)")
     micro.add_argument("--out", type=Path, default=RESULTS, help="folder for one JSON file of each")
-    adaptive = commands.add_parser("adaptive", help="adaptive depth against fixed depths, cell by cell")
-    adaptive.set_defaults(run=run_adaptive)
-    adaptive.add_argument("--cells", default="", help="beginnings of cell names, such as embedded/edit,*/b1/*/draft")
-    adaptive.add_argument("--minutes", type=float, default=float("inf"), help="start no cell after that time")
-    adaptive.add_argument("--repeats", type=int, default=3, help="repeats of every cell")
-    adaptive.add_argument("--quick", action="store_true", help="few cells and short answers")
-    adaptive.add_argument("--out", type=Path, default=RESULTS, help="folder for adaptive.json and the recorded cells")
     tables = commands.add_parser("tables", help="recorded results as Markdown")
     tables.set_defaults(run=run_tables)
     tables.add_argument("folder", type=Path, help="folder with result files")
@@ -100,8 +91,7 @@ def run_suite(options: Namespace) -> int:
 
     from benchmarks.harness.runner import run
     from benchmarks.report import page
-    from benchmarks.report.decision import overview, sentence
-    from benchmarks.report.results import differing, result
+    from benchmarks.report.results import differing, result, sentence
     from benchmarks.report.tables import show
     from benchmarks.suites import SUITES
 
@@ -117,12 +107,10 @@ def run_suite(options: Namespace) -> int:
         return 0
     found = result(outcome, options.name, suite.tables)
     written = page.write(found, options.out)
-    if (view := overview(found)) is not None:
-        console.print(view)
-        if (advice := sentence(found)) is not None:
-            console.print(f"\n{advice}", markup=False, highlight=False)
-    elif suite.table in found["tables"]:
+    if suite.table in found["tables"]:
         show(console, suite.table, found["tables"][suite.table])
+    if (advice := sentence(found)) is not None:
+        console.print(f"\n{advice}", markup=False, highlight=False)
     for note in outcome.notes:
         console.print(note, style="yellow", markup=False)
     console.print(f"report: {written}", soft_wrap=True)
@@ -146,7 +134,11 @@ def _wide(given: dict[str, Any]) -> dict[str, Any]:
 
 def run_micro(options: Namespace) -> int:
     """Measure single parts, one result file each."""
+    from rich.console import Console
+
+    from benchmarks.harness.provenance import provenance
     from benchmarks.micro import MICRO, ON_A_GPU, WITH_PROMPT
+    from benchmarks.report.tables import show
 
     if unknown := sorted(set(options.names) - set(MICRO)):
         raise ValueError(f"unknown measurement {unknown[0]!r}; there are {', '.join(MICRO)}")
@@ -156,18 +148,20 @@ def run_micro(options: Namespace) -> int:
         raise ValueError(
             f"--prompt and --max-new-tokens belong to {', '.join(WITH_PROMPT)}; name it, or leave them out"
         )
+    console, repeats = Console(), 1 if options.quick else options.repeats
+    options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or (name for name in MICRO if name not in ON_A_GPU):
-        measure = partial(MICRO[name], 1 if options.quick else options.repeats, options.quick)
-        _record(name, options, partial(measure, **settings) if name in WITH_PROMPT else measure)
-    return 0
-
-
-def run_adaptive(options: Namespace) -> int:
-    """Measure cells of the adaptive suite, and tabulate all that are recorded."""
-    from benchmarks.suites.adaptive import Settings, adaptive
-
-    settings, folder = Settings(options.repeats, options.quick), options.out / "adaptive"
-    _record("adaptive", options, partial(adaptive, settings, folder, options.cells.split(","), options.minutes))
+        begin = perf_counter()
+        rows = MICRO[name](repeats, options.quick, **(settings if name in WITH_PROMPT else {}))
+        show(console, name, rows)
+        result = {
+            "section": name,
+            "quick": options.quick,
+            "repeats": options.repeats,
+            "seconds": perf_counter() - begin,
+        }
+        text = json.dumps({**result, "rows": rows, "provenance": provenance()}, indent=2)
+        (options.out / f"{name}.json").write_text(text, encoding="utf-8")
     return 0
 
 
@@ -181,22 +175,6 @@ def run_tables(options: Namespace) -> int:
     else:
         write(text, options.write)
     return 0
-
-
-def _record(name: str, options: Namespace, measure: Callable[[], list[dict[str, Any]]]) -> None:
-    """Measure, print the table, and save it with its provenance."""
-    from rich.console import Console
-
-    from benchmarks.harness.provenance import provenance
-    from benchmarks.report.tables import show
-
-    begin = perf_counter()
-    rows = measure()
-    result = {"section": name, "quick": options.quick, "repeats": options.repeats, "seconds": perf_counter() - begin}
-    show(Console(), name, rows)
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"{name}.json"
-    file.write_text(json.dumps({**result, "rows": rows, "provenance": provenance()}, indent=2), encoding="utf-8")
 
 
 def _reader(default: Any) -> Callable[[str], Any]:

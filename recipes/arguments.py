@@ -165,11 +165,15 @@ def parse(config_class: type[Config], documentation: str | None, arguments: Sequ
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file, such as those of recipes/configs")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    known = {flag.removeprefix("--") for flag in parser._option_string_actions}
+    finder = ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    finder.add_argument("--preset", default="")
+    files = finder.parse_known_args(arguments)[0]
     try:
-        flags = [*_flags_of_files(given, known, config_class.__name__), *_expand_lists(given)]
-        found = parser.parse_args_into_dataclasses(flags, return_remaining_strings=True, look_for_args_file=False)
+        _set_defaults(parser, preset(files.preset, config_class.__name__), None)
+        if files.config is not None:
+            _set_defaults(parser, yaml.safe_load(files.config.read_text(encoding="utf-8")), files.config)
+        found = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True, look_for_args_file=False)
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(str(error))
     if found[-1]:
@@ -177,50 +181,26 @@ def parse(config_class: type[Config], documentation: str | None, arguments: Sequ
     return found[0]
 
 
-def _flags_of_files(arguments: Sequence[str], known: set[str], recipe: str) -> list[str]:
-    """The keys of preset and config file as command-line flags, so that all are read alike."""
-    finder = ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
-    finder.add_argument("--preset")
-    paths = finder.parse_known_args(arguments)[0]
-    found = preset(paths.preset, recipe) if paths.preset else {}
-    values = {name: value for name, value in found.items() if name in known}
-    if paths.config is not None:
-        configured = yaml.safe_load(paths.config.read_text(encoding="utf-8"))
-        if not isinstance(configured, dict):
-            raise ValueError(f"{paths.config} must consist of `key: value` lines")
-        if unknown := [key for key in configured if key not in known]:
-            raise ValueError(f"{paths.config}: unknown key {unknown[0]!r}; --help lists all keys")
-        values |= configured
-    flags: list[str] = []
-    for name, value in values.items():
-        if isinstance(value, list):
-            flags += [f"--{name}", *map(str, value)]
-        elif value is not None:
-            flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return flags
-
-
 def preset(name: str, recipe: str) -> dict[str, Any]:
-    """The defaults for a size of target, and those of one recipe for it.
-
-    Example:
-        >>> preset("8b", "EagleArguments")["max_length"]
-        4096
-    """
-    presets = yaml.safe_load(PRESETS.read_text(encoding="utf-8"))
+    """The defaults for a size of target, and those of one recipe for it; none for an empty name."""
+    presets = yaml.safe_load(PRESETS.read_text(encoding="utf-8")) | {"": {"all": {}}}
     if name not in presets:
-        raise ValueError(f"unknown preset {name!r}; there are {', '.join(presets)}")
+        raise ValueError(f"unknown preset {name!r}; there are {', '.join(filter(None, presets))}")
     return {**presets[name]["all"], **presets[name].get(recipe.removesuffix("Arguments").lower(), {})}
 
 
-def _expand_lists(arguments: Sequence[str]) -> list[str]:
-    """`--exit-layers '[2, 4]'` as `--exit-layers 2 4`."""
-    expanded: list[str] = []
-    for argument in arguments:
-        is_list = argument.startswith("[") and argument.endswith("]")
-        expanded += map(str, yaml.safe_load(argument)) if is_list else [argument]
-    return expanded
+def _set_defaults(parser: ArgumentParser, values: Any, file: Path | None) -> None:
+    """Make values the defaults of the options with their names; keys of a file must be such names."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} must consist of `key: value` lines")
+    for name, value in values.items():
+        option = parser._option_string_actions.get(f"--{name}")
+        if option is not None:
+            # Strings are read by argparse like those of flags.
+            option.default = json.dumps(value) if isinstance(value, dict) else value
+            option.required = False
+        elif file is not None:
+            raise ValueError(f"{file}: unknown key {name!r}; --help lists all keys")
 
 
 def launch(main: Callable[[], Any]) -> None:

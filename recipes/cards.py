@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from conversations import ChatFormat
-from evaluation import Measured, eval_results, measured_section
+from evaluation import Measured, measured_section
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.version import __version__
 
@@ -22,7 +22,7 @@ USAGE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_specgen import {module}
 
-target = AutoModelForCausalLM.from_pretrained("{target}"){adapt}
+target = AutoModelForCausalLM.from_pretrained("{target}")
 tokenizer = AutoTokenizer.from_pretrained("{target}")
 inputs = tokenizer("Hello", return_tensors="pt")
 target.generate(**inputs, candidate_generator={usage})
@@ -59,15 +59,15 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
     """Write card, record and custom code into the output folder."""
     args, folder = drafter.args, Path(drafter.args.output_dir)
     name = args.hub_model_id or args.output_dir
-    _write_record(args, chat, folder)
+    record = {"target": args.target, "chat_template": chat_template_hash(chat.tokenizer)}
+    record |= {"chat_template_kwargs": dict(args.chat_template_kwargs), "max_length": args.max_length}
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     write_custom_generate(folder, name)
     title = f"{folder.name}: {drafter.kind}"
     data = ModelCardData(
         library_name=drafter.library,
         tags=["speculative-decoding", "hf_specgen"],
         base_model=args.target if not Path(args.target).exists() else None,  # ids of the Hub only
-        model_name=title if results else None,
-        eval_results=eval_results(args.evaluation, results) or None,
     )
     parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     usage = USAGE.format(
@@ -75,13 +75,12 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
         name=name,
         usage=drafter.usage.format(name=name),
         module=drafter.usage.split("(")[0].split(".")[0],
-        adapt=drafter.adapt,
     )
     sections = [
         f"---\n{data.to_yaml()}\n---",
         f"# {title}",
         f"A drafter for speculative decoding of `{args.target}`, for which alone it was trained: {drafter.kind}, "
-        f"{parameters / 1e6:.1f}M trained parameters. {drafter.note}",
+        f"{parameters / 1e6:.1f}M trained parameters. The target itself is unchanged.",
         f"```python\n{usage.strip()}\n```",
         f"## Measured\n\n{measured_section(args.evaluation, results)}",
         f"## Training\n\nArguments of hf_specgen's `recipes/{drafter.recipe}.py`:\n\n```yaml\n"
@@ -96,16 +95,6 @@ def write_custom_generate(folder: Path, name: str) -> None:
     path = folder / "custom_generate" / "generate.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(CUSTOM_GENERATE.format(name=name), encoding="utf-8")
-
-
-def _write_record(args: Any, chat: ChatFormat, folder: Path) -> None:
-    record = {
-        "target": args.target,
-        "chat_template": chat_template_hash(chat.tokenizer),
-        "chat_template_kwargs": dict(args.chat_template_kwargs),
-        "max_length": args.max_length,
-    }
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _final_loss(history: list[dict[str, Any]]) -> str:

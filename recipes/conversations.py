@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset, load_dataset, load_from_disk
+from datasets import load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -30,6 +31,7 @@ Messages = list[dict[str, Any]]
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".gz": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "function": "tool"}
+ALIASES = {"from": "role", "value": "content"}
 LISTS, ANSWERS = ("messages", "conversations", "conversation"), ("response", "completion")
 FORMATS = "`messages`, `conversations`, `prompt` and `response`, or `text`"
 IGNORED = -100
@@ -87,8 +89,10 @@ def messages_of(row: Row) -> Messages:
     """
     given = next((row[name] for name in LISTS if row.get(name) is not None), None)
     if given is None and row.get("prompt") is not None:
-        answer = next((row[name] for name in ANSWERS if row.get(name) is not None), None)
-        given = [*_as_messages(row["prompt"], "user"), *_as_messages(answer, "assistant")]
+        answer: Any = next((row[name] for name in ANSWERS if row.get(name) is not None), [])
+        parts = {"user": row["prompt"], "assistant": answer}
+        lists = [part if isinstance(part, list) else [{"role": role, "content": part}] for role, part in parts.items()]
+        given = [*lists[0], *lists[1]]
     if given is None:
         if row.get("text") is not None:
             return []
@@ -101,21 +105,12 @@ def messages_of(row: Row) -> Messages:
     return messages
 
 
-def _as_messages(value: Any, role: str) -> Messages:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
-
-
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates expect it, without the empty fields that Arrow adds."""
-    fields = {name: value for name, value in message.items() if value is not None}
-    role = fields.pop("role", None) or fields.pop("from", None)
-    if role is None:
+    fields = {ALIASES.get(name, name): value for name, value in message.items() if value is not None}
+    if "role" not in fields:
         raise ValueError(f"a message needs a role and its content, got {dict(message)!r:.80}")
-    if "value" in fields:
-        fields["content"] = fields.pop("value")
-    return {"role": ROLES.get(role, role), "content": "", **fields}
+    return {"content": "", **fields, "role": ROLES.get(fields["role"], fields["role"])}
 
 
 def prompt_of(row: Row) -> Messages:
@@ -137,16 +132,16 @@ class ChatFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None):
         self.tokenizer, self._kwargs = tokenizer, dict(kwargs or {})
 
-    def prompt(self, messages: Messages, tools: Any = None) -> str:
-        """The input of the model up to the beginning of an answer."""
-        return self._render(messages, tools, True)
+    def prompt(self, row: Row) -> list[int]:
+        """`[length]` the input of the model up to the beginning of the last answer of a row."""
+        return self.ids(self.render(prompt_of(row), row.get("tools"), True), True)
 
     def ids(self, text: str, begins: bool) -> list[int]:
         """Tokens; `begins`: of the beginning of a conversation, which templates mark by themselves."""
-        special = begins and not self.tokenizer.chat_template
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=begins and not self.tokenizer.chat_template)["input_ids"])
 
-    def _render(self, messages: Messages, tools: Any, generation: bool) -> str:
+    def render(self, messages: Messages, tools: Any, generation: bool) -> str:
+        """The text of messages; `generation`: up to the beginning of an answer."""
         if not self.tokenizer.chat_template:
             end = str(self.tokenizer.eos_token or "")
             return "".join(m["content"] + end * (m["role"] == "assistant") for m in messages)
@@ -171,7 +166,7 @@ class ChatFormat:
         for place, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.prompt(messages[:place], row.get("tools"))
+            before = self.render(messages[:place], row.get("tools"), True)
             if ids and not before.startswith(written):
                 yield from _labelled(ids, answered, max_length)
                 ids, answered, written = [], [], ""
@@ -189,7 +184,7 @@ class ChatFormat:
         content, is_last = messages[-1]["content"], len(messages) == len(messages_of(row))
         if is_last and row.get("finished") is False:
             return before + content, content
-        after = self._render(messages, row.get("tools"), False)
+        after = self.render(messages, row.get("tools"), False)
         if after.startswith(before):
             return after, after[len(before) :]
         _text, found, end = after.rpartition(content)
@@ -275,34 +270,26 @@ class StepSampler(Sampler[int]):
     their number, not on the number of processes or the size of micro-batches. Rows that fill no step are left out.
     """
 
-    window = 32
-    """Number of steps that are sorted by length together."""
-
     def __init__(self, lengths: Sequence[int], rows_per_step: int, seed: int):
-        self._lengths, self._rows_per_step, self._seed, self._epoch = torch.tensor(lengths), rows_per_step, seed, 0
-        self.steps = len(lengths) // rows_per_step
+        self._lengths, self._rows_per_step, self._seed, self._epoch = lengths, rows_per_step, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Another order in each epoch."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return self.steps * self._rows_per_step
+        return len(self._lengths) // self._rows_per_step * self._rows_per_step
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        order = torch.randperm(len(self._lengths), generator=generator)[: len(self)]
-        windows = order.split(self.window * self._rows_per_step)
-        order = torch.cat([window[self._lengths[window].argsort(stable=True)] for window in windows])
-        for step in order.view(self.steps, -1)[torch.randperm(self.steps, generator=generator)]:
-            yield from step.tolist()
+        order = get_length_grouped_indices(self._lengths, self._rows_per_step, generator=generator)[: len(self)]
+        steps = torch.tensor(order).view(-1, self._rows_per_step)
+        yield from steps[torch.randperm(len(steps), generator=generator)].flatten().tolist()
 
 
 def check_row_count(rows: Any, rows_per_step: int) -> None:
     """Raise a `ValueError` unless there are rows for at least one step."""
-    counted = isinstance(rows, IterableDataset)
-    count = sum(1 for _ in islice(rows, rows_per_step)) if counted else len(rows)
-    if count < rows_per_step:
+    if (count := sum(1 for _ in islice(rows, rows_per_step))) < rows_per_step:
         raise ValueError(
             f"the data have {count} rows to train on, fewer than the {rows_per_step} of one step; "
             "give more rows or a smaller --batch-size"

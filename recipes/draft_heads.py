@@ -41,7 +41,7 @@ class HeadArguments(Arguments):
     head: str | None = option(default=None, help="folder or Hub id of a head to continue with, instead of a new one")
     lora: Options | None = option(default=None, help="fields of PEFT's LoraConfig: an adapter on `head`")
     aux_hidden_state_layers: list[int] = option(
-        default_factory=list, aliases=["--taps"], help="hidden_states of the target to read; none: format's default"
+        default_factory=list, help="hidden_states of the target to read; none: format's default"
     )
     layers: list[int] = option(default_factory=list, help="a new head's layers: copies of these layers of the target")
     anchors: int = option(default=512, help="positions of each row from which drafts start in a step, at random")
@@ -107,6 +107,23 @@ class HeadDrafter(Drafter):
         """The layers of the target that a new head starts from; without arguments the last one."""
         return self.args.layers or [len(decoder_layers(target)) - 1]
 
+    def common_config(self, target: PreTrainedModel, default: Sequence[int]) -> dict[str, Any]:
+        """Fields of the config of every new head; `default`: states to read, as far as the target has as many."""
+        vocab, hidden = output_matrix(target).weight.shape
+        layers = len(decoder_layers(target))
+        states = self.args.aux_hidden_state_layers or dict.fromkeys(min(max(state, 1), layers) for state in default)
+        return {
+            "hidden_size": hidden,
+            "vocab_size": vocab,
+            "draft_vocab_size": vocab,
+            "target_hidden_size": hidden,
+            "num_aux_hidden_states": len(states),
+            "aux_hidden_state_layers": tuple(states),
+            "speculative_tokens": self.args.depth,
+            "base_model": self.args.target,
+            "num_target_layers": layers,
+        }
+
     def bound(self) -> BoundHead:
         """The head on the target."""
         return self.head.bind(self.target)
@@ -170,19 +187,13 @@ def copy_layers(layers: Sequence[nn.Module], target: PreTrainedModel, sources: S
     stood before (an induction head) does the same in the head.
     """
     for layer, source in zip(layers, sources, strict=True):
-        copied_layer = decoder_layers(target)[source]
-        known = {name: whole(tensor) for name, tensor in copied_layer.state_dict().items()}
+        known = _weights_of(decoder_layers(target)[source])
         if any(tensor.is_meta for tensor in known.values()):
             raise ValueError(
                 f"the folder of states does not have layer {source}; train without --features, or with another"
             )
-        norms = {"input_layernorm": "input_layernorm", "hidden_norm": "input_layernorm"}
-        # Where there is a norm before the MLP of its own, the one of this name is applied to the attention's output.
-        before_mlp = "pre_feedforward_layernorm" if hasattr(copied_layer, "pre_feedforward_layernorm") else None
-        norms["post_attention_layernorm"] = before_mlp or "post_attention_layernorm"
         for name, parameter in layer.named_parameters():
-            module = name.rpartition(".")[0]
-            copied = _norm_weight(getattr(copied_layer, norms[module], None)) if module in norms else known.get(name)
+            copied = known.get(name)
             if copied is None or copied.shape[0] != parameter.shape[0]:
                 continue
             copied = copied.to(parameter)
@@ -194,12 +205,21 @@ def copy_layers(layers: Sequence[nn.Module], target: PreTrainedModel, sources: S
                 parameter[:, half] = copied
 
 
-def _norm_weight(norm: nn.Module | None) -> torch.Tensor | None:
-    """The factors of an RMS norm, also where its weight is their difference from one (Gemma); None for other norms."""
-    if norm is None or isinstance(norm, nn.LayerNorm) or not isinstance(getattr(norm, "weight", None), torch.Tensor):
-        return None
-    weights = {name: whole(parameter) for name, parameter in norm.named_parameters()}
-    return cast(torch.Tensor, torch.func.functional_call(norm, weights, torch.ones_like(weights["weight"])))
+def _weights_of(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of a layer by their names in heads; norms are RMS norms by their factors, others are left out.
+
+    A norm has the factors that it applies to ones, also where its weight is their difference from one (Gemma).
+    """
+    known = {name: whole(tensor) for name, tensor in layer.state_dict().items()}
+    for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"):
+        weight, norm = known.pop(f"{name}.weight", None), getattr(layer, name, None)
+        if weight is not None and norm is not None and not isinstance(norm, nn.LayerNorm):
+            weights = {"weight": weight}
+            known[f"{name}.weight"] = torch.func.functional_call(norm, weights, torch.ones_like(weight))
+    # Where there is a norm before the MLP of its own, the one of this name is applied to the attention's output.
+    renamed = {"hidden_norm": "input_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm"}
+    found = {f"{new}.weight": known[f"{old}.weight"] for new, old in renamed.items() if f"{old}.weight" in known}
+    return known | found
 
 
 @torch.no_grad()

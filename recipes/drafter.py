@@ -34,8 +34,6 @@ class Drafter(nn.Module):
     """What the drafter is, for the card."""
     usage: str = 'AutoCandidates.from_pretrained("{name}")'
     """The expression that makes a candidate generator from the folder, `{name}`."""
-    note, adapt = "The target itself is unchanged.", ""
-    """What else the card says, and further code before the drafter is used."""
     library: str = "transformers"
     saves_tokenizer: ClassVar[bool] = False
     layers: Sequence[int] = ()
@@ -46,8 +44,6 @@ class Drafter(nn.Module):
     """Weight of each depth's loss relative to the one before."""
     depth: int = 4
     """Draft tokens whose acceptance is counted in the evaluation."""
-    weight: float = 1.0
-    """Of the drafts' loss beside `further_loss`."""
 
     def __init__(self, args: Any, target: PreTrainedModel, rows: Any):
         super().__init__()
@@ -80,27 +76,23 @@ class Drafter(nn.Module):
         return {"k": self.depth, "tree": 32 if with_tree else None}
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Recompute activations in the backward pass, in the models that are trained."""
-        models = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
-        trained = [model for model in models if model.supports_gradient_checkpointing]
-        if not trained:
+        """Recompute activations in the backward pass, in a whole model that is trained."""
+        models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
+        if not models or not models[0].supports_gradient_checkpointing:
             raise ValueError("activation checkpointing is for whole models that are trained; a head has a few layers")
-        for model in trained[:1]:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+        models[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Trained parameters, with learning rates of their own where they have them."""
-        return [{"params": [parameter for parameter in self.parameters() if parameter.requires_grad]}]
+    def trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The entries of a state dict that are trained."""
+        names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: tensor for name, tensor in state.items() if name in names}
 
     def states(self, batch: Batch) -> States:
         """The target's states: those in the batch, or computed now."""
-        if "hidden" not in batch:
+        if "hidden" in batch:
+            return States(batch["features"], batch["hidden"])
+        with torch.no_grad():
             return read_target(self.target, batch, self.layers)
-        return States(batch["features"], batch["hidden"])
-
-    def further_loss(self, batch: Batch, states: States) -> torch.Tensor | float:
-        """A sum over positions that is added to the loss of the drafts."""
-        return 0.0
 
     def forward(
         self, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None, **inputs: Any
@@ -110,8 +102,7 @@ class Drafter(nn.Module):
         states, predicts = self.states(batch), labels != IGNORED
         drafts = self.draft(batch, states)
         learnt = Learnt(states.hidden, labels[predicts], answer_numbers(batch))
-        loss = self.weight * draft_loss(self.target, drafts, learnt, self.args.loss, self.decay)
-        loss = loss + self.further_loss(batch, states)
+        loss = draft_loss(self.target, drafts, learnt, self.args.loss, self.decay)
         count = predicts.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         result = {"loss": loss / count}
         if not self.training:
@@ -182,3 +173,12 @@ def same_conversation(batch: Batch) -> torch.Tensor | None:
         return None
     numbers = (batch["position_ids"] == 0).cumsum(dim=1)
     return numbers[:, :, None] == numbers[:, None]
+
+
+def visible_positions(batch: Batch, roots: torch.Tensor) -> torch.Tensor:
+    """`[batch, anchors, length]` the positions of its conversation up to each anchor."""
+    length = batch["input_ids"].shape[1]
+    visible = torch.arange(length, device=roots.device) <= roots[..., None]
+    if (together := same_conversation(batch)) is not None:
+        visible = visible & together.gather(1, roots[..., None].expand(-1, -1, length))
+    return visible

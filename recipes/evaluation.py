@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from huggingface_hub import EvalResult
 from transformers import PreTrainedModel
 
 from arguments import Arguments
-from conversations import ChatFormat, Row, prompt_of
-from generate_answers import answer_rows, batches_by_domain, generation_of
+from conversations import ChatFormat, Row, domain_of
+from generate_answers import answer_rows, completions
 from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates
 from hf_specgen.counters import Statistics
 
 Prompts = dict[str, list[Row]]
 TREE = 32
 """Draft tokens of a tree."""
+UNDRAFTED = NgramCandidates(policy=FixedDepth(0))
+"""Plain decoding, with the same passes in all processes, which a sharded target needs."""
 
 
 @dataclass
@@ -35,64 +33,43 @@ class Measured:
     prompts: int = 0
 
 
-def answers_file(args: Arguments, prompts: Prompts) -> Path | None:
-    """Where the target's answers to held-out prompts are kept, beside its hidden states; None without these."""
-    depends_on = json.dumps([prompts, args.generation, args.evaluation_tokens], sort_keys=True)
-    digest = hashlib.sha256(depends_on.encode()).hexdigest()[:16]
-    return Path(args.features) / f"answers-{digest}.json" if args.features else None
-
-
 def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, prompts: Prompts) -> Dataset:
     """The target's own answers to the held-out prompts."""
-    kept = answers_file(args, prompts)
-    if kept and kept.exists():
-        return Dataset.from_list(json.loads(kept.read_text(encoding="utf-8")))
-    rows: list[Row] = []
-    call = {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
-    plain = NgramCandidates(policy=FixedDepth(0))  # the same passes in all processes, which a sharded target needs
+    numbered = numbered_rows(prompts)
     with torch.random.fork_rng():
-        for seed, members in enumerate(batches_by_domain([row for some in prompts.values() for row in some], 64)):
-            rows += answer_rows(target, chat, members, plain, 1000 * seed, args.generation, **call)
-    if kept and PartialState().is_main_process:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(rows), encoding="utf-8")
-    return Dataset.from_list(rows)
+        answers = dict(answer_rows(target, chat, numbered, UNDRAFTED, 0, args.generation, **call_of(args)))
+    return Dataset.from_list([answers[number] for number, _ in numbered])
+
+
+def numbered_rows(prompts: Prompts) -> list[tuple[int, Row]]:
+    """The prompts of all domains with numbers."""
+    return list(enumerate(row for rows in prompts.values() for row in rows))
+
+
+def call_of(args: Arguments) -> dict[str, Any]:
+    """Arguments of `generate_many` in the evaluation."""
+    return {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
 
 
 def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, settings: Any) -> dict[str, Measured]:
     """Generate answers with the drafter as it was saved, and count; the random state is left unchanged."""
     if not PartialState().is_main_process and not args.shard_target:  # a sharded target needs all in each pass
         return {}
-    load, policy = AutoCandidates.from_pretrained, FixedDepth()
-    generators = [load(args.output_dir, policy=policy, **settings(with_tree)) for with_tree in (False, True)]
-    results: dict[str, Measured] = {}
+    load, policy, rows = AutoCandidates.from_pretrained, FixedDepth(), numbered_rows(prompts)
+    drafters = [load(args.output_dir, policy=policy, **settings(with_tree)) for with_tree in (False, True)]
     with torch.random.fork_rng():
-        for domain, rows in prompts.items():
-            result = results[domain] = Measured(Statistics([]), Statistics([]))
-            for seed, row in enumerate(rows):
-                chain, tree, identical = _generate(args, target, chat, row, seed, generators)
-                result.chain, result.tree = result.chain + chain, result.tree + tree
-                result.identical, result.prompts = result.identical + identical, result.prompts + 1
+        plain, chains, trees = (
+            dict(completions(target, chat, rows, drafter, 0, args.generation, **call_of(args)))
+            for drafter in (UNDRAFTED, *drafters)
+        )
+    results = {domain: Measured(Statistics([]), Statistics([])) for domain in prompts}
+    for number, row in rows:
+        result, tokens = results[domain_of(row)], plain[number].tokens
+        result.chain += chains[number].statistics
+        result.tree += trees[number].statistics
+        result.identical += chains[number].tokens == tokens == trees[number].tokens
+        result.prompts += 1
     return results
-
-
-def _generate(
-    args: Arguments, target: Any, chat: ChatFormat, row: Row, seed: int, generators: list[Any]
-) -> tuple[Any, Any, bool]:
-    """The statistics of one prompt with each generator, and whether all tokens are those of plain `generate`."""
-    ids = torch.tensor([chat.ids(chat.prompt(prompt_of(row), row.get("tools")), True)])
-    ids = ids.to(target.get_input_embeddings().weight.device)
-    call = {"max_new_tokens": args.evaluation_tokens, "pad_token_id": chat.tokenizer.pad_token_id or 0}
-
-    def generated(**more: Any) -> Any:
-        torch.manual_seed(seed)
-        settings = {**call, **generation_of(args.generation, row), **more}
-        return target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-
-    plain = generated()
-    outputs = [generated(candidate_generator=one, return_dict_in_generate=True) for one in generators]
-    chain, tree = (output.speculation for output in outputs)
-    return chain, tree, all(torch.equal(plain, output.sequences) for output in outputs)
 
 
 def measured_section(prompts: str | None, results: dict[str, Measured]) -> str:
@@ -114,22 +91,3 @@ def measured_section(prompts: str | None, results: dict[str, Measured]) -> str:
             f"{result.identical} of {result.prompts} |"
         )
     return "\n".join(lines)
-
-
-def eval_results(prompts: str | None, results: dict[str, Measured]) -> list[EvalResult]:
-    """The same numbers for the metadata of a model card."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=str(prompts),
-            dataset_name=str(prompts),
-            dataset_config=domain,
-            metric_type=metric,
-            metric_value=round(value, 4),
-        )
-        for domain, result in results.items()
-        for metric, value in (
-            ("tokens per step, chains", result.chain.tokens_per_step),
-            ("tokens per step, trees", result.tree.tokens_per_step),
-        )
-    ]

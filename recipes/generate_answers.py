@@ -4,10 +4,10 @@
     python recipes/generate_answers.py --server http://localhost:8000/v1 --target NAME --prompts … --output …
 
 Prompts are conversations in any format of training data; answers that these have are replaced, the last one of each.
-Batches are divided among the processes and have a seed each, so the result does not depend on the number of processes;
+Prompts are divided among the processes and have a seed each, so the result does not depend on the number of processes;
 a drafter (`--drafter`, by default n-grams of the text) changes the speed alone.
-An interrupted run continues where it stopped: finished batches are kept in OUTPUT.parts until all are there, with the
-settings that they belong to; other settings are refused.
+An interrupted run continues where it stopped: answers are kept in OUTPUT.parts until all are there, with the settings
+that they belong to; other settings are refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import gzip
 import hashlib
 import json
 import random
+import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arguments import DataArguments, Options, launch, option, parse
 from conversations import ChatFormat, Row, domain_of, prompt_of, read_rows
-from hf_specgen import AutoCandidates, generate_many
+from hf_specgen import AutoCandidates, Completion, generate_many
 
 RECORD = "settings.json"
-"""File in OUTPUT.parts: what the finished batches depend on."""
-ROUNDS = 4
-"""Prompts of a batch, which is written at once, for each that is processed at a time."""
-Answer = Callable[[list[Row], int], list[Row]]
-"""From the rows of a batch and its seed to rows with answers."""
+"""File in OUTPUT.parts: what the answers depend on."""
+Numbered = Sequence[tuple[int, Row]]
+"""Rows with their numbers among all."""
 
 
 @dataclass(kw_only=True)
@@ -76,34 +75,35 @@ class AnswerArguments(DataArguments):
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, load, generate, save."""
-    args = parse(AnswerArguments, __doc__, arguments)
-    batches = batches_by_domain(chosen_prompts(args), ROUNDS * args.batch_size)
-    parts, record = Path(args.output + ".parts"), record_of(args, batches)
-    parts.mkdir(parents=True, exist_ok=True)
+    args, state = parse(AnswerArguments, __doc__, arguments), PartialState()
+    rows, parts = chosen_prompts(args), Path(args.output + ".parts")
+    record, done = record_of(args, rows), answers_so_far(parts)
     check_record(parts, record)
-    done, state = finished_batches(parts), PartialState()
-    answer = partial(ask_server, args) if args.server else local_answers(args)
     state.wait_for_everyone()  # no process writes while another one still reads
     if state.is_main_process:
+        parts.mkdir(parents=True, exist_ok=True)
         (parts / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
-    state.wait_for_everyone()  # no batch is written before the record
-    mine = [i for i in range(len(batches)) if i not in done][state.process_index :: state.num_processes]
+    state.wait_for_everyone()  # no answer is written before the record
+    missing = [(number, row) for number, row in enumerate(rows) if number not in done]
+    mine = missing[state.process_index :: state.num_processes]
+    answers = ask_server(args, mine) if args.server else local_answers(args, mine)
     with (parts / f"{state.process_index}.jsonl").open("a", encoding="utf-8") as file:
         file.write("\n")  # terminates a line that an interruption cut off
-        for i in tqdm(mine, disable=not state.is_main_process, unit="batch"):
-            rows = answer(batches[i], (args.seed * 1_000_003 + i) * 1_000)
-            file.write(json.dumps({"batch": i, "rows": rows}, ensure_ascii=False) + "\n")
+        for number, row in tqdm(answers, total=len(mine), disable=not state.is_main_process, unit="prompt"):
+            file.write(json.dumps([number, row], ensure_ascii=False) + "\n")
             file.flush()
     state.wait_for_everyone()
     if state.is_main_process:
-        counts = merge(finished_batches(parts), Path(args.output))
-        for leftover in parts.iterdir():
-            leftover.unlink()
-        parts.rmdir()
-        state.print(f"{args.output}: {sum(counts.values())} answers {dict(counts)}")
+        done = answers_so_far(parts)
+        text = "".join(json.dumps(done[number], ensure_ascii=False) + "\n" for number in sorted(done))
+        # Without a time stamp, equal answers are equal files.
+        packed = gzip.compress(text.encode(), mtime=0) if args.output.endswith(".gz") else text.encode()
+        Path(args.output).write_bytes(packed)
+        shutil.rmtree(parts)
+        state.print(f"{args.output}: {len(done)} answers {dict(Counter(map(domain_of, done.values())))}")
 
 
-def local_answers(args: AnswerArguments) -> Answer:
+def local_answers(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
     """Answers of the target in this process, by speculative decoding."""
     chat = ChatFormat(AutoTokenizer.from_pretrained(args.target), args.chat_template_kwargs)
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, **args.target_kwargs).eval()
@@ -111,23 +111,30 @@ def local_answers(args: AnswerArguments) -> Answer:
         model = model.to(PartialState().device)
     candidates = AutoCandidates.from_pretrained(args.drafter) if args.drafter else "auto"
     call = {"max_new_tokens": args.max_new_tokens, "max_rows": args.batch_size}
-    return lambda rows, seed: answer_rows(model, chat, rows, candidates, seed, args.generation, **call)
+    return answer_rows(model, chat, rows, candidates, args.seed * 1_000_003, args.generation, **call)
 
 
 def answer_rows(
-    model: Any, chat: ChatFormat, rows: list[Row], candidates: Any, seed: int, generation: dict[str, Any], **call: Any
-) -> list[Row]:
-    """Generate the answers to rows of one domain; `call` are arguments of `generate_many`."""
-    tokenizer = chat.tokenizer
-    prompts = [chat.ids(chat.prompt(prompt_of(row), row.get("tools")), True) for row in rows]
-    call = {**call, "pad_token_id": tokenizer.pad_token_id or 0, **generation_of(generation, rows[0])}
-    ends = model.generation_config.eos_token_id
-    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id}
-    answers = generate_many(model, prompts, candidates, ordered=True, seed=seed, **call)
-    return [
-        answered(row, str(tokenizer.decode(found.tokens, skip_special_tokens=True)), not ends.isdisjoint(found.tokens))
-        for row, found in zip(rows, answers, strict=True)
-    ]
+    model: Any, chat: ChatFormat, rows: Numbered, candidates: Any, seed: int, generation: dict[str, Any], **call: Any
+) -> Iterator[tuple[int, Row]]:
+    """The rows with the answers that `completions` generates."""
+    ends, by_number = model.generation_config.eos_token_id, dict(rows)
+    ends = {*(ends if isinstance(ends, list) else [ends]), chat.tokenizer.eos_token_id}
+    for number, found in completions(model, chat, rows, candidates, seed, generation, **call):
+        text = str(chat.tokenizer.decode(found.tokens, skip_special_tokens=True))
+        yield number, answered(by_number[number], text, not ends.isdisjoint(found.tokens))
+
+
+def completions(
+    model: Any, chat: ChatFormat, rows: Numbered, candidates: Any, seed: int, generation: dict[str, Any], **call: Any
+) -> Iterator[tuple[int, Completion]]:
+    """Generate answers to rows, domain by domain; `call` are arguments of `generate_many`."""
+    for _, group in groupby(sorted(rows, key=lambda one: domain_of(one[1])), lambda one: domain_of(one[1])):
+        members = sorted(group, key=lambda one: len(str(prompt_of(one[1]))))  # of similar length, side by side
+        settings = {"pad_token_id": chat.tokenizer.pad_token_id or 0, **generation_of(generation, members[0][1])}
+        prompts, seeds = [chat.prompt(row) for _, row in members], [seed + number for number, _ in members]
+        for found in generate_many(model, prompts, candidates, seed=seeds, **call, **settings):
+            yield members[found.index][0], found
 
 
 def answered(row: Row, answer: str, finished: bool) -> Row:
@@ -144,36 +151,26 @@ def generation_of(generation: dict[str, Any], row: Row) -> dict[str, Any]:
     return dict(generation.get(domain_of(row), generation.get("default", {})))
 
 
-def batches_by_domain(rows: Sequence[Row], size: int) -> list[list[Row]]:
-    """Batches of similar prompt length, each within one domain, as decoding settings belong to the domain."""
-    ordered = sorted(rows, key=lambda row: (domain_of(row), len(str(prompt_of(row)))))
-    domains = (list(members) for _, members in groupby(ordered, domain_of))
-    return [members[first : first + size] for members in domains for first in range(0, len(members), size)]
-
-
-def ask_server(args: AnswerArguments, rows: list[Row], seed: int) -> list[Row]:
-    """Answers of an OpenAI-compatible server, to all prompts of a batch at the same time."""
+def ask_server(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
+    """Answers of an OpenAI-compatible server, to `batch_size` prompts at the same time."""
     client = InferenceClient(base_url=args.server)
     extra = {"chat_template_kwargs": dict(args.chat_template_kwargs)} if args.chat_template_kwargs else None
 
-    def ask(row: Row) -> Row:
-        settings = generation_of(args.generation, row)
+    def ask(numbered: tuple[int, Row]) -> tuple[int, Row]:
+        number, row = numbered
+        settings = {**generation_of(args.generation, row), "max_tokens": args.max_new_tokens, "extra_body": extra}
         if settings.pop("do_sample", True) is False:
             settings["temperature"] = 0.0
         settings.pop("top_k", None)
-        tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-        choice = client.chat_completion(
-            prompt_of(row), model=args.target, max_tokens=args.max_new_tokens, seed=seed, tools=tools, extra_body=extra,
-            **settings,
-        ).choices[0]  # fmt: skip
+        settings["tools"] = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+        seed = args.seed * 1_000_003 + number
+        choice = client.chat_completion(prompt_of(row), model=args.target, seed=seed, **settings).choices[0]
         reasoning = getattr(choice.message, "reasoning", None) or getattr(choice.message, "reasoning_content", None)
-        text = choice.message.content or ""
-        return answered(
-            row, f"<think>\n{reasoning}\n</think>\n\n{text}" if reasoning else text, choice.finish_reason != "length"
-        )
+        thought = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+        return number, answered(row, thought + (choice.message.content or ""), choice.finish_reason != "length")
 
     with ThreadPoolExecutor(args.batch_size) as pool:
-        return list(pool.map(ask, rows))
+        yield from pool.map(ask, rows)
 
 
 def chosen_prompts(args: AnswerArguments) -> list[Row]:
@@ -195,52 +192,36 @@ def _key(row: Row) -> str:
     return json.dumps([prompt_of(row), row.get("tools")])
 
 
-def record_of(args: AnswerArguments, batches: Sequence[list[Row]]) -> dict[str, Any]:
-    """What the answers depend on: the settings, and the prompts of each batch, as a hash."""
-    prompts = json.dumps([[_key(row) for row in batch] for batch in batches])
-    record = {name: value for name, value in asdict(args).items() if name not in ("output", "drafter")}
-    record["content of the prompts"] = hashlib.sha256(prompts.encode()).hexdigest()
+def record_of(args: AnswerArguments, rows: Sequence[Row]) -> dict[str, Any]:
+    """What the answers depend on: the settings, and the prompts, as a hash."""
+    unrelated = ("output", "drafter", "batch_size")
+    record = {name: value for name, value in asdict(args).items() if name not in unrelated}
+    record["content of the prompts"] = hashlib.sha256(json.dumps([_key(row) for row in rows]).encode()).hexdigest()
     return dict(json.loads(json.dumps(record)))  # as it is when it is read again
 
 
 def check_record(parts: Path, record: dict[str, Any]) -> None:
-    """Raise if `parts` has batches that were generated with other settings or from other prompts.
-
-    Raises:
-        ValueError: what differs.
-    """
+    """Raise a `ValueError` if `parts` has answers that were generated with other settings or to other prompts."""
     file = parts / RECORD
     recorded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if not finished_batches(parts) or recorded == record:
-        return
-    names = [name for name in record if recorded.get(name) != record[name]]
-    changes = ", ".join(f"{name} {recorded.get(name)!r:.80} (now {record[name]!r:.80})" for name in names)
-    raise ValueError(
-        f"{parts} has batches of an interrupted run with {changes}; continue it with the same settings, or remove that "
-        "folder to start anew"
-    )
+    if answers_so_far(parts) and recorded != record:
+        names = [name for name in record if recorded.get(name) != record[name]]
+        changes = ", ".join(f"{name} {recorded.get(name)!r:.80} (now {record[name]!r:.80})" for name in names)
+        raise ValueError(
+            f"{parts} has answers of an interrupted run with {changes}; continue it with the same settings, or remove "
+            "that folder to start anew"
+        )
 
 
-def finished_batches(parts: Path) -> dict[int, list[Row]]:
-    """The batches of earlier runs, by number; a line that was cut off is ignored."""
+def answers_so_far(parts: Path) -> dict[int, Row]:
+    """The rows of earlier runs with their answers, by number; a line that was cut off is ignored."""
     done = {}
-    for part in sorted(parts.glob("*.jsonl")):
+    for part in parts.glob("*.jsonl"):
         for line in part.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            done[record["batch"]] = record["rows"]
+            with suppress(json.JSONDecodeError):
+                number, row = json.loads(line)
+                done[number] = row
     return done
-
-
-def merge(done: dict[int, list[Row]], output: Path) -> Counter[str]:
-    """Write all rows in the order of their batches; returns the number of rows by domain."""
-    rows = [row for batch in sorted(done) for row in done[batch]]
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    # Without a time stamp, equal answers are equal files.
-    output.write_bytes(gzip.compress(text.encode(), mtime=0) if output.suffix == ".gz" else text.encode())
-    return Counter(map(domain_of, rows))
 
 
 if __name__ == "__main__":

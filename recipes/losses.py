@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, log_softmax, nll_loss
@@ -33,8 +33,8 @@ from hf_specgen.targets.model_parts import output_logits
 
 CHUNK = 1024
 """Positions whose logits `[positions, vocab]` are in memory at once."""
-Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From states `[n, width]` and the positions `[n]` that they are drafted from to logits `[n, draft vocabulary]`."""
+Logits = Callable[[torch.Tensor], torch.Tensor]
+"""From states `[n, width]` to logits `[n, draft vocabulary]`."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Drafts:
         first: how many positions after its source depth 0 predicts; 0: the same token as the target there.
         trained: further trained tensors that `logits` reads.
         drafted_ids: `[draft vocabulary]` the target's ids; p is then normalised over these. None: all.
-        confidence: for each depth from states and positions to `[n]` logits of being accepted; empty: none.
+        confidence: from states to `[n]` logits of being accepted; None: none.
     """
 
     states: Sequence[torch.Tensor]
@@ -57,7 +57,7 @@ class Drafts:
     first: int = 1
     trained: Sequence[torch.Tensor] = ()
     drafted_ids: torch.Tensor | None = None
-    confidence: Sequence[Logits] = ()
+    confidence: Logits | None = None
 
 
 @dataclass
@@ -91,35 +91,46 @@ def later_pairs(
     return index, later[index]
 
 
+class Part(NamedTuple):
+    """Some positions that one depth learns: the depth, which sources draft them, which positions they are, log p."""
+
+    depth: int
+    drafted: torch.Tensor
+    learns: torch.Tensor
+    log_p: torch.Tensor | None
+
+
+def _parts(
+    target: PreTrainedModel, drafts: Drafts, learnt: Learnt, ids: torch.Tensor | None, needs_p: bool = True
+) -> Iterator[Part]:
+    """Everything that is learnt, in parts of at most `CHUNK` positions; p over `ids`, or over all tokens."""
+    pairs = [later_pairs(learnt.answers, drafts.first + depth, drafts.sources) for depth in range(len(drafts.states))]
+    for first in range(0, len(learnt.tokens), CHUNK):
+        last = min(first + CHUNK, len(learnt.tokens))
+        log_p = _log_p(target, learnt.hidden[first:last], ids) if needs_p else None
+        for depth, (index, learns) in enumerate(pairs):
+            inside = (learns >= first) & (learns < last)
+            if inside.any():
+                p = None if log_p is None else log_p[learns[inside] - first]
+                yield Part(depth, index[inside], learns[inside], p)
+
+
 def draft_loss(
     target: PreTrainedModel, drafts: Drafts, learnt: Learnt, weights: Mapping[str, float], decay: float
 ) -> torch.Tensor:
     """Sum over depths and positions of decay^depth times the weighted losses; p has no gradient."""
-    positions = torch.arange(len(learnt.answers), device=learnt.answers.device)
-    sources = positions if drafts.sources is None else drafts.sources
-    pairs = [later_pairs(learnt.answers, drafts.first + depth, sources) for depth in range(len(drafts.states))]
-    needs_p = set(weights) != {"ce"}
 
     def parts(leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        for first in range(0, len(learnt.tokens), CHUNK):
-            last = min(first + CHUNK, len(learnt.tokens))
-            log_p = _log_p(target, learnt.hidden[first:last], drafts.drafted_ids) if needs_p else None
-            for depth, state in enumerate(leaves):
-                index, learns = pairs[depth]
-                inside = (learns >= first) & (learns < last)
-                index, learns = index[inside], learns[inside]
-                if not len(learns):
-                    continue
-                chosen = state[index]
-                log_q = log_softmax(drafts.logits[depth](chosen, sources[index]).float(), dim=-1)
-                p = None if log_p is None else log_p[learns - first]
-                loss, overlap = _losses(log_q, p, learnt.tokens[learns], drafts.drafted_ids, weights)
-                if drafts.confidence and overlap is not None:
-                    confidence = drafts.confidence[depth](chosen, sources[index])
-                    loss = loss + weights.get("confidence", 1.0) * binary_cross_entropy_with_logits(
-                        confidence.float(), overlap.detach(), reduction="sum"
-                    )
-                yield decay**depth * loss
+        for part in _parts(target, drafts, learnt, drafts.drafted_ids, set(weights) != {"ce"}):
+            chosen = leaves[part.depth][part.drafted]
+            log_q = log_softmax(drafts.logits[part.depth](chosen).float(), dim=-1)
+            loss, overlap = _losses(log_q, part.log_p, learnt.tokens[part.learns], drafts.drafted_ids, weights)
+            if drafts.confidence is not None and overlap is not None:
+                confidence = drafts.confidence(chosen).float()
+                loss = loss + weights.get("confidence", 1.0) * binary_cross_entropy_with_logits(
+                    confidence, overlap.detach(), reduction="sum"
+                )
+            yield decay**part.depth * loss
 
     return gradient_at_once(parts, drafts.states, drafts.trained)
 
@@ -167,32 +178,27 @@ def acceptance_counts(
 
     The true tokens before it are given to each draft token. A chain agrees at a depth if all depths up to it do.
     """
-    positions = torch.arange(len(learnt.answers), device=rows.device)
-    sources = positions if drafts.sources is None else drafts.sources
-    single = drafts.first == 0
-    agrees, overlaps = torch.zeros(2, depths, len(sources), device=rows.device)
+    count = len(learnt.answers) if drafts.sources is None else len(drafts.sources)
+    agrees, overlaps = torch.zeros(2, depths, count, device=rows.device)
+    for part in _parts(target, drafts, learnt, None):
+        if part.log_p is None or part.depth >= depths:
+            continue
+        logits = drafts.logits[part.depth](drafts.states[part.depth][part.drafted]).float()
+        ids = torch.arange(logits.shape[-1], device=rows.device) if drafts.drafted_ids is None else drafts.drafted_ids
+        width = min(len(ids), part.log_p.shape[-1])  # the vocabulary of one of them may be padded
+        agrees[part.depth, part.drafted] = (ids[logits.argmax(-1)] == part.log_p.argmax(-1)).float()
+        q = log_softmax(logits, dim=-1)[:, :width]
+        overlaps[part.depth, part.drafted] = torch.minimum(q, part.log_p[:, ids[:width]]).exp().sum(dim=-1)
+    sources = torch.arange(count, device=rows.device) if drafts.sources is None else drafts.sources
     counts = torch.zeros(int(rows.max()) + 1 if len(rows) else 1, depths, 4, device=rows.device)
-    for depth in range(1 if single else min(depths, len(drafts.states))):
-        index, learns = later_pairs(learnt.answers, drafts.first + depth, sources)
-        for some, later in zip(index.split(CHUNK), learns.split(CHUNK), strict=True):
-            log_p = _log_p(target, learnt.hidden[later], None)
-            logits = drafts.logits[depth](drafts.states[depth][some], sources[some]).float()
-            ids = (
-                torch.arange(logits.shape[-1], device=rows.device) if drafts.drafted_ids is None else drafts.drafted_ids
-            )
-            width = min(len(ids), log_p.shape[-1])
-            agrees[depth, some] = (ids[logits.argmax(-1)] == log_p.argmax(-1)).float()
-            q = log_softmax(logits, dim=-1)[:, :width]
-            overlaps[depth, some] = torch.minimum(q, log_p[:, ids[:width]]).exp().sum(dim=-1)
-    chain = torch.ones(len(sources), device=rows.device)
+    chain = torch.ones(count, device=rows.device)
+    single = drafts.first == 0  # one token each: a chain are the drafts of successive positions
     for depth in range(depths if single else min(depths, len(drafts.states))):
-        index, learns = later_pairs(learnt.answers, drafts.first + depth, sources)
+        index, learns = later_pairs(learnt.answers, drafts.first + depth, drafts.sources)
         at, place = (0, learns) if single else (depth, index)
-        hits, kept = agrees[at, place], torch.zeros_like(chain)
-        kept[index] = chain[index] * hits
-        chain = kept
-        values = torch.stack([torch.ones_like(hits), hits, chain[index], overlaps[at, place]], dim=-1)
-        counts[:, depth].index_add_(0, rows[sources[index]], values)
+        chain = torch.zeros_like(chain).index_put((index,), chain[index] * agrees[at, place])
+        values = torch.stack([torch.ones(len(index), device=rows.device), agrees[at, place], chain[index]], dim=-1)
+        counts[:, depth].index_add_(0, rows[sources[index]], torch.cat([values, overlaps[at, place, None]], dim=-1))
     return counts
 
 

@@ -4,6 +4,7 @@ A folder of hidden states (`--features`) has everything of the target that train
 need not be in memory: the states of every row, its embeddings and its output matrix.
 
     index.json                what the states belong to
+    rows                      tokens and labels
     shared.safetensors        embeddings, output matrix, final norm, layers that the drafter starts from
     000000.safetensors …      features.ROW [length, layers * hidden], hidden.ROW [predicting positions, hidden]
 """
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import set_module_tensor_to_device
+from datasets import load_from_disk
 from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -36,7 +39,7 @@ from conversations import IGNORED, Batch, Row, collate
 from hf_specgen.targets.model_parts import decoder, decoder_layers, final_norm, keeps_state, output_logits
 
 ROWS_PER_FILE = 64
-INDEX, SHARED = "index.json", "shared.safetensors"
+INDEX, ROWS, SHARED = "index.json", "rows", "shared.safetensors"
 
 
 class States(NamedTuple):
@@ -74,31 +77,27 @@ def check_target(target: PreTrainedModel, packing: bool = False) -> None:
     """
     decoder_layers(target)
     embeddings: Any = target.get_input_embeddings()
-    device = embeddings.weight.device
-    ids = torch.arange(1, 9, device=device)[None] % len(embeddings.weight)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-    states = read_target(target, batch, ()).hidden
+    ids = torch.arange(1, 9, device=embeddings.weight.device)[None] % len(embeddings.weight)
+
+    def states(some: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        return read_target(target, {"input_ids": some, "labels": some, **more}, ()).hidden
+
     expected = target(input_ids=ids).logits[0]
-    tolerance = 1e-3 if expected.dtype == torch.float32 else 0.1
-    if not torch.allclose(output_logits(target, states).float(), expected.float(), atol=tolerance, rtol=tolerance):
+    tolerance: dict[str, Any] = dict.fromkeys(("atol", "rtol"), 1e-3 if expected.dtype == torch.float32 else 0.1)
+    if not torch.allclose(output_logits(target, states(ids)).float(), expected.float(), **tolerance):
         raise ValueError(
             f"the logits of {type(target).__name__} are not those of its output matrix on its last hidden state, which "
             "drafters are trained for; it cannot be a target"
         )
-    if not packing:
-        return
-    half = {"input_ids": ids[:, 4:], "labels": ids[:, 4:], "attention_mask": torch.ones_like(ids[:, 4:])}
-    packed = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(4, device=device).repeat(2)[None]}
-    second, alone = read_target(target, packed, ()).hidden[4:], read_target(target, half, ()).hidden
-    if keeps_state(target.config.get_text_config()) or not torch.allclose(
-        second, alone, atol=tolerance, rtol=tolerance
-    ):
-        raise ValueError(f"{type(target).__name__} does not keep packed conversations apart; train without packing")
+    if packing:
+        packed = states(ids, position_ids=torch.arange(4, device=ids.device).repeat(2)[None])
+        is_apart = torch.allclose(packed[4:], states(ids[:, 4:]), **tolerance)
+        if keeps_state(target.config.get_text_config()) or not is_apart:
+            raise ValueError(f"{type(target).__name__} does not keep packed conversations apart; train without packing")
 
 
-@torch.no_grad()
 def read_target(target: PreTrainedModel, batch: Batch, layers: Sequence[int]) -> States:
-    """One forward pass of the frozen target over whole conversations."""
+    """One forward pass of a model over whole conversations."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
     # Versions before 5.23 count a list of indices without the embedding.
     captured: Any = list(layers) if Version(transformers.__version__) >= Version("5.23") else bool(layers)
@@ -111,9 +110,9 @@ def read_target(target: PreTrainedModel, batch: Batch, layers: Sequence[int]) ->
 class StoredStates(Dataset[Row]):
     """Encoded rows with the target's hidden states, read from a folder."""
 
-    def __init__(self, rows: Any, folder: Path):
-        self.rows, self._folder = rows, folder
-        self._open = lru_cache(maxsize=16)(lambda path: safe_open(path, framework="pt"))
+    def __init__(self, folder: Path):
+        self.rows, self._folder = load_from_disk(folder / ROWS), folder
+        self._open = lru_cache(maxsize=16)(partial(safe_open, framework="pt"))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -127,54 +126,42 @@ def _file_name(number: int) -> str:
     return f"{number // ROWS_PER_FILE:06d}.safetensors"
 
 
-def describe_states(rows: Any, args: Arguments, layers: Sequence[int]) -> dict[str, Any]:
-    """What a folder of states belongs to: target, layers, and the tokens of all rows, as a hash."""
-    digest = hashlib.sha256()
-    for ids, labels in zip(rows["input_ids"][:], rows["labels"][:], strict=True):
-        digest.update(json.dumps([ids, labels]).encode())
-    return {"target": args.target, "bf16": args.bf16, "layers": list(layers), "tokens": digest.hexdigest()}
-
-
-def is_stored(folder: Path, description: dict[str, Any]) -> bool:
+def is_stored(folder: Path, described: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Whether the folder has all states.
 
     Raises:
-        ValueError: if it has states of something else.
+        ValueError: if it has states of something else than `described`.
     """
     index = folder / INDEX
     if not index.exists():
         return False
     stored = json.loads(index.read_text(encoding="utf-8"))
-    if differences := [name for name in description if stored.get(name) != description[name]]:
-        named = ", ".join(f"{name} {stored.get(name)!r:.60} (now {description[name]!r:.60})" for name in differences)
+    if differences := [name for name in described if stored[name] != described[name]]:
+        named = ", ".join(f"{name} {stored[name]!r:.60} (now {described[name]!r:.60})" for name in differences)
         raise ValueError(f"{folder} has the states of another run: {named}; give another folder for --features")
     return bool(stored["complete"])
 
 
-def has_states(features: str | None, with_evaluation: bool) -> bool:
-    """Whether a folder has all states for the training, so that the target's layers are not needed."""
-    folders = [Path(features or "") / name for name in ("train", "evaluation")[: 1 + with_evaluation]]
-    indices = [folder / INDEX for folder in folders]
-    return features is not None and all(
-        index.exists() and json.loads(index.read_text())["complete"] for index in indices
-    )
+def stored_states(args: Arguments, drafter: Any, name: str, content: Any, make_rows: Callable[[], Any]) -> StoredStates:
+    """The encoded rows with their states from the folder `name`, which are computed first where they are missing.
 
+    The rows are divided among the processes; what an interrupted run has stored is kept.
 
-def store_states(
-    target: PreTrainedModel,
-    rows: Any,
-    folder: Path,
-    description: dict[str, Any],
-    args: Arguments,
-    copied: Sequence[int] = (),
-) -> None:
-    """Compute the states of all rows, divided among the processes; what an interrupted run has stored is kept."""
-    state = PartialState()
+    Args:
+        content: what the rows depend on.
+        make_rows: makes the rows, where they are not stored.
+    """
+    folder, state = Path(str(args.features)) / name, PartialState()
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    description = {"target": args.target, "bf16": args.bf16, "layers": list(drafter.layers), "tokens": digest}
+    if is_stored(folder, description):
+        return StoredStates(folder)
+    rows, shared = make_rows(), _shared_tensors(drafter.target, drafter.copied)
     folder.mkdir(parents=True, exist_ok=True)
-    shared = _shared_tensors(target, copied)
     if state.is_main_process:
         (folder / INDEX).write_text(json.dumps(description | {"complete": False}), encoding="utf-8")
         save_file(shared, folder / SHARED)
+        rows.save_to_disk(folder / ROWS)
     starts = list(range(0, len(rows), ROWS_PER_FILE))
     # A sharded target needs all processes in each of its passes: they compute the same rows, and one of them writes.
     mine = starts if args.shard_target else starts[state.process_index :: state.num_processes]
@@ -182,15 +169,18 @@ def store_states(
         path, numbers = folder / _file_name(start), range(start, min(start + ROWS_PER_FILE, len(rows)))
         if path.exists():
             continue
-        tensors = _states_of(target, rows, numbers, description["layers"], args.per_device_train_batch_size)
+        tensors = _states_of(drafter.target, rows, numbers, drafter.layers, args.per_device_train_batch_size)
         if state.is_main_process or not args.shard_target:
             save_file(tensors, path.with_suffix(".part"))
             path.with_suffix(".part").replace(path)
     state.wait_for_everyone()
     if state.is_main_process:
         (folder / INDEX).write_text(json.dumps(description | {"complete": True}), encoding="utf-8")
+    state.wait_for_everyone()
+    return StoredStates(folder)
 
 
+@torch.no_grad()
 def _states_of(
     target: PreTrainedModel, rows: Any, numbers: range, layers: Sequence[int], size: int
 ) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ Sources: DFlash (2026), https://arxiv.org/abs/2602.06036; JetSpec (2026), https:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +21,10 @@ from transformers import DynamicCache, PreTrainedModel
 from arguments import launch, option
 from conversations import Batch
 from draft_heads import HeadArguments, HeadDrafter, copy_layers, new_layer, start_from_state
-from drafter import Anchors, choose_anchors, positions_of, same_conversation
+from drafter import Anchors, choose_anchors, positions_of, visible_positions
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers
-from hf_specgen.targets.model_parts import output_matrix
+from hf_specgen.targets.model_parts import decoder_layers
 from losses import Drafts
 from target import States
 from training import run
@@ -52,25 +53,13 @@ class BlockDrafter(HeadDrafter):
 
     def new_config(self, target: PreTrainedModel) -> dict[str, Any]:
         """The fields of the config of a new head."""
-        args, layers = self.args, target.config.get_text_config().num_hidden_layers
-        vocab, hidden = output_matrix(target).weight.shape
-        copied = self.sources(target)
-        default = dict.fromkeys(min(max(layer, 1), layers) for layer in block_layers(layers, len(copied)))
-        states = tuple(args.aux_hidden_state_layers) or tuple(default)
-        return {
+        args, copied = self.args, self.sources(target)
+        common = self.common_config(target, block_layers(len(decoder_layers(target)), len(copied)))
+        return common | {
             "layer": new_layer(target, qk_norm=True),
             "attention": (BlockAttention(causal=args.causal),) * len(copied),
             "block_size": args.depth + 1,
-            "mask_token_id": vocab - 1 if args.mask_token_id is None else args.mask_token_id,
-            "hidden_size": hidden,
-            "vocab_size": vocab,
-            "draft_vocab_size": vocab,
-            "target_hidden_size": hidden,
-            "num_aux_hidden_states": len(states),
-            "aux_hidden_state_layers": states,
-            "speculative_tokens": args.depth,
-            "base_model": args.target,
-            "num_target_layers": layers,
+            "mask_token_id": common["vocab_size"] - 1 if args.mask_token_id is None else args.mask_token_id,
         }
 
     def draft(self, batch: Batch, states: States) -> Drafts:
@@ -78,7 +67,7 @@ class BlockDrafter(HeadDrafter):
         anchors = choose_anchors(batch, self.args.anchors, self.step)
         block = block_states(bound, batch, states.features.to(self.head.fc.weight.dtype), anchors)
         outputs = list(block[:, first:].unbind(1))
-        return Drafts(outputs, [lambda state, _: bound.logits(state)] * len(outputs), anchors.numbers)
+        return Drafts(outputs, [bound.logits] * len(outputs), anchors.numbers)
 
 
 def block_states(bound: BoundHead, batch: Batch, features: torch.Tensor, anchors: Anchors) -> torch.Tensor:
@@ -104,19 +93,13 @@ def _training_mask(kind: BlockAttention, batch: Batch, roots: torch.Tensor, bloc
     """`[batch, 1, anchors * block, length + anchors * block]`: a block sees itself and what precedes its anchor."""
     if kind.window is not None:
         raise ValueError("training heads with sliding windows is not supported; continue with a head without them")
-    length, count = batch["input_ids"].shape[1], roots.shape[1]
-    context = torch.arange(length, device=roots.device) <= roots[..., None]
-    if (together := same_conversation(batch)) is not None:
-        context = context & together.gather(1, roots[..., None].expand(-1, -1, length))
+    context = visible_positions(batch, roots).repeat_interleave(block, dim=1)
     inside = torch.ones(block, block, dtype=torch.bool, device=roots.device)
-    own = torch.block_diag(*[inside.tril() if kind.causal else inside] * count).bool().to(roots.device)
-    return torch.cat([context.repeat_interleave(block, dim=1), own.expand(len(roots), -1, -1)], dim=-1)[:, None]
+    own = torch.block_diag(*[inside.tril() if kind.causal else inside] * roots.shape[1]).bool().to(roots.device)
+    return torch.cat([context, own.expand(len(roots), -1, -1)], dim=-1)[:, None]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse, load, train, save."""
-    run(BlockDrafter, BlockArguments, __doc__, arguments)
-
+main = partial(run, BlockDrafter, BlockArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +20,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from arguments import Arguments, Options, launch, option
-from conversations import IGNORED, Batch
+from conversations import Batch
 from drafter import Drafter
-from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state, output_logits, output_matrix
+from hf_specgen.targets.model_parts import decoder_layers, keeps_state, output_logits, output_matrix
 from losses import Drafts
-from target import States, whole
+from target import States, read_target, whole
 from training import run
 
 
@@ -79,10 +80,9 @@ class ModelDrafter(Drafter):
             raise ValueError(f"{args.draft} and {args.target} have different tokenizers; choose another draft")
 
     def draft(self, batch: Batch, states: States) -> Drafts:
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
-        hidden = cast(Any, decoder(self.model))(**inputs, use_cache=False).last_hidden_state[batch["labels"] != IGNORED]
+        hidden = read_target(self.model, batch, ()).hidden
         trained = list(output_matrix(self.model).parameters())
-        return Drafts([hidden], [lambda state, _: output_logits(self.model, state)], first=0, trained=trained)
+        return Drafts([hidden], [partial(output_logits, self.model)], first=0, trained=trained)
 
     def settings(self, with_tree: bool) -> dict[str, Any]:
         """Chains only for a draft model with a recurrent state, from which trees cannot branch."""
@@ -127,10 +127,7 @@ def _source_name(name: str, layers: list[int]) -> str:
     return ".".join(parts)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse, load, train, save."""
-    run(ModelDrafter, DraftArguments, __doc__, arguments)
-
+main = partial(run, ModelDrafter, DraftArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -86,12 +87,12 @@ class SparkDrafter(BlockDrafter):
             outputs.append(torch.cat([hidden, query, confidence[:, None]], dim=-1))
         width = block.shape[-1]
 
-        def logits(state: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        def logits(state: torch.Tensor) -> torch.Tensor:
             return bound.logits(state[:, :width]) + state[:, width:-1] @ head.keys().T
 
-        confidence_of = [lambda state, _: state[:, -1]] * len(outputs)
+        count, trained = len(outputs), [head.keys()]
         return Drafts(
-            outputs, [logits] * len(outputs), anchors.numbers, trained=[head.keys()], confidence=confidence_of
+            outputs, [logits] * count, anchors.numbers, trained=trained, confidence=lambda state: state[:, -1]
         )
 
 
@@ -103,10 +104,7 @@ def _without_correction(head: DSparkHead) -> DSparkHead:
     return head
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse, load, train, save."""
-    run(SparkDrafter, SparkArguments, __doc__, arguments)
-
+main = partial(run, SparkDrafter, SparkArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

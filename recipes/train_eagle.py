@@ -19,6 +19,7 @@ section 3.1; P-EAGLE (2026), https://arxiv.org/abs/2602.01469.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ from draft_heads import (
     new_layer,
     start_from_state,
 )
-from drafter import Anchors, choose_anchors, positions_of, same_conversation
+from drafter import Anchors, choose_anchors, positions_of, same_conversation, visible_positions
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig, eagle_layers
-from hf_specgen.targets.model_parts import output_matrix
+from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from losses import Drafts
 from target import States, whole
 from training import run
@@ -66,31 +67,22 @@ class EagleDrafter(HeadDrafter):
     args: EagleArguments
 
     def new_head(self, target: PreTrainedModel, rows: Any) -> Eagle3Head:
-        args, matrix = self.args, whole(output_matrix(target).weight)
-        layers, copied = target.config.get_text_config().num_hidden_layers, self.sources(target)
-        states = tuple(args.aux_hidden_state_layers) or _default_states(layers)
+        args, matrix, copied = self.args, whole(output_matrix(target).weight), self.sources(target)
+        common = self.common_config(target, eagle_layers(len(decoder_layers(target))))
         ids = frequent_tokens(rows, args.draft_vocab_size or len(matrix), len(matrix))
         mask = len(matrix) - 1 if args.mask_token_id is None else args.mask_token_id
-        config = EagleConfig(
-            layer=new_layer(target),
-            num_layers=len(copied),
-            hidden_size=matrix.shape[1],
-            vocab_size=len(matrix),
-            draft_vocab_size=len(ids),
-            target_hidden_size=matrix.shape[1],
-            num_aux_hidden_states=len(states),
-            aux_hidden_state_layers=states,
-            fc_norm=args.fc_norm,
-            norm_output=args.norm_output,
-            own_lm_head=True,
-            speculative_tokens=args.depth,
-            base_model=args.target,
-            num_target_layers=layers,
-            mask_token_id=mask if args.parallel else None,
-        )
-        head = Eagle3Head(config)
+        fields = common | {
+            "layer": new_layer(target),
+            "num_layers": len(copied),
+            "draft_vocab_size": len(ids),
+            "fc_norm": args.fc_norm,
+            "norm_output": args.norm_output,
+            "own_lm_head": True,
+            "mask_token_id": mask if args.parallel else None,
+        }
+        head = Eagle3Head(EagleConfig(**fields))
         copy_layers(list(head.layers), target, copied)
-        start_from_state(head.fc, nearest_state(states, copied[0]))
+        start_from_state(head.fc, nearest_state(common["aux_hidden_state_layers"], copied[0]))
         assert isinstance(head.lm_head, torch.nn.Linear)
         head.lm_head.weight.data = matrix[ids].float().clone()
         if head.draft_to_target is not None:
@@ -102,13 +94,8 @@ class EagleDrafter(HeadDrafter):
         anchors = choose_anchors(batch, self.args.anchors, self.step)
         draft = parallel_drafts if self.head.config.mask_token_id is not None else training_time_test
         outputs = draft(bound, batch, states.features.to(self.head.fc.weight.dtype), anchors, self.args.depth)
-        logits = [lambda state, _: bound.logits(state)] * len(outputs)
+        logits = [bound.logits] * len(outputs)
         return Drafts(outputs, logits, anchors.numbers, drafted_ids=self.head.draft_to_target)
-
-
-def _default_states(num_layers: int) -> tuple[int, ...]:
-    """The states of EAGLE-3, as far as a target with few layers has them."""
-    return tuple(dict.fromkeys(min(max(layer, 1), num_layers) for layer in eagle_layers(num_layers)))
 
 
 def training_time_test(
@@ -159,21 +146,15 @@ def _known_positions(
 ) -> tuple[Any, torch.Tensor]:
     """The head's pass over all positions, and `[batch, anchors, length]` which of them each anchor sees."""
     head: Any = bound.head
-    length = batch["input_ids"].shape[1]
-    slots = torch.arange(length, device=roots.device)
-    together, visible = same_conversation(batch), slots <= roots[..., None]
-    mask = None
-    if together is not None:
-        mask = (together & (slots <= slots[:, None]))[:, None]
-        visible = visible & together.gather(1, roots[..., None].expand(-1, -1, length))
+    mask, slots = same_conversation(batch), torch.arange(batch["input_ids"].shape[1], device=roots.device)
+    if mask is not None:
+        mask = (mask & (slots <= slots[:, None]))[:, None]
     following = bound.embed(batch["input_ids"].roll(-1, dims=1))
-    return head(following, head.combine(features), positions_of(batch), mask, cache), visible
+    output = head(following, head.combine(features), positions_of(batch), mask, cache)
+    return output, visible_positions(batch, roots)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse, load, train, save."""
-    run(EagleDrafter, EagleArguments, __doc__, arguments)
-
+main = partial(run, EagleDrafter, EagleArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

@@ -8,6 +8,7 @@ An adapter is a copy of the target's final norm and a LoRA matrix on its output 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ class ExitArguments(Arguments):
         ValueError: for a layer or rank below 1.
     """
 
-    exit_layer: int = option(aliases=["--exit-layers"], help="number of the target's layers that run before the exit")
+    exit_layer: int = option(help="number of the target's layers that run before the exit")
     rank: int = option(default=64, help="of the LoRA matrix")
 
     def __post_init__(self) -> None:
@@ -70,17 +71,14 @@ class ExitDrafter(Drafter):
     def draft(self, batch: Batch, states: States) -> Drafts:
         chosen = states.features[batch["labels"] != IGNORED]
         trained = [parameter for parameter in self.adapter.parameters() if parameter.requires_grad]
-        return Drafts([chosen], [lambda state, _: self.adapter(state)], first=0, trained=trained)
+        return Drafts([chosen], [self.adapter], first=0, trained=trained)
 
     def save(self, folder: Path) -> None:
         self.adapter.to(self.target.dtype)
         save_exit_head(self.adapter, folder, self.target, self.args.target)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Parse, load, train, save."""
-    run(ExitDrafter, ExitArguments, __doc__, arguments)
-
+main = partial(run, ExitDrafter, ExitArguments, __doc__)
 
 if __name__ == "__main__":
     launch(main)

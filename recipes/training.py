@@ -32,30 +32,23 @@ from conversations import (
     rows_by_domain,
 )
 from drafter import Drafter
-from evaluation import answers_file, measure, target_answers
-from target import (
-    StoredStates,
-    check_target,
-    describe_states,
-    has_states,
-    is_stored,
-    load_target,
-    store_states,
-    target_without_layers,
-)
+from evaluation import measure, target_answers
+from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 
 RUN = "run.json"
 """File in the output folder: the arguments that decide the result."""
 RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors")
 
 
-def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | None, argv: list[str] | None) -> None:
+def run(
+    recipe: type[Drafter], arguments_class: type[Any], documentation: str | None, arguments: list[str] | None = None
+) -> None:
     """Everything that a recipe's script does: parse, check, load, train, save, measure.
 
     Raises:
         ValueError: for arguments, a target or data that cannot be used, before anything is trained.
     """
-    args = parse(arguments_class, documentation, argv)
+    args = parse(arguments_class, documentation, arguments)
     check_arguments(args)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     chat = ChatFormat(tokenizer, args.chat_template_kwargs)
@@ -65,32 +58,39 @@ def run(recipe: type[Drafter], arguments_class: type[Any], documentation: str | 
     for row in chain.from_iterable(prompts.values()):
         prompt_of(row)
     needs_answers = bool(prompts) and (args.eval_strategy != "no" or args.simulate)
-    kept = answers_file(args, prompts) if needs_answers else None
-    is_complete = has_states(args.features, needs_answers) and (kept is None or kept.exists())
+    folders = [Path(args.features or "") / name for name in ("train", "evaluation")[: 1 + needs_answers]]
+    is_complete = args.features is not None and all(map(is_stored, folders))
     target = target_without_layers(args) if is_complete else load_target(args)
     if not is_complete:
         check_target(target, args.packing)
     recipe.check(args, target)
-    rows = encoded(source, chat, args.max_length, args.packing)
-    check_row_count(rows, args.rows_per_step)
+    data = encoded(source, chat, args.max_length, args.packing)
+    check_row_count(data, args.rows_per_step)
     set_seed(args.seed)
-    drafter = recipe(args, target, rows)
-    held_out = None
-    if needs_answers:
-        held_out = encoded(target_answers(args, target, chat, prompts), chat, args.max_length)
-    del target
+    drafter = recipe(args, target, data)
+
+    def answers() -> Any:
+        return encoded(target_answers(args, drafter.target, chat, prompts), chat, args.max_length)
+
+    rows, held_out = data, None
     if args.features:
-        rows, held_out = stored(args, drafter, rows, held_out)
+        tokens, asked = [data["input_ids"][:], data["labels"][:]], [prompts, args.generation, args.evaluation_tokens]
+        rows = stored_states(args, drafter, "train", tokens, lambda: data)
+        held_out = stored_states(args, drafter, "evaluation", asked, answers) if needs_answers else None
+        drafter.replace_target(target_without_layers(args))
+    elif needs_answers:
+        held_out = answers()
+    del target
     trainer = DrafterTrainer(args, drafter, tokenizer.pad_token_id or 0, rows, held_out)
     if args.simulate:
-        return print_acceptance(trainer.evaluate())
+        return trainer.log_metrics("eval", trainer.evaluate())
     if args.dry_run:
         return trainer.dry_run()
     if PartialState().is_main_process:
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         (Path(args.output_dir) / RUN).write_text(json.dumps(args.own_values(), indent=2) + "\n", encoding="utf-8")
     trainer.train(resume_from_checkpoint=last_checkpoint(args) if args.resume else None)
-    finish(recipe, trainer, rows, chat, prompts)
+    finish(recipe, trainer, data, chat, prompts)
 
 
 def check_arguments(args: Arguments) -> None:
@@ -145,20 +145,8 @@ def last_checkpoint(args: Arguments) -> str | None:
     return str(max((path.parent for path in found), key=lambda path: int(path.name.split("-")[1]), default="")) or None
 
 
-def stored(args: Arguments, drafter: Drafter, rows: Any, held_out: Any) -> tuple[Any, Any]:
-    """The rows with the target's states from disk, computed first where they are missing; frees the target's layers."""
-    found: list[Any] = []
-    for name, some in (("train", rows), ("evaluation", held_out)):
-        folder = Path(str(args.features)) / name
-        if some and not is_stored(folder, description := describe_states(some, args, drafter.layers)):
-            store_states(drafter.target, some, folder, description, args, drafter.copied)
-        found.append(StoredStates(some, folder) if some else None)
-    drafter.replace_target(target_without_layers(args))
-    return found[0], found[1]
-
-
 class DrafterTrainer(Trainer):
-    """`Trainer` for a drafter: its order of rows, its parameter groups, checkpoints of what is trained only."""
+    """`Trainer` for a drafter: its order of rows, checkpoints of what is trained only."""
 
     def __init__(self, args: Arguments, drafter: Drafter, pad_token_id: int, rows: Any, held_out: Any):
         super().__init__(
@@ -177,26 +165,15 @@ class DrafterTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return StepSampler(self.lengths, self.recipe_args.rows_per_step, self.args.seed) if self.lengths else None
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args)
-            groups = self.drafter.parameter_groups()
-            self.optimizer = optimizer_class(groups, weight_decay=self.args.weight_decay, **kwargs)
-        return self.optimizer
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, self._trained(self.drafter.state_dict() if state_dict is None else state_dict))
-
-    def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        trained = {name for name, parameter in self.drafter.named_parameters() if parameter.requires_grad}
-        return {name: tensor for name, tensor in state.items() if name in trained}
+        super()._save(output_dir, self.drafter.trained(state_dict or self.drafter.state_dict()))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Frozen parameters are not in checkpoints."""
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
         """The complete trained weights on the CPU, also where they are sharded; in the main process."""
-        state = self._trained(self.accelerator.get_state_dict(self.model_wrapped) or {})
+        state = self.drafter.trained(self.accelerator.get_state_dict(self.model_wrapped) or {})
         return {name: tensor.cpu() for name, tensor in state.items()}
 
     def dry_run(self) -> None:
@@ -241,15 +218,6 @@ def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:
         metrics[f"agreement_{depth + 1}"] = float(hits[depth] / drafts[depth])
         metrics[f"acceptance_{depth + 1}"] = float(overlaps[depth] / drafts[depth])
     return metrics
-
-
-def print_acceptance(metrics: dict[str, float]) -> None:
-    """Print the result of `--simulate`."""
-    PartialState().print(f"loss: {metrics['eval_loss']:.4f}\ntokens per step: {metrics['eval_tokens_per_step']:.3f}")
-    PartialState().print("depth  same top-1 token  acceptance rate at temperature 1")
-    for depth in range(1, sum(name.startswith("eval_agreement") for name in metrics) + 1):
-        agreement, acceptance = metrics[f"eval_agreement_{depth}"], metrics[f"eval_acceptance_{depth}"]
-        PartialState().print(f"{depth:5}  {agreement:16.1%}  {acceptance:32.1%}")
 
 
 def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: ChatFormat, prompts: Any) -> None:

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.harness.variants import AUTO, Arguments, Family, Strategy, StrategyError
-from benchmarks.workloads.scripted import AlwaysRejected
+from benchmarks.harness.variants import AUTO, Arguments, Family, Strategy, ours
 from hf_specgen import (
     AutoCandidates,
     Candidates,
@@ -17,12 +16,10 @@ from hf_specgen import (
     DraftModelCandidates,
     FixedDepth,
     LayerSkipCandidates,
-    MedusaCandidates,
     NgramCandidates,
     Policy,
 )
 from hf_specgen.candidates.base import Depth
-from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.workloads import (
@@ -34,16 +31,28 @@ from hf_specgen.evaluation.workloads import (
     EMBEDDED_MODEL,
     HEAD_NAMES,
 )
-from hf_specgen.heads import load_head
 from hf_specgen.heads.exit_head import exit_layer_of
 
-NGRAM_DEPTHS, DRAFT_DEPTHS, EXIT_DEPTHS, MEDUSA_NODES = (4, 8, 16), (2, 4, 6), (1, 2, 4), (4, 8, 16)
-HEAD_DEPTHS = (2, 4, 6)
-"""With trees of four nodes for each level."""
+NGRAM_DEPTHS, DRAFT_DEPTHS, EXIT_DEPTHS, HEAD_DEPTHS = (4, 8, 16), (2, 4, 6), (1, 2, 4), (2, 4, 6)
+"""Tried depths, besides "auto"."""
 LOOKUP = ((3, 2), (5, 2), (10, 2), (10, 3), (20, 3))
 """Settings of Transformers' prompt lookup: draft tokens and n-gram size."""
+BRANCHED: dict[str, Any] = {"k": 8, "tree": 32}
+"""One more setting of n-grams, so that both sides try five."""
 CONFIDENT = (20, 0.4)
 """Transformers' defaults for assistants: up to 20 tokens, while the draft's confidence is above 0.4."""
+SHIPPED = {
+    "draft": str(EMBEDDED_DRAFT),
+    "layerskip": str(EMBEDDED_ADAPTER),
+    "medusa": str(EMBEDDED_HEADS),
+    "eagle": str(EMBEDDED_EAGLE),
+    "dflash": str(EMBEDDED_DFLASH),
+}
+"""The files of the embedded model."""
+
+
+class StrategyError(ValueError):
+    """A strategy that is unknown, incomplete, or does not fit the model."""
 
 
 def build(
@@ -66,63 +75,55 @@ def build(
         raise StrategyError(f"unknown peer {unknown[0]!r}; there is transformers")
     families: list[Family] = []
     for text in strategies:
-        strategy = load_strategy(text, model)
         try:
+            strategy = _load(text, model)
             families.append(strategy.family(latency))
-        except ValueError as error:
+        except StrategyError:
+            raise
+        except (OSError, ValueError) as error:
             raise StrategyError(f"{text}: {error}") from error
         families += [strategy.peer] if strategy.peer is not None and peers else []
     return families
 
 
-def load_strategy(text: str, model: PreTrainedModel) -> Strategy:
-    """Load what a strategy needs.
-
-    Args:
-        text: as for `build`.
-        model: the target.
-
-    Raises:
-        StrategyError: as `build`.
-    """
+def _load(text: str, model: PreTrainedModel) -> Strategy:
+    """What a strategy needs, loaded."""
     if "+" in text:
-        return _combined([load_strategy(part, model) for part in text.split("+")])
+        return _combined([_load(part, model) for part in text.split("+")])
     name, _, source = text.partition("=")
-    if name not in LOADERS:
-        raise StrategyError(f"unknown strategy {name!r}; there are {', '.join(LOADERS)}")
-    try:
-        return LOADERS[name](source or _shipped(name, model), model)
-    except (OSError, ValueError) as error:
-        raise StrategyError(f"{text}: {error}") from error
-
-
-def _shipped(name: str, model: PreTrainedModel) -> str:
-    if name not in SHIPPED:
-        return ""
-    if str(model.name_or_path) != str(EMBEDDED_MODEL):
+    if name not in (*COPYING, *LOADERS):
+        raise StrategyError(f"unknown strategy {name!r}; there are {', '.join((*COPYING, *LOADERS))}")
+    if name in COPYING:
+        if source:
+            raise StrategyError(f"{name} takes no source, got {source!r}")
+        return COPYING[name]()
+    if not source and (name not in SHIPPED or str(model.name_or_path) != str(EMBEDDED_MODEL)):
         raise StrategyError(f"{name} needs a file or id for this model: {name}=…")
-    return SHIPPED[name]
+    return LOADERS[name](source or SHIPPED[name], model)
 
 
-def _ngram(source: str, model: PreTrainedModel) -> Strategy:
-    if source:
-        raise StrategyError(f"ngram takes no source, got {source!r}")
+def _ngram() -> Strategy:
     lookup: dict[str, Arguments] = {
         f"k={k} n={n}": partial(dict, prompt_lookup_num_tokens=k, max_matching_ngram_size=n) for k, n in LOOKUP
     }
-    peer = Family("prompt lookup", lookup, ours=False)
-    return Strategy("n-grams", lambda k, policy: NgramCandidates(k=k, policy=policy), NGRAM_DEPTHS, peer=peer)
+    branched = {" ".join(f"{name}={value}" for name, value in BRANCHED.items()): ours(NgramCandidates(**BRANCHED))}
+    return Strategy(
+        "n-grams",
+        "NgramCandidates({})",
+        lambda k, policy: NgramCandidates(k=k, policy=policy),
+        NGRAM_DEPTHS,
+        Family("prompt lookup", lookup),
+        branched,
+    )
 
 
-def _default(source: str, model: PreTrainedModel) -> Strategy:
-    if source:
-        raise StrategyError(f"auto takes no source, got {source!r}")
-
-    def make(k: Depth, policy: Policy | None) -> Candidates:
-        fixed = policy or (None if k == AUTO else FixedDepth(int(k)))
-        return CombinedCandidates(policy=fixed)
-
-    return Strategy("n-grams + recycling", make, NGRAM_DEPTHS)
+def _default() -> Strategy:
+    return Strategy(
+        "n-grams + recycling",
+        "CombinedCandidates()",
+        lambda k, policy: CombinedCandidates(policy=policy or _fixed(k)),
+        NGRAM_DEPTHS,
+    )
 
 
 def _draft(source: str, model: PreTrainedModel) -> Strategy:
@@ -131,53 +132,53 @@ def _draft(source: str, model: PreTrainedModel) -> Strategy:
         raise StrategyError(
             f"{source!r} has another tokenizer than the target; assistant_model cannot be compared with it"
         )
-    peer = Family("assistant_model", _assisted(draft, DRAFT_DEPTHS, assistant_model=draft), ours=False)
     return Strategy(
-        "draft model", lambda k, policy: DraftModelCandidates(draft, k=k, policy=policy), DRAFT_DEPTHS, peer=peer
+        "draft model",
+        f"DraftModelCandidates({source!r}, {{}})",
+        lambda k, policy: DraftModelCandidates(draft, k=k, policy=policy),
+        DRAFT_DEPTHS,
+        Family("assistant_model", _assisted(draft, DRAFT_DEPTHS, assistant_model=draft)),
     )
 
 
 def _layer_skip(source: str, model: PreTrainedModel) -> Strategy:
     adapter = None if source.isdigit() else source
     layer = int(source) if adapter is None else exit_layer_of(adapter)
-    name = "layer skip" if adapter else "layer skip without adapter"
-    peer = Family("assistant_early_exit", _assisted(model, EXIT_DEPTHS, assistant_early_exit=layer), ours=False)
     return Strategy(
-        name, lambda k, policy: LayerSkipCandidates(layer, k=k, adapter=adapter, policy=policy), EXIT_DEPTHS, peer=peer
-    )
-
-
-def _medusa(source: str, model: PreTrainedModel) -> Strategy:
-    heads = load_head(source)
-    heads.bind(model)  # raises for heads of another target
-    return Strategy(
-        "Medusa", lambda tree, policy: MedusaCandidates(heads, tree=tree, policy=policy), MEDUSA_NODES, "tree"
+        "layer skip" if adapter else "layer skip without adapter",
+        f"LayerSkipCandidates({layer}, {f'adapter={adapter!r}, ' if adapter else ''}{{}})",
+        lambda k, policy: LayerSkipCandidates(layer, k=k, adapter=adapter, policy=policy),
+        EXIT_DEPTHS,
+        Family("assistant_early_exit", _assisted(model, EXIT_DEPTHS, assistant_early_exit=layer)),
     )
 
 
 def _heads(source: str, model: PreTrainedModel) -> Strategy:
-    """EAGLE, P-EAGLE, DFlash or JetSpec heads; for MTP the target's own checkpoint."""
-    found = AutoCandidates.from_pretrained(source)
-    if not isinstance(found, HeadCandidates):
-        raise StrategyError(f"{source} holds no head that reads the target's hidden states, but {found!r}")
-    kind: Any = type(found)
+    """Medusa, EAGLE, P-EAGLE, DFlash, DSpark or JetSpec heads; for MTP the target's own checkpoint."""
+    kind: Any = type(AutoCandidates.from_pretrained(source))
+    if kind.__name__ not in HEAD_NAMES:
+        raise StrategyError(f"{source} holds no head that reads the target's hidden states, but {kind.__name__}")
     return Strategy(
         HEAD_NAMES[kind.__name__],
-        lambda k, policy: kind(source, k, tree=None if k == AUTO else 4 * k, policy=policy),
+        f"{kind.__name__}({source!r}, {{}})",
+        lambda k, policy: kind(source, k, policy=policy),
         HEAD_DEPTHS,
     )
 
 
-def _rejected(source: str, model: PreTrainedModel) -> Strategy:
-    return Strategy("always rejected", lambda k, policy: AlwaysRejected(k, policy=policy), (5,))
-
-
 def _combined(members: Sequence[Strategy]) -> Strategy:
     def make(k: Depth, policy: Policy | None) -> Candidates:
-        fixed = policy or (None if k == AUTO else FixedDepth(int(k)))
-        return CombinedCandidates([member.make(k, None) for member in members], policy=fixed)
+        return CombinedCandidates([member.make(k, None) for member in members], policy=policy or _fixed(k))
 
-    return Strategy(" + ".join(member.name for member in members), make, members[-1].depths)
+    built = ", ".join(member.code.format("").replace(", )", ")") for member in members)
+    return Strategy(
+        " + ".join(member.name for member in members), f"CombinedCandidates([{built}])", make, members[-1].depths
+    )
+
+
+def _fixed(k: Depth) -> Policy | None:
+    """The policy of a combination: the default one for "auto"."""
+    return None if k == AUTO else FixedDepth(int(k))
 
 
 def _assisted(drafting: PreTrainedModel, lengths: Sequence[int], **arguments: Any) -> dict[str, Arguments]:
@@ -194,21 +195,9 @@ def _assisted(drafting: PreTrainedModel, lengths: Sequence[int], **arguments: An
     return {**settings, "k={} p>{}".format(*CONFIDENT): partial(with_length, *CONFIDENT)}
 
 
+COPYING: dict[str, Callable[[], Strategy]] = {"ngram": _ngram, "auto": _default}
 LOADERS: dict[str, Callable[[str, PreTrainedModel], Strategy]] = {
-    "ngram": _ngram,
-    "auto": _default,
     "draft": _draft,
     "layerskip": _layer_skip,
-    "medusa": _medusa,
-    "eagle": _heads,
-    "dflash": _heads,
-    "heads": _heads,
-    "rejected": _rejected,
-}
-SHIPPED = {
-    "draft": str(EMBEDDED_DRAFT),
-    "layerskip": str(EMBEDDED_ADAPTER),
-    "medusa": str(EMBEDDED_HEADS),
-    "eagle": str(EMBEDDED_EAGLE),
-    "dflash": str(EMBEDDED_DFLASH),
+    **dict.fromkeys(("medusa", "eagle", "dflash", "heads"), _heads),
 }

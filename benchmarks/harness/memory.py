@@ -7,27 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.harness.loading import SHIPPED, build
+from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import of_length
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.measure import Variant, wait
-from hf_specgen.evaluation.workloads import EMBEDDED_MODEL, domain_prompts, load
+from hf_specgen.evaluation.workloads import domain_prompts, load
 
 Rows = list[dict[str, Any]]
 T = TypeVar("T")
@@ -37,35 +33,28 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MMAP_BYTES = -1, -3, 65536
 """Parameters of glibc's `mallopt`, and the size from which an allocation has pages of its own."""
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Peak memory in bytes of the process, and of torch on the accelerator; None where it is not reported."""
-
-    host: int | None = None
-    device: int | None = None
-
-
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new measurement of the peaks."""
+    """Start a new measurement of the peak."""
     with suppress(OSError):  # Linux only: sets the peak of resident memory to its current value
         Path("/proc/self/clear_refs").write_text("5")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_memory(device: torch.device) -> Peak:
-    """The peaks since `reset_peak_memory`."""
-    host = None
+def peak_memory(device: torch.device) -> int:
+    """The peak since `reset_peak_memory` in bytes: of torch on a GPU, otherwise of the process; 0 if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
         lines = Path("/proc/self/status").read_text().splitlines()
-        host = next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
-    return Peak(host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
+    return 0
 
 
 def measure_memory(plan: Plan) -> Rows:
     """Peak memory of plain `generate` and of every strategy, without and with `output_scores`.
 
-    Every strategy runs with its largest fixed depth.
+    Every strategy runs with the last of its fixed settings, which is the largest one.
 
     Args:
         plan: its model, strategies and peers, at `memory_context` tokens of context.
@@ -74,16 +63,15 @@ def measure_memory(plan: Plan) -> Rows:
         For each variant the growth of the peak over the memory before the call, and its ratio to plain `generate`.
     """
     rows: Rows = []
-    with TemporaryDirectory() as folder:
-        plan = plan if plan.model else _with_longer_context(plan, Path(folder))
-        names = in_new_process(variant_names, plan)
-        for scores in (False, True):
-            plain = 0
-            for name in names:
-                growth = in_new_process(memory_growth, plan, name, scores)
-                plain = growth if name == PLAIN.name else plain
-                row = {"output_scores": "yes" if scores else "no", "variant": name, "peak MB": growth / 1e6}
-                rows.append({**row, "of plain": growth / plain if plain else ""})
+    names = in_new_process(variant_names, plan)
+    for scores in (False, True):
+        growth = {name: in_new_process(memory_growth, plan, name, scores) for name in names}
+        plain = growth[PLAIN.name]
+        rows += [
+            {"output_scores": "yes" if scores else "no", "variant": name, "peak MB": size / 1e6}
+            | {"of plain": size / plain if plain else ""}
+            for name, size in growth.items()
+        ]
     return rows
 
 
@@ -107,10 +95,7 @@ def memory_growth(plan: Plan, name: str, scores: bool) -> int:
     reset_peak_memory(model.device)
     before = peak_memory(model.device)
     _generate(model, inputs, variant, NEW_TOKENS, outputs)
-    after = peak_memory(model.device)
-    if model.device.type == "cpu":
-        return (after.host or 0) - (before.host or 0)
-    return (after.device or 0) - (before.device or 0)
+    return peak_memory(model.device) - before
 
 
 def in_new_process(function: Callable[..., T], *arguments: Any) -> T:
@@ -141,13 +126,7 @@ def _load(plan: Plan) -> tuple[PreTrainedModel, Any]:
 def _variants(plan: Plan, model: PreTrainedModel) -> list[Variant]:
     families = build(plan.strategies, plan.peers, model)
     fixed = [[setting for setting in family.settings if "auto" not in setting] for family in families]
-    largest = [max(settings, key=_depth) for settings in fixed]
-    return [PLAIN, *(family.variant(setting) for family, setting in zip(families, largest, strict=True))]
-
-
-def _depth(setting: str) -> int:
-    """The draft tokens of a setting such as "k=8 tree=32"."""
-    return max(int(number) for number in re.findall(r"\b(?:k|tree)=(\d+)", setting))
+    return [PLAIN, *(family.variant(settings[-1]) for family, settings in zip(families, fixed, strict=True))]
 
 
 def _generate(
@@ -157,36 +136,3 @@ def _generate(
     limits = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
     cast(Any, model).generate(**inputs, **limits, **outputs, **variant.arguments())
     wait(model.device)
-
-
-def _with_longer_context(plan: Plan, folder: Path) -> Plan:
-    """The plan with copies of the embedded models that accept more positions; what they generate does not matter."""
-    positions = plan.memory_context + 2 * NEW_TOKENS
-    strategies = []
-    for text in plan.strategies:
-        parts = [part if "=" in part else f"{part}={SHIPPED.get(part, '')}" for part in text.split("+")]
-        strategies.append("+".join(_longer(part, folder, positions) for part in parts))
-    model = _copy(EMBEDDED_MODEL, folder, positions)
-    return replace(plan, model=str(model), strategies=tuple(strategies))
-
-
-def _longer(strategy: str, folder: Path, positions: int) -> str:
-    name, _, source = strategy.partition("=")
-    if name != "draft":
-        return f"{name}={source}" if source else name
-    return f"draft={_copy(Path(source), folder, positions)}"
-
-
-def _copy(model: Path, folder: Path, positions: int) -> Path:
-    """A copy of a model folder with another number of positions; its files are links."""
-    copy = folder / model.name
-    if copy.exists():
-        return copy
-    copy.mkdir()
-    for file in model.iterdir():
-        if file.name != "config.json":
-            (copy / file.name).symlink_to(file.resolve())
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config["max_position_embeddings"] = positions
-    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return copy

@@ -15,7 +15,6 @@ QUICK = {
     "batches": (4,),
     "temperatures": (),
     "contexts": (),
-    "trace_texts": 1,
     "memory_context": 512,
 }
 """Replaced by `Plan.quick`, except where a plan leaves the part out."""
@@ -55,7 +54,6 @@ class Plan:
     batches: tuple[int, ...] = _option((1, 2, 4, 8, 16), "batch sizes to sweep; empty for none")
     temperatures: tuple[float, ...] = _option((0.0, 0.7, 1.0, 1.3), "temperatures to sweep")
     contexts: tuple[int, ...] = _option((128, 512, 1024), "context lengths to sweep")
-    trace_texts: int = _option(10, "recorded texts to replay; 0 for none")
     memory_context: int = _option(0, "tokens of context at which peak memory is measured; 0 for none")
     profile: str = _option("", "latency profile: k='auto' decides by it, and speedups are projected with it")
     seed: int = _option(0, "seed of the sampled domains")
@@ -69,7 +67,7 @@ class Plan:
         for name in ("prompts", "tuning_prompts", "max_new_tokens", "repeats", "sweep_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("trace_texts", "memory_context", "widen"):
+        for name in ("memory_context", "widen"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if min([*self.batches, *self.contexts], default=1) < 1 or min(self.temperatures, default=0) < 0:
@@ -98,8 +96,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Suite:
-    """A plan, the table that is printed if it measures no domains, and the tables that are saved (empty: all)."""
+    """A plan, the table that is printed, and the tables that are saved (empty: all)."""
 
     plan: Plan
-    table: str = "acceptance"
+    table: str = "by domain"
     tables: tuple[str, ...] = ()

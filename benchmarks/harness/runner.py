@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -13,7 +12,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.harness.differences import judged
@@ -24,7 +23,6 @@ from benchmarks.harness.plan import Plan
 from benchmarks.harness.projection import latency_for, project
 from benchmarks.harness.units import Unit, load_domains, measured_units, mixed_prompts, tuning_units
 from benchmarks.harness.variants import PLAIN, Family, captured, check_level
-from benchmarks.micro.trace_replay import trace_replay
 from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
@@ -46,7 +44,7 @@ class Outcome:
         plan: its settings.
         records: one for each variant of each unit.
         chosen: the setting of each family, by name.
-        ours: names of this package's variants, with the chosen settings.
+        ours: the expression that builds each of this package's variants, by name.
         curve: T(q), if it was measured.
         counted: rows of the tables that are counted or measured apart from units, by name.
         notes: sentences for the report.
@@ -58,7 +56,7 @@ class Outcome:
     plan: Plan
     records: list[Record] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
-    ours: list[str] = field(default_factory=list)
+    ours: dict[str, str] = field(default_factory=dict)
     curve: CostCurve | None = None
     counted: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -90,14 +88,13 @@ class Bench:
         self.model, self.tokenizer, self.journal, self.state = model, tokenizer, journal, state
         self.plan, self.profile = plan, profile
 
-    def work(self, units: Sequence[Unit], bar: Progress | None = None, task: TaskID | None = None) -> None:
+    def work(self, units: Sequence[Unit], console: Console, name: str) -> None:
         """Measure this process's share of the units, without those that are recorded already."""
-        for place in range(self.state.process_index, len(units), self.state.num_processes):
-            unit = units[place]
-            if unit.key not in self.journal:
-                self.journal.add(unit.key, self.measure(unit, place))
-            if bar is not None and task is not None:
-                bar.update(task, advance=unit.weight * self.state.num_processes, description=unit.section)
+        places = range(self.state.process_index, len(units), self.state.num_processes)
+        is_shown = self.state.is_main_process
+        for place in track(places, name, console=console, transient=True, disable=not is_shown):
+            if units[place].key not in self.journal:
+                self.journal.add(units[place].key, self.measure(units[place], place))
 
     def measure(self, unit: Unit, place: int) -> list[Record]:
         """The records of one unit; `place` determines which variant runs first."""
@@ -149,7 +146,6 @@ class Bench:
                 found["difference"] |= judged(self.model, plain, difference, unit.generation, seed, mask)
             rows = sample.speculation.rows
             found["steps"] = [[s.drafted, s.depth, s.accepted, s.emitted] for row in rows for s in row]
-            found["times"] = sample.speculation.seconds
             if self.profile is not None:
                 candidates: Candidates = variant.arguments()["candidate_generator"]
                 found["projected"] = asdict(project(sample.speculation, latency_for(candidates, self.profile)))
@@ -207,10 +203,9 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     begin = perf_counter()
     try:
         if domains:
-            with _progress(console) if state.is_main_process else nullcontext() as bar:
-                _measure(plan, domains, families, bench, outcome, bar)
-        if state.is_main_process:
-            _count(plan, outcome)
+            _measure(plan, domains, families, bench, outcome, console)
+        if state.is_main_process and plan.memory_context:
+            outcome.counted["memory"] = measure_memory(plan)
         outcome.records = bench.gathered()
     except KeyboardInterrupt:
         outcome.interrupted = True
@@ -228,30 +223,24 @@ def _measure(
     families: Sequence[Family],
     bench: Bench,
     outcome: Outcome,
-    bar: Progress | None,
+    console: Console,
 ) -> None:
-    _warm_up(plan, domains, families, bench)
+    """Warm up, choose settings, and measure all units with them."""
+    every = [PLAIN, *(family.variant(setting) for family in families for setting in family.settings)]
+    check_level(every)
+    prompts = mixed_prompts(domains)
+    for size in {1, max(plan.batches, default=1)}:
+        inputs = first_turns(bench.tokenizer, (prompts * size)[:size])
+        measure_round(bench.model, inputs, bench.level(every), {"max_new_tokens": 4}, 0)
     if bench.state.is_main_process:
         outcome.curve = measure_cost_curve(bench.model, QUERIES, context=256, repeats=5)
-    tuned = [family for family in families if len(family.settings) > 1]
-    tuning = list(tuning_units(plan, domains, bench.tokenizer, tuned)) if tuned else []
-    any_setting = [PLAIN, *(family.variant(next(iter(family.settings))) for family in families)]
-    check_level(any_setting)
-    later = sum(unit.weight for unit in measured_units(plan, domains, bench.tokenizer, any_setting))
-    task = bar.add_task("tuning", total=sum(unit.weight for unit in tuning) + later) if bar else None
-    bench.work(tuning, bar, task)
+    if tuned := [family for family in families if len(family.settings) > 1]:
+        bench.work(list(tuning_units(plan, domains, bench.tokenizer, tuned)), console, "tuning")
     outcome.chosen = choose(families, bench.gathered())
-    variants = [PLAIN, *(family.variant(outcome.chosen[family.name]) for family in families)]
-    outcome.ours = [f.variant(outcome.chosen[f.name]).name for f in families if f.ours]
-    bench.work(list(measured_units(plan, domains, bench.tokenizer, variants)), bar, task)
-
-
-def _count(plan: Plan, outcome: Outcome) -> None:
-    """Tables that do not consist of units."""
-    if plan.trace_texts:
-        outcome.counted["traces"] = trace_replay(1, texts=plan.trace_texts)
-    if plan.memory_context:
-        outcome.counted["memory"] = measure_memory(plan)
+    chosen = [(family, family.variant(outcome.chosen[family.name])) for family in families]
+    outcome.ours = {one.name: family.code_of(outcome.chosen[family.name]) for family, one in chosen if family.code}
+    variants = [PLAIN, *(variant for _, variant in chosen)]
+    bench.work(list(measured_units(plan, domains, bench.tokenizer, variants)), console, "measuring")
 
 
 def choose(families: Sequence[Family], records: Sequence[Record]) -> dict[str, str]:
@@ -269,16 +258,3 @@ def choose(families: Sequence[Family], records: Sequence[Record]) -> dict[str, s
         return tokens[name] / seconds[name] if seconds.get(name) else 0.0
 
     return {family.name: max(family.settings, key=lambda setting: rate(family, setting)) for family in families}
-
-
-def _warm_up(plan: Plan, domains: Sequence[Domain], families: Sequence[Family], bench: Bench) -> None:
-    variants: list[Variant] = [PLAIN, *(f.variant(setting) for f in families for setting in f.settings)]
-    prompts = mixed_prompts(domains)
-    for size in {1, max(plan.batches, default=1)}:
-        inputs = first_turns(bench.tokenizer, (prompts * size)[:size])
-        measure_round(bench.model, inputs, bench.level(variants), {"max_new_tokens": 4}, 0)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True)

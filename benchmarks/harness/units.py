@@ -24,7 +24,7 @@ class Unit:
     """Inputs that all variants are measured on, one after the other.
 
     Args:
-        section: "tuning", "domains", "batch", "temperature", "context" or "adaptive".
+        section: "tuning", "domains", "batch", "temperature" or "context".
         cell: the domain, batch size, … within the section.
         number: of the prompt or batch within the cell.
         repeat: from 0.
@@ -47,13 +47,6 @@ class Unit:
     def key(self) -> str:
         """Identifies the unit within a run."""
         return f"{self.section}/{self.cell}/{self.number}/{self.repeat}"
-
-    @property
-    def weight(self) -> float:
-        """Estimated duration, for the progress bar: a batch of 16 takes about four times as long as one row."""
-        rows = len(self.inputs["input_ids"])
-        able = len(self.variants) if rows == 1 else sum(variant.batched for variant in self.variants)
-        return able * (1 + len(self.followups)) * self.generation["max_new_tokens"] * rows**0.5
 
 
 def load_domains(

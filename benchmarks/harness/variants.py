@@ -1,9 +1,9 @@
-"""All variants that are measured: plain decoding, the strategies of this package, and their peers in Transformers."""
+"""What is compared: plain decoding, strategies of this package in several settings, and their peers in Transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,14 +15,6 @@ from hf_specgen.evaluation.measure import Variant
 Arguments = Callable[[], dict[str, Any]]
 AUTO: Literal["auto"] = "auto"
 PLAIN = Variant("plain", dict)
-PLAIN_AGAIN = Variant("plain again", dict)
-"""Its speedup over `PLAIN` shows how far a speedup may be off without any cause."""
-BRANCHED: dict[str, Any] = {"k": 8, "tree": 32}
-"""One more setting of n-grams, so that both sides try five."""
-
-
-class StrategyError(ValueError):
-    """A strategy that is unknown, incomplete, or does not fit the model."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +24,26 @@ class Family:
     Args:
         name: in tables.
         settings: arguments of `generate` for each setting, by name.
-        ours: whether it belongs to this package.
+        code: the expression that builds it, with "{}" in place of the setting; empty for a strategy of Transformers.
     """
 
     name: str
     settings: Mapping[str, Arguments]
-    ours: bool
+    code: str = ""
 
     def with_defaults(self) -> Family:
         """The family with its default setting alone; those of Transformers keep all, as there is no such default."""
-        kept = {name: made for name, made in self.settings.items() if name.endswith(f"={AUTO}") or not self.ours}
+        kept = {name: made for name, made in self.settings.items() if name.endswith(f"={AUTO}") or not self.code}
         return replace(self, settings=kept)
 
     def variant(self, setting: str) -> Variant:
         """The family with one of its settings."""
-        return Variant(f"{self.name} {setting}", self.settings[setting], batched=self.ours)
+        return Variant(f"{self.name} {setting}", self.settings[setting], batched=bool(self.code))
+
+    def code_of(self, setting: str) -> str:
+        """The expression that builds the strategy with one of its settings."""
+        given = ", ".join(part for part in setting.split() if not part.endswith(f"={AUTO}"))
+        return self.code.format(given).replace(", )", ")")
 
 
 @dataclass(frozen=True)
@@ -55,26 +52,25 @@ class Strategy:
 
     Args:
         name: in tables.
-        make: builds it from a depth (nodes for Medusa) or "auto", and the policy; None for the default policy.
+        code: as in `Family`.
+        make: builds it from a depth or "auto", and the policy; None for the default policy.
         depths: that are tried, besides "auto".
-        size: what its depth is called.
         peer: the same strategy in Transformers.
+        more: arguments of further settings, by name.
     """
 
     name: str
+    code: str
     make: Callable[[Depth, Policy | None], Candidates]
     depths: Sequence[int]
-    size: str = "k"
     peer: Family | None = None
+    more: Mapping[str, Arguments] = field(default_factory=dict)
 
     def family(self, latency: LatencyModel | None = None) -> Family:
         """All settings; with a latency model, "auto" decides by it."""
         adaptive = None if latency is None else AdaptiveDepth(latency)
-        made = {f"{self.size}={depth}": ours(self.make(depth, None)) for depth in self.depths}
-        made[f"{self.size}={AUTO}"] = ours(self.make(AUTO, adaptive))
-        if self.name == "n-grams":
-            made[" ".join(f"{name}={value}" for name, value in BRANCHED.items())] = ours(NgramCandidates(**BRANCHED))
-        return Family(self.name, made, ours=True)
+        made = {f"k={depth}": ours(self.make(depth, None)) for depth in self.depths}
+        return Family(self.name, {**made, f"k={AUTO}": ours(self.make(AUTO, adaptive)), **self.more}, self.code)
 
 
 def ours(candidates: Candidates) -> Arguments:

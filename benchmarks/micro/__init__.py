@@ -6,12 +6,7 @@ Those in `WITH_PROMPT` also take `prompt` and `max_new_tokens`.
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.micro.large_target import (
-    large_target,
-    large_target_graphs,
-    large_target_latency,
-)
-from benchmarks.micro.loop_overhead import loop_overhead
+from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
 from benchmarks.micro.step_operations import step_operations
@@ -20,14 +15,12 @@ from benchmarks.micro.trace_replay import trace_replay
 MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "ngram-lookup": ngram_lookup,
     "other-tokenizer": other_tokenizer,
-    "loop-overhead": loop_overhead,
     "step-operations": step_operations,
     "trace-replay": trace_replay,
-    "large-target-latency": large_target_latency,
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
 }
-ON_A_GPU = ("large-target-latency", "large-target", "large-target-graphs")
+ON_A_GPU = ("large-target", "large-target-graphs")
 """Measurements that are made only if they are named."""
 WITH_PROMPT = ("step-operations",)
 """Measurements on a prompt that may be given."""

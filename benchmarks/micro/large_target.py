@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
@@ -21,7 +22,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.harness.variants import PLAIN, check_level
-from benchmarks.micro.spread import spread
 from hf_specgen import (
     Candidates,
     CombinedCandidates,
@@ -32,7 +32,7 @@ from hf_specgen import (
 )
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.evaluation import WorkloadSettings
-from hf_specgen.evaluation.cost import measure_cost_curve, widen
+from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
@@ -50,7 +50,7 @@ PARAMETERS, LAYERS = 8 * 10**9, 32
 """Of a target like Llama 3.1 8B: a pass takes as long as reading so many parameters, or the launch overhead of so many
 layers."""
 QUICK_PARAMETERS, QUICK_LAYERS = 20 * 10**6, 9
-NEW_TOKENS, CONTEXT, WIDTHS = 64, 256, (1, 2, 4, 8, 16, 32, 64)
+NEW_TOKENS = 64
 PLAINS = (PLAIN.name, "no drafts")
 """Beginnings of the names of plain decoding: by `generate`, and by calls that draft nothing, which can be captured."""
 
@@ -65,9 +65,11 @@ class Setup(NamedTuple):
 
 
 def large_target(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Speed of every variant, eager."""
+    """Speed of every strategy and of those of Transformers, eager."""
     setup = _setup(quick)
-    return _measure(setup, _eager(setup.draft), repeats, quick)
+    peers = {"prompt_lookup_num_tokens": 10, "assistant_model": setup.draft}
+    variants = [Variant(name, partial(dict, {name: value})) for name, value in peers.items()]
+    return _measure(setup, [PLAIN, *variants, *_variants(setup.draft, "eager", False)], repeats, quick)
 
 
 def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
@@ -85,15 +87,6 @@ def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
         for variant in variants:
             rows[variant.name] |= {**_split_steps(setup, variant, quick), "limit, ms": limit}
     return list(rows.values())
-
-
-def large_target_latency(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Latency of an eager pass by its number of tokens."""
-    curve = measure_cost_curve(_setup(quick).model, WIDTHS, context=CONTEXT, repeats=2 * repeats + 1)
-    return [
-        {"tokens": width, "milliseconds": 1e3 * seconds, "over one token": curve.relative(width)}
-        for width, seconds in zip(WIDTHS, curve.seconds, strict=True)
-    ]
 
 
 @cache
@@ -175,34 +168,19 @@ def _with_kernels(variants: list[Variant]) -> list[Variant]:
     return [Variant(name, partial(arguments, variant, cudnn)) for name, variant, cudnn in by_kernel]
 
 
-def _eager(draft: PreTrainedModel) -> list[Variant]:
-    strategies: dict[str, Callable[[], Candidates]] = {
-        "n-grams": NgramCandidates,
-        "n-grams + recycling": CombinedCandidates,
-        "EAGLE-3": lambda: EagleCandidates(str(EMBEDDED_EAGLE)),
-        "draft model": lambda: DraftModelCandidates(draft, compile=False),
-        "n-grams + draft model": lambda: CombinedCandidates(
-            [NgramCandidates(), DraftModelCandidates(draft, compile=False)]
-        ),
-    }
-    return [
-        PLAIN,
-        Variant("prompt_lookup_num_tokens", lambda: {"prompt_lookup_num_tokens": 10}),
-        Variant("assistant_model", lambda: {"assistant_model": draft}),
-        *(
-            Variant(name, partial(dict, candidate_generator=build(), compile=False))
-            for name, build in strategies.items()
-        ),
-    ]
-
-
 def _variants(draft: PreTrainedModel, name: str, mode: Any, k: Any = "auto") -> list[Variant]:
     """Strategies with eager or with captured passes."""
+
+    def small() -> Candidates:
+        return DraftModelCandidates(draft, k=k, compile=mode)
+
     strategies: dict[str, Candidates] = {
         "no drafts": NgramCandidates(policy=FixedDepth(0)),
+        "n-grams": NgramCandidates(),
         "n-grams + recycling": CombinedCandidates(),
         "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE), k=k),
-        "draft model": DraftModelCandidates(draft, k=k, compile=mode),
+        "draft model": small(),
+        "n-grams + draft model": CombinedCandidates([NgramCandidates(), small()]),
     }
     return [
         Variant(f"{strategy}, {name}", partial(dict, candidate_generator=candidates, compile=mode))
@@ -310,13 +288,15 @@ def _read_bytes(model: PreTrainedModel) -> int:
 
 def _row(name: str, samples: dict[str, list[tuple[Sample, Sample]]], best_plain: float) -> dict[str, Any]:
     every = [pair for pairs in samples.values() for pair in pairs]
-    row = {"variant": name, **spread([s.seconds / (s.tokens or 1) for s, _ in every], "seconds per token")}
+    times = [sample.seconds / (sample.tokens or 1) for sample, _ in every]
+    row: dict[str, Any] = {"variant": name, "seconds per token": median(times)}
+    row |= {"lowest": min(times), "highest": max(times)}
     row["over default plain"] = _speedup(every)
     row["over best plain"] = _tokens_per_second([sample for sample, _ in every]) / best_plain
     steps = sum(s.speculation.steps for s, _ in every if s.speculation is not None)
     row["tokens per step"] = sum(s.tokens for s, _ in every) / steps if steps else 1.0
     row["same tokens"] = sum(_common(*pair) for pair in every) / (sum(plain.tokens for _, plain in every) or 1)
-    return {**row, **{domain: _speedup(pairs) for domain, pairs in samples.items()}}
+    return row | {domain: _speedup(pairs) for domain, pairs in samples.items()}
 
 
 def _speedup(pairs: list[tuple[Sample, Sample]]) -> float:

@@ -22,48 +22,11 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle3Head
 
 T = TypeVar("T")
-KINDS = OPERATIONS, COMPUTING, READS, BUILT, INDEXED = (
-    "operations",
-    "without views",
-    "host reads",
-    "from host data",
-    "index lists",
-)
-VIEWS = frozenset(
-    [
-        "_reshape_alias",
-        "_unsafe_view",
-        "alias",
-        "as_strided",
-        "chunk",
-        "detach",
-        "diagonal",
-        "expand",
-        "lift_fresh",
-        "narrow",
-        "permute",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unfold",
-        "unsqueeze",
-        "view",
-    ]
-)
-"""Operations that compute nothing."""
+KINDS = ("operations", "without views", "host reads", "from host data", "index lists")
+OPERATIONS, COMPUTING, READS, BUILT, INDEXED = KINDS
 READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__")
 """Methods of a tensor that give the host its values; `cpu` is one more."""
-BUILDING = (
-    (torch, "tensor"),
-    (torch, "as_tensor"),
-    (torch, "from_numpy"),
-    (torch.Tensor, "new_tensor"),
-)
+BUILDING = ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (torch.Tensor, "new_tensor"))
 """Functions that make a tensor of host data."""
 _AS_TENSOR, _CPU = torch.as_tensor, torch.Tensor.cpu
 
@@ -123,7 +86,7 @@ class _OperationCounter(TorchDispatchMode):
         if not (self._passes.is_inside or self._is_paused):
             name = func.overloadpacket.__name__
             self.counts[OPERATIONS] += 1
-            self.counts[COMPUTING] += name not in VIEWS
+            self.counts[COMPUTING] += not _is_view(func)
             if not self._is_inside_call:
                 self.counts[READS] += name == "_local_scalar_dense"  # a read without a method, as in `x[:tensor]`
                 # Indexing with a list makes a tensor of it; one without dimensions is a number that is assigned.
@@ -167,6 +130,13 @@ class _OperationCounter(TorchDispatchMode):
             return call()
         finally:
             self._is_inside_call = False
+
+
+def _is_view(operation: Any) -> bool:
+    """Whether an operation computes nothing: its result shares the memory of an argument, which is not written to."""
+    returned = [result.alias_info for result in operation._schema.returns]
+    is_shared = bool(returned) and returned[0] is not None and not returned[0].is_write
+    return is_shared or operation.overloadpacket.__name__ == "_unsafe_view"
 
 
 @contextmanager

@@ -21,7 +21,6 @@ KINDS |= {"draft model": 1, "assistant_model": 1, "layer skip": 2, "assistant_ea
 PEERS = ("prompt lookup", "assistant_model", "assistant_early_exit")
 COLORS = ["#0b7a75", "#c8553d", "#6a4c93", "#3a6ea5", "#b8860b", "#8c2f1b", "#4fa39e", "#7a5a07"]
 PALE = ["#93c9c6", "#ebb5a8", "#c0b1d4", "#a9c4de"]
-DEPTH = re.compile(r"(?P<kind>.+?) (k|tree)=(?P<depth>\d+)( n=2)?")
 INK, GRID = "#202428", "#d5d9dd"
 STYLE: Any = {
     "svg.fonttype": "none",
@@ -44,7 +43,6 @@ def figures(tables: dict[str, Rows]) -> dict[str, Figure]:
         "projected by domain": _projected,
         "acceptance": _positions,
         "cost": _cost,
-        "tuning": _depths,
         "batch": lambda rows: _sweep(rows, "batch", "rows in a batch"),
         "temperature": lambda rows: _sweep(rows, "temperature", "temperature"),
         "context": lambda rows: _sweep(rows, "context", "tokens of context"),
@@ -58,21 +56,13 @@ def save(drawn: dict[str, Figure], folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     elements = {}
     for name, figure in drawn.items():
-        file = folder / name.replace(" ", "_")
-        elements[name] = inline(figure)
-        file.with_suffix(".svg").write_text(elements[name], encoding="utf-8")
+        file, text = folder / name.replace(" ", "_"), StringIO()
         with rc_context(STYLE):
+            figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
             figure.savefig(file.with_suffix(".png"), dpi=160, facecolor="white")
+        elements[name] = text.getvalue()[text.getvalue().index("<svg") :]
+        file.with_suffix(".svg").write_text(elements[name], encoding="utf-8")
     return elements
-
-
-def inline(figure: Figure) -> str:
-    """The `<svg>` element of a figure."""
-    text = StringIO()
-    with rc_context(STYLE):
-        figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None})
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
 
 
 def color_of(variant: str) -> str:
@@ -86,70 +76,58 @@ def color_of(variant: str) -> str:
 def _speedups(rows: Rows) -> Figure:
     """Bars with confidence intervals by domain, one for each variant."""
     rows = [row for row in rows if "speedup" in row]
-    domains = list(dict.fromkeys(row["domain"] for row in rows))
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    figure, axes = _axes(1.3 + 0.15 * len(rows))
-    height = 0.82 / len(variants)
-    for place, variant in enumerate(variants):
-        mine = {row["domain"]: row for row in rows if row["variant"] == variant}
-        at = [domains.index(domain) + (place - (len(variants) - 1) / 2) * height for domain in mine]
-        values = [row["speedup"] for row in mine.values()]
-        lower = [max(0.0, row["speedup"] - row.get("low", row["speedup"])) for row in mine.values()]
-        upper = [max(0.0, row.get("high", row["speedup"]) - row["speedup"]) for row in mine.values()]
-        error: dict[str, Any] = {"ecolor": INK, "elinewidth": 0.8, "capsize": 0}
-        axes.barh(at, values, height, xerr=[lower, upper], color=color_of(variant), label=variant, error_kw=error)
-    axes.axvline(1, color=INK, linewidth=1)
-    axes.set_yticks(range(len(domains)), domains)
-    axes.set_ylim(len(domains) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("speedup over plain generate, with 95% interval")
-    return _with_legend(figure, axes)
+    return _bars(rows, "speedup", "speedup over plain generate, with 95% interval", lambda row: "")
 
 
 def throughput(rows: Rows) -> Figure:
     """Tokens per second by domain, a bar for each variant, with the speedup over plain `generate` at its end."""
-    domains = list(dict.fromkeys(row["domain"] for row in rows))
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
+
+    def label(row: dict[str, Any]) -> str:
+        return f"{row['speedup']:.1f}x" if "speedup" in row else f"{row['tokens/s']:.0f}"
+
     with rc_context(STYLE):
-        figure, axes = _axes(1.2 + 0.15 * len(rows))
-        height = 0.86 / len(variants)
-        for place, variant in enumerate(variants):
-            mine = [row for row in rows if row["variant"] == variant]
-            at = [domains.index(row["domain"]) + (place - (len(variants) - 1) / 2) * height for row in mine]
-            color = GRID if variant == "plain" else color_of(variant)
-            bars = axes.barh(
-                at, [row["tokens/s"] for row in mine], height, color=color, label=_without_setting(variant)
-            )
-            labels = [f"{row['speedup']:.1f}x" if "speedup" in row else f"{row['tokens/s']:.0f}" for row in mine]
-            axes.bar_label(bars, labels, padding=2, fontsize=6.5)
-        axes.set_yticks(range(len(domains)), domains)
-        axes.set_ylim(len(domains) - 0.5, -0.5)
-        axes.margins(x=0.08)
-        axes.set_xlabel("tokens per second (at the bars: over plain)")
-        return _with_legend(figure, axes)
+        return _bars(rows, "tokens/s", "tokens per second (at the bars: over plain)", label)
+
+
+def _projected(rows: Rows) -> Figure:
+    """Bars by domain, one for each variant, with the value at the end of the bars of all domains together."""
+    spread = [
+        {"variant": row["variant"], "domain": domain, "speedup": value}
+        for row in rows
+        for domain, value in row.items()
+        if domain != "variant"
+    ]
+    text = "projected speedup over plain generate"
+    return _bars(spread, "speedup", text, lambda row: f"{row['speedup']:.1f}x" if row["domain"] == "all" else "")
+
+
+def _bars(rows: Rows, value: str, title: str, label: Callable[[dict[str, Any]], str]) -> Figure:
+    """Horizontal bars by domain, one for each variant; with the intervals `low` to `high` of speedups."""
+    domains, variants = (list(dict.fromkeys(row[name] for row in rows)) for name in ("domain", "variant"))
+    figure, axes = _axes(1.2 + 0.15 * len(rows))
+    height = 0.84 / len(variants)
+    for place, variant in enumerate(variants):
+        mine = [row for row in rows if row["variant"] == variant]
+        at = [domains.index(row["domain"]) + (place - (len(variants) - 1) / 2) * height for row in mine]
+        color = GRID if variant == "plain" else color_of(variant)
+        bars = axes.barh(at, [row[value] for row in mine], height, color=color, label=_without_setting(variant))
+        axes.bar_label(bars, [label(row) for row in mine], padding=2, fontsize=6.5)
+        for row, where in zip(mine, at, strict=True):
+            if value == "speedup" and "low" in row:
+                axes.plot([row["low"], row["high"]], [where, where], color=INK, linewidth=0.8)
+    if value == "speedup":
+        axes.axvline(1, color=INK, linewidth=1)
+    axes.set_yticks(range(len(domains)), domains)
+    axes.set_ylim(len(domains) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.08)
+    axes.set_xlabel(title)
+    return _with_legend(figure, axes)
 
 
 def _without_setting(variant: str) -> str:
     """The name of a variant without the settings that it runs with."""
     return re.sub(r" (k|n|tree|p)[=>]\S+", "", variant)
-
-
-def _projected(rows: Rows) -> Figure:
-    """Bars by domain, one for each variant, with the value at the end of the bars of all domains together."""
-    domains = [name for name in rows[0] if name != "variant"]
-    figure, axes = _axes(1.1 + 0.16 * len(rows) * len(domains))
-    height = 0.84 / len(rows)
-    for place, row in enumerate(rows):
-        at = [number + (place - (len(rows) - 1) / 2) * height for number in range(len(domains))]
-        values = [row.get(domain, 0.0) for domain in domains]
-        label = row["variant"].rsplit(" ", 1)[0]
-        axes.barh(at, values, height, color=color_of(row["variant"]), label=label)
-        axes.text(values[0] + 0.08, at[0], f"{values[0]:.1f}x", va="center", fontsize=7)
-    axes.axvline(1, color=INK, linewidth=1)
-    axes.set_yticks(range(len(domains)), domains)
-    axes.set_ylim(len(domains) - 0.5, -0.5)
-    axes.set_xlabel("projected speedup over plain generate")
-    return _with_legend(figure, axes)
 
 
 def _positions(rows: Rows) -> Figure:
@@ -176,37 +154,17 @@ def _cost(rows: Rows) -> Figure:
 
 
 def _sweep(rows: Rows, column: str, label: str) -> Figure:
-    """Speedup along a sweep, a line for each variant."""
+    """Speedup along a sweep, a line for each variant; dashed for those of Transformers."""
     rows = [row for row in rows if "speedup" in row]
     points = list(dict.fromkeys(row[column] for row in rows))
-    lines = {
-        variant: [(points.index(row[column]), row["speedup"]) for row in rows if row["variant"] == variant]
-        for variant in dict.fromkeys(row["variant"] for row in rows)
-    }
-    return _lines(lines, [str(point) for point in points], label)
-
-
-def _depths(rows: Rows) -> Figure:
-    """Speedup by draft length, for settings that consist of a length alone."""
-    found = [(DEPTH.fullmatch(row["variant"]), row["speedup"]) for row in rows if "speedup" in row]
-    named = [(match["kind"], int(match["depth"]), speedup) for match, speedup in found if match]
-    depths = sorted({depth for _, depth, _ in named})
-    lines = {
-        kind: [(depths.index(depth), speedup) for other, depth, speedup in named if other == kind]
-        for kind in dict.fromkeys(kind for kind, _, _ in named)
-    }
-    return _lines(lines, [str(depth) for depth in depths], "draft tokens k; nodes of a Medusa tree")
-
-
-def _lines(lines: dict[str, list[tuple[int, float]]], ticks: list[str], label: str) -> Figure:
-    """Speedups, a line for each variant; dashed for those of Transformers."""
     figure, axes = _axes(3.8)
     axes.axhline(1, color=INK, linewidth=1)
-    for variant, points in lines.items():
-        style = "o--" if variant.startswith(PEERS) else "o-"
-        places, speedups = zip(*points, strict=True)
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        mine = [row for row in rows if row["variant"] == variant]
+        places, style = [points.index(row[column]) for row in mine], "o--" if variant.startswith(PEERS) else "o-"
+        speedups = [row["speedup"] for row in mine]
         axes.plot(places, speedups, style, color=color_of(variant), label=variant, markersize=4.5)
-    axes.set_xticks(range(len(ticks)), ticks)
+    axes.set_xticks(range(len(points)), [str(point) for point in points])
     axes.set(xlabel=label, ylabel="speedup over plain")
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     return _with_legend(figure, axes)

@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from benchmarks.report.decision import choices
 from benchmarks.report.figures import figures, save
+from benchmarks.report.results import choices
 from benchmarks.report.summary import ALL
 from benchmarks.report.tables import Rows, cell, columns, short_commit, tables_of
 

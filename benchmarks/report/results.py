@@ -1,4 +1,4 @@
-"""All tables of a run, and the dictionary that is saved as `report.json`."""
+"""All tables of a run, the dictionary that is saved as `report.json`, and what to use by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.harness.provenance import provenance
 from benchmarks.harness.runner import Outcome
 from benchmarks.report import summary
-from benchmarks.report.tables import Rows, by_domain
+from benchmarks.report.summary import ALL
+from benchmarks.report.tables import Rows, by_domain, tables_of
 
 
 def tables(outcome: Outcome) -> dict[str, Rows]:
@@ -23,7 +24,6 @@ def tables(outcome: Outcome) -> dict[str, Rows]:
     found |= {"speed": speed, "acceptance": summary.acceptance(domains, "domain")}
     found["latency"] = summary.latency(over_all)
     if outcome.curve is not None:
-        found["limits"] = summary.limits(domains, outcome.curve)
         found["cost"] = summary.cost(outcome.curve)
     tuning = [cell for cell in summary.cells(records, "tuning", together=True) if cell.name == summary.ALL]
     found["tuning"] = [{k: v for k, v in row.items() if k != "domain"} for row in summary.speed(tuning, "domain")]
@@ -70,3 +70,39 @@ def differing(outcome: Outcome) -> list[str]:
     strict = outcome.plan.dtype == "float32"
     ours = [r for r in outcome.records if "steps" in r and not r["identical"]]
     return sorted({r["variant"] for r in ours if strict or not summary.is_explained(r)})
+
+
+def choices(result: dict[str, Any]) -> Rows:
+    """The best of this package's variants over all domains, then for each; empty for a run without the table "speed".
+
+    Args:
+        result: as from `benchmarks.report.results.result`.
+
+    Returns:
+        for each domain the `variant` and the `code` that builds it, None if none is faster than plain `generate`; the
+        `speedup` of the fastest one and its 95% interval, `low` and `high`, None for too few requests.
+    """
+    rows = [row for row in result["tables"].get("speed", []) if row["variant"] in result["ours"]]
+    domains = sorted(dict.fromkeys(row["domain"] for row in rows), key=lambda domain: domain != ALL)
+    found: Rows = []
+    for domain in domains:
+        best = max((row for row in rows if row["domain"] == domain), key=lambda row: row["speedup"])
+        is_faster = best["verdict"] == "faster" or (best["verdict"] == "too few requests" and best["speedup"] > 1)
+        variant = best["variant"] if is_faster else None
+        measured = {name: best.get(name) for name in ("speedup", "low", "high")}
+        found.append({"domain": domain, "variant": variant, "code": result["ours"].get(variant), **measured})
+    return found
+
+
+def sentence(result: dict[str, Any]) -> str | None:
+    """What to use, in one line or two; None for projected speedups, which hold for another machine."""
+    if "projected by domain" in tables_of(result):
+        return None
+    best = next(iter(choices(result)), None)
+    if best is None:
+        return None
+    if best["variant"] is None:
+        return f"Use plain generate: no strategy was faster over all domains (the best: {best['speedup']:.2f}x)."
+    interval = " (95% interval {low:.2f} to {high:.2f})".format(**best) if best["low"] is not None else ""
+    packed = " inside prepacked(model)" if result["plan"].get("pack_weights") else ""
+    return f"Use {best['code']}{packed}: {best['speedup']:.2f}x{interval}."

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import metrics
-from benchmarks.harness.analysis import estimated_alpha, expected_accepted, optimal_k, speedup_limit
+from benchmarks.acceptance import PER_POSITION, Acceptance
 from benchmarks.harness.differences import ROUNDING
 from benchmarks.harness.journal import Record
 from benchmarks.harness.projection import Projection
@@ -27,6 +26,8 @@ ALL = "all"
 MIN_REQUESTS = 3
 """With fewer requests no confidence interval is given."""
 PROJECTED = "projected speedup"
+COUNTED = {"drafted": "drafted", "accepted": "accepted", "emitted": "emitted", "depths": "depth"}
+"""Columns of the metric `Acceptance`, and the counters of a step that they consist of."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,7 @@ class Cell:
         if not known:
             return None
         steps = [RowStep(*step) for r in known for step in r["steps"]]
-        seconds: dict[str, float] = defaultdict(float)
-        for record in known:
-            for part, value in record["times"].items():
-                seconds[part] += value
-        return Statistics([steps], [sum(r["tokens"] for r in known)], dict(seconds))
+        return Statistics([steps], [sum(r["tokens"] for r in known)])
 
 
 def cells(records: Sequence[Record], section: str, *, together: bool = False) -> list[Cell]:
@@ -125,33 +122,27 @@ def speed(found: Sequence[Cell], first: str) -> Rows:
 
 def acceptance(found: Sequence[Cell], first: str) -> Rows:
     """Acceptance rate, both definitions of the mean accepted length, and acceptance by position."""
-    rate, length, position = (
-        metrics.load(n) for n in ("acceptance_rate", "mean_accepted_length", "position_acceptance")
-    )
     rows: Rows = []
     for cell in found:
         if cell.counts is None:
             continue
-        steps = cell.counts.rows[0]
-        drafted, accepted = [s.drafted for s in steps], [s.accepted for s in steps]
-        rates = rate.compute(drafted=drafted, accepted=accepted)
-        lengths = length.compute(drafted=drafted, accepted=accepted, emitted=[s.emitted for s in steps])
-        shares = position.compute(drafted=drafted, accepted=accepted, depths=[s.depth for s in steps])
+        columns = {name: [getattr(step, column) for step in cell.counts.rows[0]] for name, column in COUNTED.items()}
+        rates: Any = Acceptance().compute(**columns)
         rows.append(
             {
                 first: cell.name,
                 "variant": cell.variant,
-                "tokens/step": lengths["tokens_per_step"],
-                "mean acceptance length": lengths["mean_acceptance_length"],
+                "tokens/step": rates["tokens_per_step"],
+                "mean acceptance length": rates["mean_acceptance_length"],
                 "accepted": rates["acceptance_rate"],
-                "by position": " ".join(f"{share:.2f}" for share in shares["acceptance_rate_per_position"][:8]),
+                "by position": " ".join(f"{share:.2f}" for share in rates[PER_POSITION][:8]),
             }
         )
     return rows
 
 
 def latency(found: Sequence[Cell]) -> Rows:
-    """Seconds of whole requests and until the first token, and peak memory, per variant."""
+    """Seconds of whole requests and until the first token, per variant."""
     rows: Rows = []
     for cell in found:
         seconds = [r["seconds"] for r in cell.records]
@@ -159,43 +150,7 @@ def latency(found: Sequence[Cell]) -> Rows:
         row: dict[str, Any] = {"variant": cell.variant, "mean s": mean(seconds), "p50 s": float(p50)}
         row |= {"p95 s": float(p95), "p99 s": float(p99)}
         row["first token ms"] = 1000 * mean(r["first_token"] for r in cell.records)
-        for place in ("host", "device"):
-            peaks = [r["peak"][place] for r in cell.records if r.get("peak", {}).get(place)]
-            if peaks:
-                row[f"{place} MB"] = max(peaks) / 1e6
         rows.append(row)
-    return rows
-
-
-def limits(found: Sequence[Cell], curve: CostCurve) -> Rows:
-    """Expected tokens per step by the measured acceptance, the best k, the limit of the speedup and the share reached.
-
-    The expectation assumes drafts of their mean length. The best k follows from T(q) of this machine and the measured
-    time per draft token, the limit from `speedup_limit`.
-    """
-    rows: Rows = []
-    for cell in found:
-        counts = cell.counts
-        if counts is None or not counts.drafts:
-            continue
-        alpha = estimated_alpha(counts)
-        depth = sum(step.depth for step in counts.rows[0]) / counts.drafts
-        forward, draft = counts.seconds["forward"] / counts.steps, counts.seconds["draft"] / counts.steps
-        plain = sum(r["seconds"] for r in cell.plain) / sum(r["tokens"] for r in cell.plain)
-        limit = speedup_limit(counts.tokens_per_step, forward, draft, plain)
-        rows.append(
-            {
-                "domain": cell.name,
-                "variant": cell.variant,
-                "alpha": alpha,
-                "mean draft": depth,
-                "tokens/step": counts.tokens_per_step,
-                "expected": 1 + counts.drafts / counts.steps * expected_accepted(alpha, round(depth)),
-                "best k": optimal_k(alpha, curve, counts.seconds["draft"] / counts.drafted),
-                "limit": limit,
-                "of limit": cell.speedup.value / limit,
-            }
-        )
     return rows
 
 

@@ -1,16 +1,12 @@
-"""A target that generates a given text, and a strategy whose drafts are always rejected."""
+"""A target that generates a given text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-from hf_specgen import Candidates, DraftCall, DraftSession, DraftTree, Policy
-from hf_specgen.candidates.base import Depth
 
 
 class ScriptedTarget(PreTrainedModel, GenerationMixin):
@@ -60,36 +56,3 @@ class ScriptedTarget(PreTrainedModel, GenerationMixin):
         following = self.script[(position_ids + 1).clamp(max=len(self.script) - 1)]
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size).scatter_(2, following[..., None], 1.0)
         return CausalLMOutputWithPast(logits=cast(Any, logits), past_key_values=past_key_values)
-
-
-class AlwaysRejected(Candidates):
-    """Drafts a token that the target never generates: every draft is rejected completely.
-
-    Args:
-        k: length of every draft, or "auto".
-        policy: chooses draft depths.
-        token: the draft token; 0 is the padding of the embedded model.
-    """
-
-    negligible_draft_cost = True
-
-    def __init__(self, k: Depth = "auto", *, policy: Policy | None = None, token: int = 0):
-        super().__init__(k, policy)
-        self.token = token
-
-    def start(self, call: DraftCall) -> DraftSession:
-        return _AlwaysRejectedSession(self.token, call)
-
-    def __repr__(self) -> str:
-        return f"AlwaysRejected(k={self.k}{self._show()})"
-
-
-class _AlwaysRejectedSession(DraftSession):
-    passes = ()
-
-    def __init__(self, token: int, call: DraftCall):
-        super().__init__(call)
-        self._token = token
-
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        return DraftTree.chains([[self._token] * depth for depth in budget])

@@ -14,14 +14,13 @@ The exit code is 1 if any case differs from plain `generate()`.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -29,21 +28,18 @@ from typing import Any
 from zlib import crc32
 
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.fuzz import record
+from benchmarks.harness.provenance import provenance
 from tests.fuzz.cases import STRATEGIES, Case
 from tests.fuzz.checks import Difference
-from tests.fuzz.comparison import Outcome
+from tests.fuzz.comparison import Outcome, run
 from tests.fuzz.device import device, use_device
 from tests.fuzz.draw import draw
-from tests.fuzz.models import ARCHITECTURES, TESTED
+from tests.fuzz.models import ARCHITECTURES
 from tests.fuzz.report import Report
-from tests.fuzz.run import run
 from tests.fuzz.shrink import shrink
 
-WIDTH_OF_FILES = 120
+CASES_BETWEEN_REPORTS = 100
 SHRUNK_FAILURES = 10
 """Failures of the same kind as one that was shrunk already, and all after so many, are printed as they were drawn."""
 
@@ -55,21 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("HF_SPECGEN_CACHE", tempfile.mkdtemp())  # measured latencies are not those of the user
     use_device(options.device)
-    console = Console()
-    console = console if console.is_terminal else Console(width=WIDTH_OF_FILES)
-    if options.merge:
-        merged = record.merge(options.merge)
-        console.print(json.dumps(merged, indent=1), soft_wrap=True, markup=False, highlight=False)
-        console.print(record.markdown(merged), soft_wrap=True, markup=False, highlight=False)
-        return 0
     if options.case is not None:
         outcome = run_safely(Case.from_json(options.case))
-        console.print(_summary(outcome), soft_wrap=True, markup=False)
+        print(_summary(outcome))
         return int(outcome.status == "different")
-    report = _run_many(options, console)
-    for table in report.tables():
-        console.print(table)
-    console.print(f"{report.total.cases} cases, {len(report.failures)} failures, seed {options.seed}")
+    report = Report.merged(options.merge) if options.merge else _run_many(options)
+    print(report.markdown())
+    print(f"{report.total['cases']} cases, {len(report.failures)} failures")
     return int(bool(report.failures))
 
 
@@ -81,53 +69,45 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", help="run one case, given as JSON, instead of random ones")
     parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, metavar="NAME", help="draw only these")
-    parser.add_argument("--device", default="cpu", help="of the models: cpu, cuda …")
-    parser.add_argument("--tested", action="store_true", help="only the architectures that the package is tested with")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, metavar="NAME", help="the same")
-    parser.add_argument("--threads", action="store_true", help="let some cases run in several threads")
-    parser.add_argument("--no-shrink", action="store_true", help="print failures as they were drawn")
+    parser.add_argument("--device", default="cpu", help="of the models: cpu, cuda …")
     parser.add_argument("--record", type=Path, help="write the counts to this file, as JSON, again and again")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="sum up such files instead of a run")
     return parser
 
 
-def _run_many(options: argparse.Namespace, console: Console) -> Report:
-    report, origin = Report(), record.origin(options.seed, options.start)
+def _run_many(options: argparse.Namespace) -> Report:
+    report = Report({"seed": options.seed, "first_case": options.start, **provenance()})
     shrunk: set[tuple[str, str]] = set()
-    limit = options.cases if options.cases is not None or options.minutes is not None else 200
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )
-    with bar:
-        task = bar.add_task("no failures", total=limit)
-        for case in _cases(options, limit):
-            outcome = run_safely(case)
-            if report.add(outcome) == "different":
-                key = (outcome.differences[0].kind, case.strategy)
-                if not options.no_shrink and key not in shrunk and len(shrunk) < SHRUNK_FAILURES:
-                    shrunk.add(key)
-                    bar.update(task, description="reducing a failure")
-                    outcome = minimal(outcome)
-                console.print(_summary(outcome), soft_wrap=True, markup=False)
-            failures = len(report.failures)
-            bar.update(task, advance=1, description=f"{failures or 'no'} failure{'s' if failures != 1 else ''}")
-            if options.record is not None and report.total.cases % record.CASES_BETWEEN_WRITES == 0:
-                record.write(options.record, report, origin)
+    limit, started = options.cases, time.monotonic()
+    if limit is None and options.minutes is None:
+        limit = 200
+    for number, case in enumerate(_cases(options, limit), start=1):
+        outcome = run_safely(case)
+        if report.add(outcome) == "different":
+            key = (outcome.differences[0].kind, case.strategy)
+            if key not in shrunk and len(shrunk) < SHRUNK_FAILURES:
+                shrunk.add(key)
+                outcome = minimal(outcome)
+            print(_summary(outcome), flush=True)
+        if number % CASES_BETWEEN_REPORTS == 0:
+            of, minutes = "" if limit is None else f" of {limit}", (time.monotonic() - started) / 60
+            print(f"{number}{of} cases, {len(report.failures)} failures, {minutes:.1f} minutes", flush=True)
+            if options.record is not None:
+                report.write(options.record)
     if options.record is not None:
-        record.write(options.record, report, origin)
+        report.write(options.record)
     return report
 
 
 def _cases(options: argparse.Namespace, limit: int | None) -> Iterator[Case]:
-    architectures = options.architectures or (list(TESTED) if options.tested else None)
-
     def case(number: int) -> Case:
-        drawn = draw(f"{options.seed}:{number}", architectures, options.strategies, options.threads)
+        drawn = draw(f"{options.seed}:{number}", options.architectures, options.strategies)
         # A failed assertion of a CUDA kernel, which sampling from broken probabilities is, ends the whole process.
         return replace(drawn, broken_logits="") if device().type == "cuda" else drawn
 
     if options.minutes is None and limit is not None:
-        yield from grouped(map(case, range(options.start, options.start + limit)))
+        yield from sorted(map(case, range(options.start, options.start + limit)), key=_model)
         return
     end = time.monotonic() + 60 * options.minutes
     for number in count(options.start):
@@ -136,16 +116,13 @@ def _cases(options: argparse.Namespace, limit: int | None) -> Iterator[Case]:
         yield case(number)
 
 
-def grouped(cases: Iterable[Case]) -> list[Case]:
-    """The same cases, those with the same model one after another, so that it is built and checked once.
+def _model(case: Case) -> tuple[Any, ...]:
+    """A key by which cases with the same model follow each other, so that it is built and checked once.
 
     Models follow in an arbitrary order, so that an interrupted run has tried architectures of all kinds.
     """
-
-    def model(case: Case) -> tuple[Any, ...]:
-        return (case.architecture, case.layers, case.attention, case.window, case.tight_positions)
-
-    return sorted(cases, key=lambda case: (crc32(repr(model(case)).encode()), model(case)))
+    model = (case.architecture, case.layers, case.attention, case.window, case.tight_positions)
+    return crc32(repr(model).encode()), model
 
 
 def run_safely(case: Case) -> Outcome:
@@ -172,7 +149,7 @@ def _summary(outcome: Outcome) -> str:
     """What differs, and the line that repeats it."""
     lines = [f"{outcome.status}{': ' + outcome.reason if outcome.reason else ''}"]
     lines += [f"  {difference.kind}: {difference.detail}" for difference in outcome.differences]
-    lines += [f"  drafted {outcome.drafted}, accepted {outcome.accepted}, {outcome.seconds:.1f} s"]
+    lines += [f"  drafted {outcome.drafted}, accepted {outcome.accepted}"]
     return "\n".join([*lines, f"  python -m tests.fuzz --case '{outcome.case.to_json()}'"])
 
 

@@ -37,6 +37,7 @@ BROKEN_LOGITS = ("nan", "inf", "minus_inf")
 OPTIONS = (
     "allowed_tokens",
     "begin_suppress",
+    "cutoffs",
     "decay",
     "encoder_no_repeat",
     "encoder_repetition",
@@ -144,9 +145,6 @@ class Case:
     interrupt: bool = False
     """The exception is a `KeyboardInterrupt`."""
 
-    threads: int = 1
-    """Threads that generate at the same time with the same model and strategy object, each from prompts of its own."""
-
     def to_json(self) -> str:
         """One line; only what differs from the defaults."""
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default})
@@ -154,15 +152,6 @@ class Case:
     @classmethod
     def from_json(cls, line: str) -> Case:
         return cls(**{name: _tuples(value) for name, value in json.loads(line).items()})
-
-    @property
-    def batch(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def depends_on_time(self) -> bool:
-        """Whether the depth of drafts follows measured times, so that a second run may draft otherwise."""
-        return self.policy == "auto" or self.threads > 1
 
     def strategies(self) -> tuple[str, ...]:
         return self.members if self.strategy == "combined" else (self.strategy,)

@@ -15,13 +15,15 @@ from tests.fuzz.callbacks import Fault, Interrupt, ValidPadding
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
 from tests.fuzz.device import device, random_state, seed
-from tests.fuzz.entries import attached_to, speculation_arguments
 from tests.fuzz.models import tiny_model
 from tests.fuzz.settings import Ends
-from tests.fuzz.surroundings import SECONDS_PER_CALL, broken_logits, fault_in, modes, time_limit
+from tests.fuzz.surroundings import attached_to, broken_logits, fault_in, modes, speculation_arguments, time_limit
 
 POSITIONS = 256
 """Size of the table of positions, unless a case wants it to end with the text."""
+
+BY_ROUNDING = {"tokens", "random state", "stream", "scores", "logits", "cache", "statistics"}
+"""Differences that a near-tie of two tokens can make."""
 
 Caches = tuple[Any, Any]
 """What plain `generate` and what speculation continues from."""
@@ -39,9 +41,32 @@ class Outcome:
     """Of a refusal."""
     drafted: int = 0
     accepted: int = 0
-    emitted: int = 0
     fault_raised: bool = False
-    seconds: float = 0.0
+
+
+def run(case: Case) -> Outcome:
+    """Compare speculation with plain `generate` in one case."""
+    comparison = Comparison(case)
+    outcome = comparison.run()
+    if outcome.differences:
+        outcome.status = "rounding" if _is_rounding(comparison) else "different"
+    return outcome
+
+
+def _is_rounding(comparison: "Comparison") -> bool:
+    """Whether the differences come from sums in another order: float64 has none, and writes the text of either side.
+
+    Where both implementations of attention exist, by SDPA: eager masks overflow to infinity in float64, and rows of a
+    prompt that see nothing are then NaN.
+    """
+    if not all(difference.kind in BY_ROUNDING for difference in comparison.outcome.differences):
+        return False
+    exact = Comparison(replace(comparison.case, attention="sdpa"), torch.float64)
+    exact.run()
+    if exact.outcome.status != "same" or exact.outcome.differences:
+        return False
+    turns = zip(comparison.texts, exact.texts, strict=False)  # after a difference there are no more turns
+    return all(any(torch.equal(exactly, text) for text in sides) for sides, (exactly, _) in turns)
 
 
 class Comparison:
@@ -59,7 +84,8 @@ class Comparison:
         self.model = tiny_model(case.architecture, case.layers, case.attention, case.window, positions, dtype)
         self._vocab: int = self.model.config.get_text_config().vocab_size
         self.draft = strategies.draft_model(case, self.model)
-        self.answers = strategies.Answers()
+        self.answers: list[list[int]] = []
+        """What plain `generate` wrote in this turn, by row: the same list in all turns."""
         self.candidates: Any = None
         self.texts: list[tuple[torch.Tensor, torch.Tensor]] = []
         """What plain `generate` and what speculation wrote, turn by turn, up to the first difference."""
@@ -86,13 +112,13 @@ class Comparison:
 
     def _turn(self, inputs: dict[str, torch.Tensor], ends: Ends, caches: Caches, fault: str) -> tuple[Run, Run | None]:
         copied = copy.deepcopy(caches[0]) if fault or self.case.broken_logits else None
-        plain = self.generate(inputs, ends, caches[0])
-        if not self.prepare(plain, inputs):
+        plain = self._generate(inputs, ends, caches[0])
+        if not self._prepare(plain, inputs):
             return plain, None
         ours = None
         if fault and plain.error is None:
             ours = self._raise_fault(plain, inputs, ends, caches[1])
-            if not equal(self.generate(inputs, ends, copied), plain):
+            if not equal(self._generate(inputs, ends, copied), plain):
                 self._differ([Difference("plain generate after a fault", "is not what it was before")])
         if ours is None:
             ours = self._speculate(inputs, ends, caches[1])
@@ -105,7 +131,10 @@ class Comparison:
             self._differ(checks.compare_errors(plain, ours))
             self.outcome.status = "refused" if ours.is_refusal else "raised"
             self.outcome.reason = str(ours.error)
-        self.count(ours)
+        statistics = self._statistics(ours)
+        if ours.error is None and statistics is not None:
+            self.outcome.drafted += statistics.drafted
+            self.outcome.accepted += statistics.accepted
         return plain, ours
 
     def _with_valid_padding(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, ours: Run) -> Run | None:
@@ -117,7 +146,7 @@ class Comparison:
         if not self.case.broken_logits or statistics is None:
             return None
         row_ends = [inputs["input_ids"].shape[1] + length for length in statistics.lengths]
-        again = self.generate(inputs, ends, cache, padding=ValidPadding(row_ends))
+        again = self._generate(inputs, ends, cache, padding=ValidPadding(row_ends))
         return again if again.error is None else None
 
     def _find_ends(self, inputs: dict[str, torch.Tensor]) -> Ends:
@@ -130,19 +159,19 @@ class Comparison:
             return Ends(case.eos_ids, None)
         columns = max((*case.eos_columns, case.stop_string_column or 0)) + 3
         beginning = replace(case, max_new_tokens=min(case.max_new_tokens, columns), min_new_tokens=0)
-        run = self.generate(inputs, Ends((), None), self._new_cache(), case=beginning)
+        run = self._generate(inputs, Ends((), None), self._new_cache(), case=beginning)
         if run.ids is None:
             return Ends(case.eos_ids, None)
         return settings.find_ends(case, run.ids[:, inputs["input_ids"].shape[1] :].tolist())
 
-    def prepare(self, plain: Run, inputs: dict[str, torch.Tensor]) -> bool:
+    def _prepare(self, plain: Run, inputs: dict[str, torch.Tensor]) -> bool:
         """Make the strategy, and tell oracles what plain `generate` wrote; False if the package refuses."""
         ids = inputs["input_ids"] if plain.ids is None else plain.ids
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         mask = mask.repeat_interleave(len(ids) // len(mask), dim=0)
         mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
         known = strategies.Known(ids, mask, inputs["input_ids"].shape[1])
-        self.answers.by_row = known.answers()
+        self.answers[:] = known.answers() if plain.ids is not None else [[]] * len(ids) * self.case.num_return_sequences
         if self.candidates is None:
             with torch.random.fork_rng():
                 try:
@@ -164,7 +193,7 @@ class Comparison:
     def _new_cache(self) -> Any:
         return DynamicCache(config=self.model.config) if self.case.cache == "dynamic" else None
 
-    def generate(
+    def _generate(
         self,
         inputs: dict[str, torch.Tensor],
         ends: Ends,
@@ -194,7 +223,7 @@ class Comparison:
         error, output = None, None
         mode = torch.inference_mode() if case.inference_mode else contextlib.nullcontext()
         try:
-            with time_limit(SECONDS_PER_CALL), mode, broken_logits(self.model, case.broken_logits), entered:
+            with time_limit(), mode, broken_logits(self.model, case.broken_logits), entered:
                 output = self.model.generate(**given, **arguments)
         except (Exception, Interrupt) as raised:
             error = raised
@@ -218,7 +247,7 @@ class Comparison:
         models = {"model": self.model, "draft": self.draft}
         before = {name: checks.fingerprint(model) for name, model in models.items()}
         random_states = checks.other_random_states()
-        ours = self.generate(inputs, ends, cache, fault, speculation=True)
+        ours = self._generate(inputs, ends, cache, fault, speculation=True)
         if checks.other_random_states() != random_states:
             self._differ([Difference("random state", "the random numbers of Python or NumPy are not where they were")])
         for name, model in models.items():
@@ -249,14 +278,6 @@ class Comparison:
         if not any(torch.equal(ours.random_state, state) for state in states):
             self._differ([Difference("random state after a fault", "is none that plain generate passes")])
         return None
-
-    def count(self, ours: Run) -> None:
-        """Add the statistics of a call to those of the case."""
-        statistics = self._statistics(ours)
-        if ours.error is None and statistics is not None:
-            self.outcome.drafted += statistics.drafted
-            self.outcome.accepted += statistics.accepted
-            self.outcome.emitted += statistics.emitted
 
     def _statistics(self, ours: Run) -> Statistics | None:
         holder = self.candidates if ours.output is None else ours.output

@@ -26,7 +26,6 @@ def draw(
     seed: int | str,
     architectures: Sequence[str] | None = None,
     strategies: Sequence[str] | None = None,
-    threads: bool = False,
 ) -> Case:
     """The case of a seed."""
     random = Random(str(seed))
@@ -39,8 +38,6 @@ def draw(
         parts |= {"strategy": random.choice(strategies), "members": ()}
     if parts["strategy"] == "combined":
         parts["members"] = tuple(random.sample(COMBINED, random.randint(1, 3)))
-    if threads and _often(random, 0.03):
-        parts |= {"threads": 3, "num_return_sequences": 1, "criteria": (), "eos_columns": ()}
     return _consistent(Case(**parts))
 
 

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from hf_specgen import RecyclingTable
-from tests.fuzz.internals import MedusaHeads, TopTokens, decoder_layers, output_matrix
+from hf_specgen.heads import MedusaHeads
+from hf_specgen.targets.model_parts import decoder_layers, output_matrix
+from hf_specgen.verification.top_tokens import TopTokens
 
 PATH_WEIGHT = 0.01
 """Size of the weights with which heads read the path before their token: enough to change a draft."""

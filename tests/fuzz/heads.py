@@ -1,6 +1,6 @@
 """Random draft heads for any target, and sessions whose scores are raised for the tokens that will be generated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -14,23 +14,13 @@ from hf_specgen import (
     MTPCandidates,
     PEagleCandidates,
 )
-from tests.fuzz.internals import (
-    BlockAttention,
-    BlockConfig,
-    BlockHead,
-    DFlash2Config,
-    DFlash2Head,
-    DominoConfig,
-    DominoHead,
-    DraftHead,
-    DSparkConfig,
-    DSparkHead,
-    Eagle1Head,
-    Eagle3Head,
-    EagleConfig,
-    LayerConfig,
-    steer,
-)
+from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
+from hf_specgen.heads.dflash2 import DFlash2Config, DFlash2Head
+from hf_specgen.heads.domino import DominoConfig, DominoHead
+from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
+from hf_specgen.heads.layers import LayerConfig
 from tests.fuzz.models import ASSISTANT, FIXTURES
 
 CLASSES: dict[str, Any] = {
@@ -63,20 +53,18 @@ BLOCK_HEADS: dict[str, Callable[[dict[str, Any]], BlockHead]] = {
 """The variants of block heads, with the fields that they have in common."""
 MASK_TOKEN = 3
 
-Answer = Callable[[int, list[int]], list[int]]
-"""From a row and its prompt to the tokens that plain `generate` wrote."""
+RAISED = 50.0
+"""Added to the score of a token that a head is to propose."""
 
 
 def head_candidates(
-    name: str, architecture: str, model: Any, answer: Answer, accuracy: float, seed: int, settings: dict[str, Any]
+    name: str, architecture: str, model: Any, answers: list[list[int]], accuracy: float, seed: int, settings: Any
 ) -> Any:
-    """A strategy with a head that proposes what `answer` says, in a share of the places."""
+    """A strategy with a head that proposes the answers of each row, in a fraction `accuracy` of the places."""
 
     class Steered(CLASSES[name]):  # type: ignore[misc]
         def begin(self, call: Call, *arguments: Any) -> Any:
-            session = super().begin(call, *arguments)
-            texts = [_places(answer(row, prompt), accuracy, seed) for row, prompt in enumerate(call.state.prompts)]
-            return steer(session, texts)
+            return steer(super().begin(call, *arguments), [_places(text, accuracy, seed) for text in answers])
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -87,6 +75,35 @@ def head_candidates(
 def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:
     random = Random(seed)
     return [token if random.random() < accuracy else None for token in text]
+
+
+def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
+    """Let the session of a head prefer certain tokens; everything that the head does is done.
+
+    Args:
+        session: drafts token by token or all depths at once.
+        texts: by row the tokens that will be generated; None where the head chooses.
+    """
+
+    def raised(compute: Callable[..., torch.Tensor], depths: Callable[..., Sequence[int]]) -> Any:
+        def scores_of(*arguments: Any) -> torch.Tensor:
+            scores = compute(*arguments)
+            by_place = scores if scores.dim() == 3 else scores[:, None]
+            for row, generated in enumerate(session.call.state.generated):
+                for place, depth in enumerate(depths(row, *arguments)):
+                    known = texts[row][len(generated) + depth :]
+                    if known and known[0] is not None:
+                        by_place[row, place, known[0]] += RAISED
+            return scores
+
+        return scores_of
+
+    if hasattr(session, "depth_logits"):
+        vars(session)["depth_logits"] = raised(session.depth_logits, lambda row, depth: range(depth))
+    else:
+        vars(session)["first_scores"] = raised(session.first_scores, lambda row: [0])
+        vars(session)["next_scores"] = raised(session.next_scores, lambda row, tree, new: tree.depths(row)[-new:])
+    return session
 
 
 def _random_head(name: str, model: Any, random: Random) -> DraftHead:

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from tests.fuzz.device import device
 from tests.fuzz.tokenizers import CHARACTERS, VOCAB, tokenizer_folder
-from tests.helpers import stateful
+from tests.helpers import models
 
 WIDTH = 64
 WINDOW = 8
@@ -106,8 +106,8 @@ UNTESTED = {
 REFUSED = {**_architectures("bloom mpt mamba rwkv"), **_architectures("minimax", "lf")}
 """Architectures whose state is kept outside of a cache, or whose positions cannot be given."""
 
-STATEFUL = {name: Architecture() for name in stateful.CONFIGS if name not in TESTED}
-"""Architectures with convolutions, recurrent states or indexed attention, in the sizes of `tests.helpers.stateful`."""
+STATEFUL = {name: Architecture() for name in models.STATEFUL if name not in TESTED}
+"""Architectures with convolutions, recurrent states or indexed attention, in the sizes of `tests.helpers.models`."""
 
 ARCHITECTURES = {**TESTED, **UNTESTED, **REFUSED, **STATEFUL}
 
@@ -175,7 +175,7 @@ def _has_window(architecture: str) -> bool:
 def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
     config_class = CONFIG_MAPPING[architecture]
     if architecture in STATEFUL:
-        return config_class(**{**stateful.TEXT, **stateful.CONFIGS[architecture]})
+        return config_class(**models.STATEFUL[architecture])
     known = config_class()
     given = ARCHITECTURES[architecture]
     sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers), **dict.fromkeys(POSITIONS, positions)}

@@ -1,104 +1,91 @@
-"""Counts over many cases, and the tables that show them."""
+"""Counts over many cases: of one run, or of the records of several."""
 
+import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
-
-from rich.table import Table
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
 
 from tests.fuzz.comparison import Outcome
 
-STATUSES = ("same", "refused", "raised", "rounding", "different")
-
-
-@dataclass
-class Row:
-    """Counts of some cases."""
-
-    cases: int = 0
-    drafting: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    emitted: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def rejected(self) -> int:
-        return self.drafted - self.accepted
-
-    def to_dict(self) -> dict[str, Any]:
-        """The counts as plain values."""
-        return {
-            **{name: getattr(self, name) for name in ("cases", "drafting", "drafted", "accepted", "rejected")},
-            "statuses": {status: self.statuses[status] for status in STATUSES},
-        }
+COLUMNS = ("cases", "drafting", "drafted", "accepted", "rejected", "same", "refused", "raised", "different")
+"""Of the printed table; differences that are gone in float64 count as "same" and as "rounding"."""
 
 
 class Report:
-    """Sums outcomes up: by strategy, by architecture, refusals and errors by reason."""
+    """Sums outcomes up.
 
-    def __init__(self) -> None:
-        self.total = Row()
-        self.by_strategy: defaultdict[str, Row] = defaultdict(Row)
-        self.by_architecture: defaultdict[str, Row] = defaultdict(Row)
-        self.refusals: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
-        self.faults_raised = 0
-        self.failures: list[Outcome] = []
+    Args:
+        origin: what is needed to repeat the run: seed, first case, commit, versions, machine.
+    """
+
+    def __init__(self, origin: dict[str, Any] | None = None) -> None:
+        self.origins = [] if origin is None else [origin]
+        self.by_strategy: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.by_architecture: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Of refusals, and of errors that both sides raised."""
+        self.failures: list[str] = []
+        """Cases, as JSON."""
+
+    @property
+    def total(self) -> Counter[str]:
+        """The counts of all cases."""
+        return sum(self.by_strategy.values(), Counter())
 
     def add(self, outcome: Outcome) -> str:
         """Count an outcome; returns its status."""
         case, status = outcome.case, outcome.status
         if status == "different":
-            self.failures.append(outcome)
-        if status == "refused":
-            self.refusals[_without_names(outcome.reason)] += 1
-        if status == "raised":
-            self.errors[_without_names(outcome.reason)] += 1
-        self.faults_raised += outcome.fault_raised
-        for row in (self.total, self.by_strategy[case.strategy], self.by_architecture[case.architecture]):
-            row.cases += 1
-            row.drafting += outcome.drafted > 0
-            row.drafted += outcome.drafted
-            row.accepted += outcome.accepted
-            row.emitted += outcome.emitted
-            row.statuses[status] += 1
+            self.failures.append(case.to_json())
+        if status in ("refused", "raised"):
+            self.reasons[status][_without_names(outcome.reason)] += 1
+        counts = {
+            "cases": 1,
+            "drafting": int(outcome.drafted > 0),
+            "drafted": outcome.drafted,
+            "accepted": outcome.accepted,
+            "rejected": outcome.drafted - outcome.accepted,
+            "faults raised": int(outcome.fault_raised),
+            status: 1,
+        }
+        if status == "rounding":
+            counts["same"] = 1
+        self.by_strategy[case.strategy].update(counts)
+        self.by_architecture[case.architecture].update(counts)
         return status
 
-    def tables(self) -> Iterable[Table]:
-        yield _counts("strategy", self.by_strategy, self.total)
-        yield _counts("architecture", self.by_architecture, self.total)
-        reasons = {"refusals": self.refusals, "errors of both sides": self.errors}
-        for title, counter in reasons.items():
-            if counter:
-                table = Table("cases", "reason", title=title)
-                for name, count in counter.most_common():
-                    table.add_row(str(count), name)
-                yield table
+    def write(self, path: Path) -> None:
+        """Write the counts so far; the file is replaced as a whole, so an interrupted run leaves a complete one."""
+        temporary = path.with_suffix(".part")
+        temporary.write_text(json.dumps({"total": self.total, **vars(self)}, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The counts as plain values."""
-        return {
-            **self.total.to_dict(),
-            "faults_raised": self.faults_raised,
-            "refusals": dict(self.refusals.most_common()),
-            "errors_of_both_sides": dict(self.errors.most_common()),
-            "failures": [outcome.case.to_json() for outcome in self.failures],
-            "by_strategy": {name: row.to_dict() for name, row in sorted(self.by_strategy.items())},
-            "by_architecture": {name: row.to_dict() for name, row in sorted(self.by_architecture.items())},
-        }
+    @classmethod
+    def merged(cls, paths: Sequence[Path]) -> Self:
+        """The sum of several records."""
+        merged = cls()
+        for path in paths:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            merged.origins += record["origins"]
+            merged.failures += record["failures"]
+            for name in ("by_strategy", "by_architecture", "reasons"):
+                for key, counts in record[name].items():
+                    getattr(merged, name)[key].update(counts)
+        return merged
 
-
-def _counts(name: str, rows: dict[str, Row], total: Row) -> Table:
-    table = Table(name, *("cases", "drafting", "drafted", "accepted", "rejected", *STATUSES), title=f"by {name}")
-    for label, row in [*sorted(rows.items()), ("total", total)]:
-        if label == "total":
-            table.add_section()
-        numbers = (row.cases, row.drafting, row.drafted, row.accepted, row.rejected)
-        table.add_row(label, *map(str, numbers), *(str(row.statuses[status] or "") for status in STATUSES))
-    return table
+    def markdown(self) -> str:
+        """Tables by strategy and by architecture, and the reasons of refusals and errors."""
+        parts = []
+        for name, counts in (("strategy", self.by_strategy), ("architecture", self.by_architecture)):
+            rows = [(name, *COLUMNS), ("---", *["--:"] * len(COLUMNS))]
+            for label, row in [*sorted(counts.items()), ("**all**", self.total)]:
+                rows.append((label, *(f"{row[column]:,}" for column in COLUMNS)))
+            parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows))
+        for status, reasons in self.reasons.items():
+            parts.append("\n".join(f"{count} {status}: {reason}" for reason, count in reasons.most_common()))
+        return "\n\n".join(parts)
 
 
 def _without_names(reason: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Protocol
 
 from hf_specgen import Call, Candidates, DraftSession, DraftTree, Policy, PolicySession
 
@@ -10,10 +9,8 @@ Nodes = tuple[list[int], tuple[int, ...]]
 """Tokens and parents of a row's draft tree; parent -1 continues the row."""
 
 
-class Script(Protocol):
-    """Proposes tokens for one row; one object a call."""
-
-    def __call__(self, row: int, prompt: list[int], generated: list[int], depth: int) -> Nodes: ...
+Script = Callable[[int, list[int], int], Nodes]
+"""Proposes tokens for one row, given its number, its generated tokens and the depth; one object a call."""
 
 
 class Scripted(Candidates):
@@ -39,13 +36,9 @@ class _ScriptedSession(DraftSession):
         self._script = script
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
-        state = self.call.state
-        rows = zip(state.prompts, state.generated, budget, strict=True)
+        rows = enumerate(zip(self.call.state.generated, budget, strict=True))
         return DraftTree.from_nodes(
-            [
-                self._script(row, prompt, list(generated), depth) if depth else ([], ())
-                for row, (prompt, generated, depth) in enumerate(rows)
-            ]
+            [self._script(row, generated, depth) if depth else ([], ()) for row, (generated, depth) in rows]
         )
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:

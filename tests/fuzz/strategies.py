@@ -20,10 +20,10 @@ from hf_specgen import (
     RecyclingCandidates,
     Schedule,
 )
+from hf_specgen.depth import CostCurve, LatencyModel
 from tests.fuzz.cases import Case
 from tests.fuzz.fitted import exit_adapter, medusa_heads, recycling_table
 from tests.fuzz.heads import CLASSES, head_candidates
-from tests.fuzz.internals import given_latency
 from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model, with_other_tokenizer
 from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
 from tests.fuzz.tokenizers import KINDS
@@ -42,25 +42,8 @@ class Known(NamedTuple):
         return self.ids[:, self.prompt_length :].tolist()
 
 
-class Answers:
-    """What an oracle proposes: replaced from turn to turn, and looked up by prompt where several threads share it."""
-
-    def __init__(self) -> None:
-        self.by_row: list[list[int]] = []
-        self.by_prompt: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-
-    def add(self, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> None:
-        """Remember a text under its prompts."""
-        prompts = inputs["input_ids"]
-        mask = inputs.get("attention_mask", torch.ones_like(prompts)).bool()
-        for row, (prompt, kept, text) in enumerate(zip(prompts, mask, ids, strict=True)):
-            self.by_prompt[row, tuple(prompt[kept].tolist())] = text[prompts.shape[1] :].tolist()
-
-    def of(self, row: int, prompt: list[int]) -> list[int]:
-        found = self.by_prompt.get((row, tuple(prompt)))
-        if found is None and row < len(self.by_row):
-            found = self.by_row[row]
-        return found or []
+Answers = list[list[int]]
+"""By row, what plain `generate` wrote: what an oracle proposes. Its contents are replaced from turn to turn."""
 
 
 def build(case: Case, model: Any, draft: Any, known: Known, answers: Answers) -> Any:
@@ -71,7 +54,7 @@ def build(case: Case, model: Any, draft: Any, known: Known, answers: Answers) ->
         model: the target.
         draft: as made by `draft_model`.
         known: what plain `generate` wrote, for strategies that are fitted to it.
-        answers: what oracles look up.
+        answers: what oracles propose.
     """
     if case.strategy == "combined":
         members = [_simple(case, name, model, draft, known, answers) for name in case.members]
@@ -124,7 +107,7 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
         return RecyclingCandidates(**settings, tree=tree, table=table)
     if name in CLASSES:
         heads_settings = {**settings, "tree": tree}
-        return head_candidates(name, case.architecture, model, answers.of, case.accuracy, case.seed, heads_settings)
+        return head_candidates(name, case.architecture, model, answers, case.accuracy, case.seed, heads_settings)
     if name in ("draft", "draft_other", "draft_reencoded"):
         return DraftModelCandidates(draft, **settings, tree=tree, confidence_threshold=case.threshold)
     if name in ("skip", "skip_adapter"):
@@ -158,16 +141,22 @@ def _policy(case: Case) -> Policy | None:
     return AdaptiveDepth(given_latency() if case.policy == "adaptive" else None)
 
 
+def given_latency() -> LatencyModel:
+    """Latencies with which drafting is sometimes faster than plain decoding, and sometimes not."""
+    curve = CostCurve((1, 32), (0.010, 0.015), context=256, batch=1)
+    return LatencyModel.from_curves(curve, draft_token=0.001)
+
+
 def _script(name: str, case: Case, answers: Answers) -> Script:
     """The tokens that a scripted strategy proposes in one call."""
     random = Random(case.seed)
 
-    def propose(row: int, prompt: list[int], generated: list[int], depth: int) -> Nodes:
+    def propose(row: int, generated: list[int], depth: int) -> Nodes:
         if name == "random":
             return [random.randrange(VOCAB) for _ in range(depth)], tuple(range(-1, depth - 1))
         if name == "random_tree":
             return _random_tree(random, depth, case.branches)
-        truth = answers.of(row, prompt)[len(generated) :][:depth]
+        truth = answers[row][len(generated) :][:depth]
         proposed = [token if random.random() < case.accuracy else random.randrange(VOCAB) for token in truth]
         if name == "oracle":
             return proposed, tuple(range(-1, len(proposed) - 1))

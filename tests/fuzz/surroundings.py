@@ -1,21 +1,86 @@
-"""Context managers around a call: what is broken, switched or limited as long as it runs."""
+"""How a case asks for speculation, and what is broken, switched or limited as long as a call runs."""
 
 import contextlib
 import signal
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from hf_specgen import Call, Candidates, DraftSession, DraftTree, SpeculationMonitor, attached, speculate
+from tests.fuzz import strategies
 from tests.fuzz.callbacks import Fault, Interrupt
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Hang
-from tests.fuzz.internals import raise_in_drafter
 
 SECONDS_PER_CALL = 60
 """No call of a case takes a second on an idle machine."""
+SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
+    "no_memory": lambda: {"memory": False},
+    "monitor": lambda: {"monitor": SpeculationMonitor(prometheus=False)},
+    "pack_weights": lambda: {"pack_weights": True},
+    "not_compiled": lambda: {"compile": False},
+}
+
+
+def call_settings(case: Case) -> dict[str, Any]:
+    """Verification, policy and further settings of a call, where they are not the defaults."""
+    call: dict[str, Any] = {} if case.verification == "exact" else {"verification": case.verification}
+    call |= {name: value for setting in case.settings for name, value in SETTINGS[setting]().items()}
+    policy = strategies.call_policy(case)
+    if policy is not None:
+        call["policy"] = policy
+    return call
+
+
+@contextlib.contextmanager
+def attached_to(case: Case, model: Any, candidates: Any) -> Iterator[None]:
+    """The strategy is attached to the model; in every second case calls that cannot speculate are plain.
+
+    Not where a fault is raised: plain `generate` does not put back the caller's cache.
+    """
+    strict = case.seed % 2 == 0 or case.fault != ""
+    with attached(model, candidates, strict=strict, **call_settings(case)):
+        yield
+
+
+def speculation_arguments(case: Case, candidates: Any, streamer: Any) -> dict[str, Any]:
+    """The arguments that ask for speculation."""
+    call = call_settings(case)
+    if case.entry == "keyword":
+        return {"candidate_generator": candidates, **call}
+    if case.entry == "custom_streamer":
+        call["streamer"] = streamer
+    return {"custom_generate": speculate(candidates, **call)}
+
+
+@contextlib.contextmanager
+def raise_in_drafter(candidates: Candidates, call: int, error: BaseException) -> Iterator[None]:
+    """Raise `error` in a drafter's `call`-th draft, after it has done its work."""
+    start, calls = candidates.start, 0
+
+    def counted(draft: Callable[[Sequence[int]], DraftTree]) -> Callable[[Sequence[int]], DraftTree]:
+        def count(budget: Sequence[int]) -> DraftTree:
+            nonlocal calls
+            calls += 1
+            number = calls  # a draft at the prefill may call the other method
+            tree = draft(budget)
+            if number == call:
+                raise error
+            return tree
+
+        return count
+
+    def start_and_count(made_call: Call) -> DraftSession:
+        session = start(made_call)
+        at_prefill = counted(session.draft_at_prefill)
+        vars(session).update(draft=counted(session.draft), draft_at_prefill=at_prefill)
+        return session
+
+    with mock.patch.object(candidates, "start", start_and_count):
+        yield
 
 
 @contextlib.contextmanager
@@ -63,17 +128,14 @@ def modes(case: Case, model: Any, draft: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `Hang` after so many seconds; in the main thread only, since others get no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def time_limit() -> Iterator[None]:
+    """Raise `Hang` after `SECONDS_PER_CALL`."""
 
     def stop(*_: Any) -> None:
-        raise Hang(f"no end after {seconds} s")
+        raise Hang(f"no end after {SECONDS_PER_CALL} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_CALL)
     try:
         yield
     finally:

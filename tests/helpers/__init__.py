@@ -1,6 +1,6 @@
 """Helpers that several test files use. A test file imports no other test file."""
 
-from tests.helpers.comparison import END, SAMPLING, assert_same_tokens, plain_and_speculative, prompt_length
+from tests.helpers.comparison import END, SAMPLING, assert_same_tokens, plain_and_speculative
 from tests.helpers.models import ARCHITECTURES, VOCAB, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
 from tests.helpers.oracle import FailingOracle, Oracle
 from tests.helpers.processors import PrefixReader, RowWiseIdentity, RowWisePrefixReader, StatefulReader
@@ -22,7 +22,6 @@ __all__ = [
     "fresh_model",
     "perturbed_copy",
     "plain_and_speculative",
-    "prompt_length",
     "prompts",
     "shared_draft",
     "tiny_model",

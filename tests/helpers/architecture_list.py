@@ -13,16 +13,15 @@ import torch
 from tests.fuzz.models import ARCHITECTURES, tiny_model
 from tests.helpers import encoder_decoder
 from tests.helpers.comparison import assert_same_tokens
-from tests.helpers.models import prompts
+from tests.helpers.models import STATEFUL, prompts, stateful_model
 from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
 from tests.helpers.oracle import Oracle
-from tests.helpers.stateful import CONFIGS, stateful_model
 
 RESULTS = Path(__file__).parents[1] / "assets" / "architectures.json"
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 TREES, CHAINS, ONE_ROW = "trees", "chains", "one row"
 NAMES = sorted(
-    {*ARCHITECTURES, *CONFIGS}
+    {*ARCHITECTURES, *STATEFUL}
     | {f"{kind} (with image or audio)" for kind in MULTIMODAL}
     | {f"{kind} (encoder-decoder)" for kind in encoder_decoder.CONFIGS}
 )
@@ -43,14 +42,11 @@ Encoder-decoders whose decoder takes positions verify trees; the others chains. 
 
 def outcome(name: str) -> str:
     """What the architecture verifies, or the sentence with which it is refused."""
-    kind, _, with_features = name.partition(" (")
-    if with_features == "encoder-decoder)":
-        return _outcome_of_encoder_decoder(kind)
-    model, inputs = _model(kind, bool(with_features))
+    kind, _, more = name.partition(" (")
     for batch in (3, 1):
-        given = multimodal_prompts(kind, batch) if with_features else inputs(batch)
+        model, inputs = _model(kind, more, batch)
         try:
-            statistics = assert_same_tokens(model, given, _trees, max_new_tokens=8)
+            statistics = assert_same_tokens(model, inputs, _trees, max_new_tokens=8)
         except ValueError as refusal:
             sentence = str(refusal)
             continue
@@ -60,24 +56,17 @@ def outcome(name: str) -> str:
     return re.sub(r"^\w+ ", "", sentence)
 
 
-def _outcome_of_encoder_decoder(kind: str) -> str:
-    model, inputs = encoder_decoder.encoder_decoder(kind), encoder_decoder.encoder_inputs(kind, 3)
-    try:
-        plain, ours, statistics = encoder_decoder.run_both(model, inputs, _trees, max_new_tokens=8)
-    except ValueError as refusal:
-        return re.sub(r"^\w+ ", "", str(refusal))
-    assert plain.sequences.tolist() == ours.sequences.tolist()
-    return TREES if statistics.accepted else CHAINS
-
-
 def _trees(answers: torch.Tensor) -> Oracle:
     return Oracle(answers, 0.7, k=3, branching=True)
 
 
-def _model(kind: str, with_features: bool) -> tuple[Any, Any]:
-    if with_features:
-        return multimodal_model(kind), None
-    return (stateful_model(kind) if kind in CONFIGS else tiny_model(kind)), prompts
+def _model(kind: str, more: str, batch: int) -> tuple[Any, Any]:
+    """A model and its inputs."""
+    if more == "encoder-decoder)":
+        return encoder_decoder.encoder_decoder(kind), encoder_decoder.encoder_inputs(kind, batch)
+    if more:
+        return multimodal_model(kind), multimodal_prompts(kind, batch)
+    return (stateful_model(kind) if kind in STATEFUL else tiny_model(kind)), prompts(batch)
 
 
 def page(results: dict[str, str]) -> str:

@@ -22,7 +22,6 @@ SMALL = Plan(
     batches=(3,),
     temperatures=(1.3,),
     contexts=(64,),
-    trace_texts=1,
 )
 
 

@@ -36,9 +36,10 @@ def plain_and_speculative(
         The ids of plain `generate`, and the speculative output with its statistics.
     """
     plain, after_plain = plain_output(model, inputs, make_processors, **arguments)
-    strategy = candidates if isinstance(candidates, Candidates) else candidates(plain[:, prompt_length(inputs) :])
-    arguments |= {"candidate_generator": strategy, "return_dict_in_generate": True}
-    output = _generate(model, inputs, make_processors, arguments)
+    strategy = candidates if isinstance(candidates, Candidates) else candidates(answers(model, inputs, plain))
+    output = _generate(model, inputs, make_processors, {**arguments, "candidate_generator": strategy})
+    if model.config.is_encoder_decoder:  # `generate` of Whisper makes an output of its own
+        object.__setattr__(output, "speculation", strategy.speculation)
     assert torch.equal(torch.rand(3), after_plain), "the random generator is not where plain generate left it"
     return plain, output
 
@@ -73,7 +74,7 @@ def plain_output(
     key = None if make_processors or model not in SHARED else _key(inputs, arguments)
     calls = {} if key is None else _plain.setdefault(model, {})
     if key not in calls:
-        calls[key] = _generate(model, inputs, make_processors, arguments), torch.rand(3)
+        calls[key] = _generate(model, inputs, make_processors, arguments).sequences, torch.rand(3)
     ids, following = calls[key]
     return ids.clone(), following
 
@@ -94,7 +95,7 @@ def _generate(
 ) -> Any:
     processors = {} if make_processors is None else {"logits_processor": make_processors()}
     seed(SEED)
-    return model.generate(**inputs, **arguments, **processors)
+    return model.generate(**inputs, **{**arguments, "return_dict_in_generate": True}, **processors)
 
 
 def seed(number: int) -> None:
@@ -106,6 +107,8 @@ def seed(number: int) -> None:
     torch.default_generator.manual_seed(number)
 
 
-def prompt_length(inputs: dict[str, torch.Tensor]) -> int:
-    """Columns of the prompt."""
-    return inputs["input_ids"].shape[1]
+def answers(model: Any, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """The generated part of what `generate` returned; an encoder-decoder begins with one token of its decoder."""
+    if not model.config.is_encoder_decoder:
+        return ids[:, inputs["input_ids"].shape[1] :]
+    return ids[:, inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 1 :]

@@ -18,10 +18,9 @@ from tests.helpers import shared_draft, tiny_model
 from tests.helpers.comparison import seed
 from tests.helpers.encoder_decoder import encoder_decoder
 from tests.helpers.head_fixtures import find_fixtures, target_of
-from tests.helpers.models import SHARED
+from tests.helpers.models import SHARED, stateful_model
 from tests.helpers.multimodal import multimodal_model
 from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
-from tests.helpers.stateful import stateful_model
 from tests.helpers.strategies import eagle_pair, medusa_heads
 
 pytest_plugins = ["tests.helpers.recipes"]

@@ -12,11 +12,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, Llam
 from tests.helpers.paths import TINY_ARCHITECTURES
 
 SPEC = json.loads(TINY_ARCHITECTURES.read_text(encoding="utf-8"))
-ARCHITECTURES = sorted(SPEC["architectures"])
+ARCHITECTURES = sorted(SPEC["causal"])
+STATEFUL = {**SPEC["convolutional"], **SPEC["indexed"], **SPEC["recurrent"], **SPEC["counting_slots"]}
+"""Architectures with convolutions, recurrent states and indexed attention."""
 VOCAB = 99
 PROMPT_LENGTH = 12
-
-
 SHARED: WeakSet[Any] = WeakSet()
 """Models that no test changes, so that their plain outputs can be cached; see `comparison.plain_output`."""
 
@@ -36,11 +36,26 @@ def tiny_model(architecture: str, **overrides: Any) -> Any:
 
 def fresh_model(architecture: str, **overrides: Any) -> Any:
     """A model like that of `tiny_model`, for a test that changes it."""
-    arguments = SPEC["architectures"].get(architecture) or SPEC["not_yet"][architecture]
-    config = CONFIG_MAPPING[architecture](**{**arguments, **overrides})
-    implementation = "eager" if architecture in (*SPEC["eager_only"], "gpt_neo", "bloom") else "sdpa"
+    return _from_config(architecture, {**(SPEC["causal"] | SPEC["other"])[architecture], **overrides})
+
+
+@cache
+def stateful_model(architecture: str) -> Any:
+    """A random model of `STATEFUL`, shared by the tests of a file: never change it."""
+    model = _from_config(architecture, STATEFUL[architecture])
+    with torch.no_grad():  # so that logits are far apart: chunked and recurrent kernels round differently
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter *= 3
+    SHARED.add(model)
+    return model
+
+
+def _from_config(architecture: str, arguments: dict[str, Any]) -> Any:
+    implementation = "eager" if architecture in SPEC["eager_only"] else None
     with torch.random.fork_rng():
         torch.manual_seed(0)
+        config = CONFIG_MAPPING[architecture](**arguments)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None

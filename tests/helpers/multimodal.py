@@ -1,100 +1,25 @@
 """Tiny random models that read images or audio beside text, and prompts for them."""
 
-import copy
 from functools import cache
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, Qwen2AudioForConditionalGeneration
 
-from tests.helpers.models import VOCAB
-from tests.helpers.stateful import TEXT as STATEFUL_TEXT
+from tests.helpers.models import SPEC, VOCAB
 
 FEATURE_TOKEN = VOCAB - 1
 """The placeholder of one image or audio feature in the text."""
 FEATURES = 4
 """Placeholders per image or recording."""
-TEXT = {**STATEFUL_TEXT, "num_hidden_layers": 2, "eos_token_id": None, "initializer_range": 0.2}
-VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-}
-SEVERAL_AXES: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-QWEN_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 64,
-}
-QWEN_TOKENS = {
-    "image_token_id": FEATURE_TOKEN,
-    "video_token_id": VOCAB - 2,
-    "vision_start_token_id": VOCAB - 3,
-    "vision_end_token_id": VOCAB - 4,
-}
-
-
-LLAMA: dict[str, Any] = {"model_type": "llama", **TEXT}
-AUDIO: dict[str, Any] = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "num_mel_bins": 8,
-    "max_source_positions": 8,
-}
-WINDOWS: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llava": {
-        "vision_config": {"model_type": "clip_vision_model", **VISION, "image_size": 8},
-        "text_config": LLAMA,
-        "image_token_index": FEATURE_TOKEN,
-    },
-    "idefics3": {
-        "vision_config": VISION,
-        "text_config": LLAMA,
-        "image_token_id": FEATURE_TOKEN,
-        "scale_factor": 2,
-        "pad_token_id": 0,
-    },
-    "gemma3": {
-        "vision_config": {"model_type": "siglip_vision_model", **VISION},
-        "text_config": {"model_type": "gemma3_text", **TEXT, **WINDOWS},
-        "mm_tokens_per_image": FEATURES,
-        "image_token_index": FEATURE_TOKEN,
-    },
-    "qwen2_5_vl": {
-        "text_config": {**TEXT, "rope_parameters": SEVERAL_AXES},
-        "vision_config": {**QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1]},
-        **QWEN_TOKENS,
-    },
-    "qwen3_vl": {
-        "text_config": {**TEXT, "rope_parameters": {**SEVERAL_AXES, "mrope_interleaved": True}},
-        "vision_config": {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        **QWEN_TOKENS,
-    },
-    "qwen2_audio": {
-        "audio_config": AUDIO,
-        "text_config": {"model_type": "qwen2", **TEXT},
-        "audio_token_index": FEATURE_TOKEN,
-    },
-}
-MULTIMODAL = list(CONFIGS)
+MULTIMODAL = list(SPEC["multimodal"])
 
 
 @cache
 def multimodal_model(kind: str) -> Any:
     """A random model, shared by the tests of the process: never change it."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**copy.deepcopy(CONFIGS[kind]))
+    config = CONFIG_MAPPING[kind](**SPEC["multimodal"][kind])
     if kind == "qwen2_audio":
         model = Qwen2AudioForConditionalGeneration(config).eval()
     else:

@@ -24,6 +24,7 @@ from hf_specgen import (
 )
 from hf_specgen.heads import MedusaHeads
 from tests.helpers.eagle import predictable_pair
+from tests.helpers.encoder_decoder import encoder_decoder, encoder_inputs
 from tests.helpers.head_fixtures import Fixture, find_fixtures
 from tests.helpers.medusa import fitted_heads
 from tests.helpers.models import prompts, shared_draft, tiny_model
@@ -35,6 +36,13 @@ FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTU
 """A short leaf beside deep ones: rows pad their paths."""
 
 
+def repeating(batch: int) -> dict[str, torch.Tensor]:
+    """Ragged prompts that repeat themselves, so that n-grams propose something."""
+    inputs = prompts(batch)
+    inputs["input_ids"][:, 6:] = inputs["input_ids"][:, :6]
+    return inputs
+
+
 class Strategy(NamedTuple):
     """How to make a strategy.
 
@@ -42,17 +50,12 @@ class Strategy(NamedTuple):
         target: the model of its calls.
         make: from the `[batch, generated]` tokens of plain `generate`, for drafts that are partly right, and a policy;
             the depth is fixed if that is None.
+        inputs: from the number of rows.
     """
 
     target: Callable[[], Any]
     make: Callable[..., Any]
-
-
-def repeating(batch: int) -> dict[str, torch.Tensor]:
-    """Ragged prompts that repeat themselves, so that n-grams propose something."""
-    inputs = prompts(batch)
-    inputs["input_ids"][:, 6:] = inputs["input_ids"][:, :6]
-    return inputs
+    inputs: Callable[[int], dict[str, torch.Tensor]] = repeating
 
 
 @cache
@@ -127,8 +130,17 @@ def _combined(make_members: Callable[[], list[Any]], target: Callable[[], Any] =
     return Strategy(target, make_candidates)
 
 
-def _draft(**settings: Any) -> DraftModelCandidates:
-    return DraftModelCandidates(shared_draft(llama()), **settings)
+def _draft(encoder: str = "", k: int = 4, **settings: Any) -> DraftModelCandidates:
+    return DraftModelCandidates(shared_draft(encoder_decoder(encoder) if encoder else llama()), k, **settings)
+
+
+def _with_encoder(kind: str, make: Callable[..., Any], **shape: Any) -> Strategy:
+    """A strategy for an encoder-decoder; `make` also takes the tokens of plain `generate`."""
+    return Strategy(
+        lambda: encoder_decoder(kind),
+        lambda answers, **settings: make(answers, **{"k": 4, **shape, **settings}),
+        lambda batch: encoder_inputs(kind, batch),
+    )
 
 
 PARTLY_RIGHT: dict[str, Strategy] = {
@@ -174,7 +186,17 @@ RANDOM_HEADS: dict[str, Strategy] = {
     "Gemma assistant, tree": _with_head("gemma4_assistant", GemmaAssistantCandidates, k=3, tree=8),
 }
 """Hardly any of their draft tokens is accepted."""
-STRATEGIES = {**PARTLY_RIGHT, **RANDOM_HEADS}
+ENCODER_DECODERS: dict[str, Strategy] = {
+    "T5, oracle": _with_encoder("t5", Oracle, accuracy=0.6),
+    "BART, oracle": _with_encoder("bart", Oracle, accuracy=0.6),
+    "Whisper, oracle, tree": _with_encoder("whisper", Oracle, accuracy=0.7, branching=True),
+    "T5, draft model": _with_encoder("t5", lambda _, **settings: _draft("t5", **settings)),
+    "Whisper, draft model, tree": _with_encoder("whisper", lambda _, **settings: _draft("whisper", tree=6, **settings)),
+    "T5, combined": _with_encoder(
+        "t5", lambda _, policy=None, **__: CombinedCandidates([NgramCandidates(), _draft("t5")], policy=policy)
+    ),
+}
+STRATEGIES = {**PARTLY_RIGHT, **RANDOM_HEADS, **ENCODER_DECODERS}
 
 
 def make(name: str, policy: Policy | None = None) -> Callable[[torch.Tensor], Any]:

@@ -27,8 +27,8 @@ from hf_specgen import (
 from hf_specgen.verification import TypicalVerifier
 from tests.helpers import FailingOracle, RecordingStreamer, fresh_model, prompts, tiny_model
 from tests.helpers.medusa import random_heads
+from tests.helpers.models import STATEFUL, stateful_model
 from tests.helpers.paths import HEAD_FIXTURES
-from tests.helpers.stateful import CONFIGS, stateful_model
 
 NOT_A_STRATEGY = (
     'candidate_generator must be a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
@@ -71,6 +71,10 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         )
         for value in (None, 3)
     ),
+    (lambda: DraftModelCandidates(tiny_model("llama"), k=0), ValueError, "k must be at least 1, got 0"),
+    (lambda: DraftModelCandidates("there", confidence_threshold=1.5), ValueError, "got 1.5"),
+    (lambda: DraftModelCandidates("there", confidence_threshold=None), ValueError, "got None"),
+    (lambda: DraftModelCandidates(tiny_model("llama"), dtype="bfloat16"), ValueError, "this one is loaded"),
     (lambda: CombinedCandidates([]), ValueError, "at least one strategy"),
     (lambda: CombinedCandidates([5]), TypeError, "takes strategies"),
     (lambda: Schedule(), ValueError, "needs by_batch or by_context"),
@@ -322,7 +326,7 @@ def heads(**shape: Any) -> Any:
     ("architecture", "make", "words"), MISMATCHES, ids=lambda value: value[:30] if isinstance(value, str) else "make"
 )
 def test_strategy_that_does_not_fit_the_target_raises(architecture: str, make: Callable[[], Any], words: str) -> None:
-    target = stateful_model(architecture) if architecture in CONFIGS else tiny_model(architecture)
+    target = stateful_model(architecture) if architecture in STATEFUL else tiny_model(architecture)
     with pytest.raises(ValueError, match=words):
         target.generate(**prompts(1), max_new_tokens=4, candidate_generator=make())
 

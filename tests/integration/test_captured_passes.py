@@ -22,8 +22,7 @@ from hf_specgen.targets.cache import StepLayer
 from tests.helpers import SAMPLING, perturbed_copy, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.medusa import fitted_heads
-from tests.helpers.models import fresh_model
-from tests.helpers.stateful import stateful_model
+from tests.helpers.models import fresh_model, stateful_model
 
 
 @pytest.fixture

@@ -1,16 +1,14 @@
 """Policies change how many steps a text takes, never its tokens: plain steps may come anywhere between drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specgen import (
     AdaptiveDepth,
@@ -45,16 +43,6 @@ def test_draft_model_equal_to_target_after_plain_steps_all_accepted(batch: int) 
     assert statistics.accepted == statistics.drafted > 20
 
 
-def test_native_generator_after_plain_steps_same_tokens() -> None:
-    model, inputs = tiny_model("llama"), prompts(1)
-    generator = PromptLookupCandidateGenerator(num_output_tokens=4, max_length=100)
-    ids = model.generate(**inputs, max_new_tokens=40, candidate_generator=generator, policy=Irregular())
-    assert torch.equal(ids, model.generate(**inputs, max_new_tokens=40))
-
-
-# Adaptive depth
-
-
 def test_adaptive_depth_rejected_drafts_of_expensive_tokens_stop() -> None:
     """Would catch: drafts that continue although they are never accepted and slow every step down."""
     oracle = partial(Oracle, accuracy=0.0, k=5, policy=AdaptiveDepth(EXPENSIVE_TOKENS))
@@ -73,9 +61,6 @@ def test_adaptive_depth_with_given_latency_repeats() -> None:
     assert depths[0] == depths[1]
 
 
-# Policies by rule
-
-
 def depths_used(policy: Policy, accuracy: float = 1.0, batch: int = 1, **arguments: Any) -> list[list[int]]:
     """The depth of every draft of every row, with an oracle of depth 8."""
     oracle = partial(Oracle, accuracy=accuracy, k=8, policy=policy)
@@ -89,47 +74,33 @@ def test_schedule_by_batch_limits_the_depth(batch: int, depth: int) -> None:
     assert max(map(max, depths_used(Schedule({1: 8, 3: 4, 5: 2, 8: 0}), batch=batch, max_new_tokens=20))) == depth
 
 
-# Policies of the caller's own
+class Rule(Policy):
+    """The depths of a function of the number of rows and of how many drafts in a row were rejected."""
 
-
-class WhileAccepted(Policy):
-    """Drafts 8 tokens until three drafts in a row are rejected."""
+    def __init__(self, rule: Callable[[int, int], list[int]]):
+        self.rule = rule
 
     def start(self, call: Call) -> PolicySession:
-        return _WhileAcceptedSession()
+        return _RuleSession(self.rule)
 
 
-class _WhileAcceptedSession(PolicySession):
-    rejected = 0
+class _RuleSession(PolicySession):
+    def __init__(self, rule: Callable[[int, int], list[int]]):
+        self._rule, self._rejected = rule, 0
 
     def depths(self, room: Sequence[int]) -> list[int]:
-        return [8 if self.rejected < 3 else 0] * len(room)
+        return self._rule(len(room), self._rejected)
 
     def observe(self, step: StepRecord) -> None:
         accepted = any(row.accepted for row in step.rows if row is not None)
-        self.rejected = 0 if accepted else self.rejected + 1
+        self._rejected = 0 if accepted else self._rejected + 1
 
 
 def test_own_policy_decides_the_depths() -> None:
-    depths = depths_used(WhileAccepted(), accuracy=0.0)[0]
+    depths = depths_used(Rule(lambda rows, rejected: [8 if rejected < 3 else 0] * rows), accuracy=0.0)[0]
     assert depths[:3] == [8, 8, 8] and max(depths[3:]) == 0
-
-
-class TwoDepths(Policy):
-    """Always returns two depths."""
-
-    def start(self, call: Call) -> PolicySession:
-        return _TwoDepthsSession()
-
-
-class _TwoDepthsSession(PolicySession):
-    def depths(self, room: Sequence[int]) -> list[int]:
-        return [1, 2]
-
-
-def test_own_policy_with_wrong_number_of_depths_raises() -> None:
     with pytest.raises(ValueError, match="2 depths for 1 rows"):
-        depths_used(TwoDepths())
+        depths_used(Rule(lambda rows, rejected: [1, 2]))
 
 
 def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:
@@ -141,7 +112,6 @@ def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:
 
 
 # Ranks of one tensor-parallel model draft alike although their clocks differ; replicas do not wait for each other
-
 
 Requested = dict[str, list[list[int]]]
 

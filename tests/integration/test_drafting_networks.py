@@ -186,24 +186,6 @@ def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
     assert ran == {"target": 20, "draft": 0}
 
 
-# Settings
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"k": 0}, "k must be at least 1, got 0"),
-        ({"confidence_threshold": 1.5}, r"confidence_threshold .* got 1.5"),
-        ({"confidence_threshold": None}, "confidence_threshold .* got None"),
-        ({"dtype": "bfloat16"}, "this one is loaded"),
-    ],
-    ids=str,
-)
-def test_draft_model_bad_setting_raises(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DraftModelCandidates(llama(), **arguments)
-
-
 def test_draft_model_profile_keys_differ_by_model_and_dtype() -> None:
     """Would catch: a stored latency profile that another draft model uses, or the same in another dtype."""
     one, three = (
@@ -213,9 +195,6 @@ def test_draft_model_profile_keys_differ_by_model_and_dtype() -> None:
     half.name_or_path = "draft"
     drafts = [one, three, half, copy.deepcopy(half).float()]
     assert len({DraftModelCandidates(draft, k=2).profile_key() for draft in [*drafts, *drafts]}) == 4
-
-
-# Loading
 
 
 def test_draft_model_other_tokenizer_same_tokens(reference_model: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.fuzz import models
 from tests.fuzz.__main__ import main, run_safely
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case
 from tests.fuzz.draw import draw
-from tests.fuzz.internals import MUTATIONS
+from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.report import Report
 from tests.fuzz.shrink import shrink
 
@@ -49,8 +49,9 @@ def test_random_cases_equal_plain_generate(chunk: int) -> None:
         status = report.add(outcome)
         assert status != "different", f"{outcome.differences}\npython -m tests.fuzz --case '{outcome.case.to_json()}'"
     total = report.total
-    assert total.drafting >= CASES_PER_CHUNK // 2 and total.accepted > 20 and total.rejected > 20, "it tests too little"
-    assert total.statuses["same"] >= 0.7 * CASES_PER_CHUNK, f"too few comparisons: {report.to_dict()}"
+    assert total["drafting"] >= CASES_PER_CHUNK // 2, "it tests too little"
+    assert total["accepted"] > 20 and total["rejected"] > 20, "it tests too little"
+    assert total["same"] >= 0.7 * CASES_PER_CHUNK, f"too few comparisons: {report.markdown()}"
 
 
 @pytest.fixture
@@ -100,26 +101,23 @@ def test_shrink_keeps_only_what_the_failure_needs() -> None:
 
 
 @pytest.mark.usefixtures("forgotten_models")
-def test_main_repeats_a_case_and_returns_whether_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--case", Case(strategy="oracle", max_new_tokens=6).to_json()]
-    assert main(arguments) == 0
-    with MUTATIONS["accept one token too many"]():
-        assert main(["--case", Case(accuracy=0.0).to_json()]) == 1
-    assert "tokens: row 0" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("forgotten_models")
-def test_main_counts_and_prints_failures(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_counts_cases_and_repeats_failures(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: failures that are not printed, or do not change the exit code; records that are not summed up."""
+    monkeypatch.setattr("tests.fuzz.__main__.SHRUNK_FAILURES", 0)
     record = tmp_path / "record.json"
     arguments = ["--cases", "2", "--seed", "1", "--architectures", "llama", "--strategies", "oracle"]
     assert main([*arguments, "--record", str(record)]) == 0
-    assert json.loads(record.read_text())["cases"] == 2
+    assert json.loads(record.read_text())["total"]["cases"] == 2
     assert main(["--merge", str(record), str(record)]) == 0
     assert "| oracle | 4 |" in capsys.readouterr().out
+    assert main(["--case", Case(strategy="oracle", max_new_tokens=6).to_json()]) == 0
     with MUTATIONS["accept one token too many"]():
-        assert main([*arguments, "--no-shrink"]) == 1
+        assert main(arguments) == 1
+        assert main(["--case", Case(accuracy=0.0).to_json()]) == 1
     printed = capsys.readouterr().out
-    assert "python -m tests.fuzz --case '{" in printed and "by strategy" in printed
+    assert "python -m tests.fuzz --case '{" in printed and "tokens: row 0" in printed
 
 
 def test_tokens_before_a_stop_are_returned_where_a_later_node_has_invalid_scores() -> None:

@@ -21,17 +21,15 @@ from hf_specgen import (
 )
 from hf_specgen.targets.replay import ReplayQueue
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
-from tests.helpers.cases import ORACLES
-from tests.helpers.comparison import END, prompt_length
+from tests.helpers.comparison import END
 from tests.helpers.medusa import random_heads
-from tests.helpers.models import VOCAB, fresh_model
-from tests.helpers.oracle import Oracle
+from tests.helpers.models import SPEC, VOCAB, fresh_model, stateful_model
+from tests.helpers.oracle import ORACLES, Oracle
 from tests.helpers.policies import Irregular
-from tests.helpers.stateful import CONVOLUTIONAL, COUNTING_SLOTS, INDEXED_ATTENTION, RECURRENT, stateful_model
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", [*CONVOLUTIONAL, *RECURRENT])
+@pytest.mark.parametrize("kind", [*SPEC["convolutional"], *SPEC["recurrent"]])
 def test_state_after_partial_acceptance_same_tokens(kind: str, batch: int) -> None:
     """Would catch: a window or state that has read rejected tokens or padding, or tokens that it never reads."""
     sampling = SAMPLING["sampled" if batch == 1 else "greedy"]
@@ -42,7 +40,7 @@ def test_state_after_partial_acceptance_same_tokens(kind: str, batch: int) -> No
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("kind", SPEC["recurrent"])
 def test_plain_steps_between_drafts_same_tokens(kind: str, batch: int) -> None:
     """Would catch: a state that kernels for a single token overwrite in a copy, or before it was remembered."""
     oracle = partial(Oracle, accuracy=0.6, policy=Irregular())
@@ -50,14 +48,14 @@ def test_plain_steps_between_drafts_same_tokens(kind: str, batch: int) -> None:
     assert 0 < statistics.accepted < statistics.drafted
 
 
-@pytest.mark.parametrize("kind", INDEXED_ATTENTION)
+@pytest.mark.parametrize("kind", SPEC["indexed"])
 def test_indexed_attention_trees_same_tokens(kind: str) -> None:
     """Would catch: an indexer that sees rejected tokens, siblings or slots of shorter rows."""
     statistics = assert_same_tokens(stateful_model(kind), prompts(3), ORACLES["tree"], max_new_tokens=14)
     assert 0 < statistics.accepted < statistics.drafted
 
 
-@pytest.mark.parametrize("kind", COUNTING_SLOTS)
+@pytest.mark.parametrize("kind", SPEC["counting_slots"])
 def test_model_that_counts_positions_in_the_cache_takes_one_row(kind: str) -> None:
     """Would catch: wrong positions of shorter rows, or of layers behind the first one."""
     statistics = assert_same_tokens(stateful_model(kind), prompts(1), ORACLES["sometimes"], max_new_tokens=14)
@@ -107,10 +105,10 @@ def test_returned_cache_continues_the_text(kind: str, batch: int) -> None:
     def two_turns(**more: Any) -> torch.Tensor:
         first = model.generate(**inputs, max_new_tokens=8, return_dict_in_generate=True, **more)
         ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]] * batch)], dim=1)
-        mask = torch.cat([inputs["attention_mask"], torch.ones(batch, ids.shape[1] - prompt_length(inputs)).long()], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(batch, ids.shape[1] - 12).long()], 1)
         return model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=8)
 
-    oracle = ORACLES["sometimes"](model.generate(**inputs, max_new_tokens=8)[:, prompt_length(inputs) :])
+    oracle = ORACLES["sometimes"](model.generate(**inputs, max_new_tokens=8)[:, 12:])
     assert torch.equal(two_turns(candidate_generator=oracle), two_turns())
 
 
@@ -145,10 +143,10 @@ def test_criterion_that_cuts_a_row_that_is_ahead_same_output(column: int, scores
     The last row is ahead in the third column, and in the eleventh it has had all its tokens for some steps.
     """
     model, inputs = stateful_model("qwen3_5_text"), prompts(3)
-    answers = model.generate(**inputs, max_new_tokens=12)[:, prompt_length(inputs) :]
+    answers = model.generate(**inputs, max_new_tokens=12)[:, 12:]
 
     def generate(**more: Any) -> Any:
-        criteria = StoppingCriteriaList([_StopsAt(prompt_length(inputs) + column, stops)])
+        criteria = StoppingCriteriaList([_StopsAt(12 + column, stops)])
         return model.generate(
             **inputs,
             max_new_tokens=12,

@@ -1,7 +1,4 @@
-"""The tokens of plain `generate` on every supported architecture.
-
-By default one compact case runs for each architecture; `--all-architectures` runs every strategy on each of them.
-"""
+"""The tokens of plain `generate` on every supported architecture; `python -m tests.fuzz` draws all strategies there."""
 
 from functools import partial
 from typing import Any
@@ -28,7 +25,6 @@ from tests.helpers import (
     shared_draft,
     tiny_model,
 )
-from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import SPEC
 
@@ -70,64 +66,3 @@ def test_grouped_attention_keeps_the_tokens(
     assert torch.equal(plain, output.sequences)
     assert 0 < output.speculation.accepted < output.speculation.drafted
     assert bool(folded_calls) == (architecture not in {*SPEC["eager_only"], *UNGROUPED})
-
-
-@pytest.mark.all_architectures
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("oracle", ORACLES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_generate_every_architecture_same_tokens(architecture: str, batch: int, oracle: str) -> None:
-    """Would catch: a wrong mask, position or cache slot in any architecture.
-
-    Sampling and processors rotate with the architecture: together the cases contain all of them, with every oracle.
-    """
-    case = 3 * ARCHITECTURES.index(architecture) + 2 * list(ORACLES).index(oracle) + batch
-    sampling, processors = SAMPLING_AND_PROCESSORS[case % len(SAMPLING_AND_PROCESSORS)]
-    arguments = {"max_new_tokens": 14, **FULL_SAMPLING[sampling], **PROCESSORS[processors]}
-    statistics = assert_same_tokens(tiny_model(architecture), prompts(batch), ORACLES[oracle], **arguments)
-    if processors != "minimum":  # there EOS may come before the first accepted or rejected token
-        assert_oracle_was_used(oracle, statistics)
-
-
-@pytest.mark.all_architectures
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_draft_model_every_architecture_same_tokens(architecture: str, batch: int, sampling: str) -> None:
-    """Would catch: a draft cache that keeps rejected tokens, lacks accepted ones, or shifts positions."""
-    model = tiny_model(architecture)
-    candidates = DraftModelCandidates(shared_draft(model, noise=3.0), k=4)
-    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=20, **SAMPLING[sampling])
-    assert statistics.drafted > 0
-
-
-@pytest.mark.all_architectures
-@pytest.mark.parametrize("exit_layer", [1, -1])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("architecture", DIVISIBLE)
-def test_layer_skip_every_divisible_architecture_same_tokens(
-    architecture: str, exit_layer: int, batch: int, sampling: str
-) -> None:
-    """Would catch: a layer run twice or not at all, states of a wrong step, layers with caches of other lengths."""
-    model = tiny_model(architecture)
-    candidates = LayerSkipCandidates(exit_layer % model.config.num_hidden_layers, k=3)
-    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=16, **SAMPLING[sampling])
-    assert statistics.drafted > 0
-
-
-@pytest.mark.all_architectures
-@pytest.mark.parametrize(
-    "shape",
-    [{"reads_token": True}, {"num_layers": 2, "reads_token": True, "reads_path": True}],
-    ids=["token", "two-layers-path"],
-)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_medusa_every_architecture_same_tokens(architecture: str, shape: dict, batch: int, sampling: str) -> None:
-    """Would catch: a hidden state of a wrong row or node, a tree with misplaced nodes."""
-    model = tiny_model(architecture)
-    candidates = MedusaCandidates(random_heads(model, **shape), policy=FixedDepth())
-    statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=16, **SAMPLING[sampling])
-    assert statistics.drafted > 0

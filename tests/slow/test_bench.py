@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import hf_specgen
 from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, judged
 from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
@@ -16,7 +17,6 @@ from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.report import summary
 from benchmarks.suites import SUITES
 from benchmarks.workloads.domains import Domain
-from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.evaluation.workloads import Difference
 from tests.helpers import tiny_model
@@ -25,7 +25,7 @@ from tests.helpers.bench_run import SMALL
 
 def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
     """Setting b is faster on the short prompt, a over both together."""
-    family = Family("x", {"a": dict, "b": dict}, ours=True)
+    family = Family("x", {"a": dict, "b": dict}, code="X({})")
     measured = [("a", 100, 10.0), ("a", 10, 2.0), ("b", 100, 20.0), ("b", 10, 0.1)]
     records = [{"section": "tuning", "variant": f"x {s}", "tokens": t, "seconds": d} for s, t, d in measured]
     assert choose([family], records) == {"x": "a"}
@@ -46,10 +46,16 @@ def test_both_sides_get_the_same_effort(reference_model) -> None:
     peers = {"n-grams": "prompt lookup", "draft model": "assistant_model", "layer skip": "assistant_early_exit"}
     for mine, theirs in peers.items():
         assert len(families[mine].settings) == len(families[theirs].settings)
-        assert families[mine].ours and not families[theirs].ours
+        assert families[mine].code and not families[theirs].code
     for family in built:
         kept = family.with_defaults().settings
-        assert [name.partition("=")[2] for name in kept] == ["auto"] if family.ours else kept == family.settings
+        assert [name.partition("=")[2] for name in kept] == ["auto"] if family.code else kept == family.settings
+    codes = {name: family.code_of("k=4") for name, family in families.items() if family.code}
+    assert codes["n-grams"] == "NgramCandidates(k=4)" and families["n-grams"].code_of("k=auto") == "NgramCandidates()"
+    for name, code in codes.items():  # would catch: an expression that builds another strategy than the measured one
+        assert type(eval(code, vars(hf_specgen).copy())) is type(
+            families[name].settings["k=auto"]()["candidate_generator"]
+        )
     for setting, k, threshold in (("k=2", 2, 0.0), ("k=20 p>0.4", 20, 0.4)):
         config = families["assistant_model"].settings[setting]()["assistant_model"].generation_config
         assert (config.num_assistant_tokens, config.assistant_confidence_threshold) == (k, threshold)
@@ -143,7 +149,7 @@ def test_projected_speedup_is_a_ratio_of_sums_beside_the_measured_one() -> None:
 
 @pytest.mark.parametrize("name", sorted(SUITES))
 def test_suite_names_tables_that_exist(name: str) -> None:
-    known = {"by domain", "speed", "acceptance", "limits", "batch", "memory"}
+    known = {"by domain", "speed", "acceptance", "batch", "memory"}
     known |= {f"projected by {column}" for column in ("domain", "batch", "temperature")}
     assert {SUITES[name].table, *SUITES[name].tables} <= known and SUITES[name].plan.quick()
 
@@ -154,17 +160,3 @@ def test_repeats_of_a_prompt_are_one_request() -> None:
     often = summary.Cell("c", "ours", once.records * 10, once.plain * 10)
     assert often.requests == 2
     assert often.speedup.low == pytest.approx(once.speedup.low)
-
-
-def test_limits_follow_the_formulas() -> None:
-    """Of two pairs of drafts of 4 one is accepted, one is rejected at its first token: alpha = 8 / (8 + 2)."""
-    steps = [[4, 4, 4, 5], [4, 4, 0, 1], [4, 4, 4, 5], [4, 4, 0, 1]]
-    times = {"forward": 0.04, "draft": 0.016}
-    base = {"cell": "c", "number": 0, "tokens": 12, "identical": True, "sampled": False}
-    ours = {**base, "seconds": 0.08, "steps": steps, "times": times}
-    curve = CostCurve((1, 8), (0.01, 0.01), context=1, batch=1)
-    (row,) = summary.limits([summary.Cell("c", "ours", [ours], [{**base, "seconds": 0.12}])], curve)
-    assert row["alpha"] == pytest.approx(0.8) and row["tokens/step"] == 3.0
-    assert row["expected"] == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
-    assert row["limit"] == pytest.approx(3 * 0.01 / 0.014)
-    assert row["of limit"] == pytest.approx(1.5 / row["limit"])

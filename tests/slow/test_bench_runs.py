@@ -14,8 +14,7 @@ from benchmarks.harness import memory, runner
 from benchmarks.harness.journal import Journal, JournalError
 from benchmarks.harness.runner import run
 from benchmarks.report import page
-from benchmarks.report.decision import overview, sentence
-from benchmarks.report.results import result
+from benchmarks.report.results import result, sentence
 from hf_specgen.depth import CostCurve
 from hf_specgen.depth.latency import Bucket, DraftLatency, LatencyModel
 from tests.helpers.bench_run import SMALL, on_tiny_target
@@ -39,7 +38,7 @@ def test_interrupted_run_keeps_its_records_and_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = replace(SMALL, strategies=("ngram",), domains=("edit",), batches=(), temperatures=(), contexts=())
-    plan = replace(on_tiny_target(plan, folder), repeats=4, trace_texts=0, seed=7, tuning_prompts=1)
+    plan = replace(on_tiny_target(plan, folder), repeats=4, seed=7, tuning_prompts=1)
     rounds: list[int] = []
     seeds: list[int] = []
     measure_round = runner.measure_round
@@ -128,7 +127,6 @@ def test_without_network_the_local_domains_still_run(folder: Path, tmp_path: Pat
         peers=(),
         domains=("gsm8k-hub", "edit"),
         repeats=1,
-        trace_texts=0,
     )
     outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path, quiet())
     assert outcome is not None and {r["cell"] for r in outcome.records} == {"edit"}
@@ -138,7 +136,7 @@ def test_without_network_the_local_domains_still_run(folder: Path, tmp_path: Pat
 def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     arguments = ["suite", "--model", str(folder / "target"), "--strategies", "ngram", "--peers", ""]
     arguments += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4"]
-    arguments += ["--batches", "", "--temperatures", "", "--contexts", "", "--trace-texts", "0", "--out", str(tmp_path)]
+    arguments += ["--batches", "", "--temperatures", "", "--contexts", "", "--out", str(tmp_path)]
     assert run_in_ranks(main, [[arguments]] * 2) == [0, 0]
     shards = [file.read_text().splitlines()[1:] for file in sorted(tmp_path.glob("records-*.jsonl"))]
     units = [{json.loads(line)[0]["unit"] for line in lines} for lines in shards]
@@ -161,7 +159,7 @@ def profile(folder: Path, *drafters: str) -> str:
     return str(path)
 
 
-ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperatures=(), contexts=(), trace_texts=0)
+ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperatures=(), contexts=())
 
 
 def test_profile_gives_projected_speedups_that_follow_from_the_counts(folder: Path, tmp_path: Path) -> None:
@@ -175,7 +173,7 @@ def test_profile_gives_projected_speedups_that_follow_from_the_counts(folder: Pa
     over_all = next(row for row in found["tables"]["acceptance"] if row["domain"] == "all")
     (row,) = found["tables"]["projected by domain"]
     assert row["variant"] == "n-grams k=auto" and row["all"] == pytest.approx(over_all["tokens/step"])
-    assert "projected" in str(overview(found).title).lower() and sentence(found) is None
+    assert sentence(found) is None
     text = page.write(found, tmp_path / "out").read_text()
     assert "Projected speedup" in text and "Not measured" in text
 
@@ -183,10 +181,9 @@ def test_profile_gives_projected_speedups_that_follow_from_the_counts(folder: Pa
 def test_memory_is_measured_for_every_strategy_with_and_without_scores(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "EMBEDDED_MODEL", folder / "target")
     monkeypatch.setattr(memory, "NEW_TOKENS", 128)
     monkeypatch.setattr(memory, "in_new_process", lambda function, *given: run_in_ranks(function, [given])[0])
-    plan = replace(ONE_DOMAIN, strategies=("ngram",), memory_context=256)
+    plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("ngram",), memory_context=256)
     rows = memory.measure_memory(plan)
     assert [(row["output_scores"], row["variant"]) for row in rows] == [
         ("no", "plain"), ("no", "n-grams k=8 tree=32"), ("yes", "plain"), ("yes", "n-grams k=8 tree=32"),

@@ -1,5 +1,6 @@
 """Training passes equal drafting; losses equal naive ones, with their gradients; sharded drafters learn."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,8 +133,8 @@ def test_dspark_training_corrects_by_the_true_tokens(name: str) -> None:
         corrected = head.correct(bound, block[number : number + 1], tokens)
         for depth in range(tokens.shape[1]):
             state = drafts.states[depth][number : number + 1]
-            torch.testing.assert_close(drafts.logits[depth](state, state), corrected.logits[:, depth])
-            torch.testing.assert_close(drafts.confidence[depth](state, state), corrected.confidence[:, depth])
+            torch.testing.assert_close(drafts.logits[depth](state), corrected.logits[:, depth])
+            torch.testing.assert_close(drafts.confidence(state), corrected.confidence[:, depth])
         assert row in (0, 1)
 
 
@@ -141,7 +142,7 @@ def medusa_drafts(model: Any, heads: MedusaHeads, hidden: torch.Tensor, tokens: 
     outputs: list[Any] = list(heads.lm_heads) if heads.config.own_outputs else [model.lm_head] * heads.config.num_heads
     return Drafts(
         [heads.head_state(head, hidden, tokens) for head in range(heads.config.num_heads)],
-        [lambda state, _, matrix=output: output_logits(model, state, matrix) for output in outputs],
+        [partial(output_logits, model, matrix=output) for output in outputs],
         trained=[parameter for output in outputs for parameter in output.parameters()],
     )
 
@@ -174,7 +175,7 @@ def test_every_loss_is_the_naive_one(drafted_ids: torch.Tensor | None) -> None:
     model, hidden, answers = tiny_model("llama"), torch.randn(9, 64), [0] * 5 + [1] * 4
     known, matrix = learnt(hidden, answers), torch.randn(VOCAB if drafted_ids is None else len(drafted_ids), 64)
     state = torch.randn(9, 64)
-    drafts = Drafts([state], [lambda some, _: some @ matrix.T], first=0, drafted_ids=drafted_ids)
+    drafts = Drafts([state], [lambda some: some @ matrix.T], first=0, drafted_ids=drafted_ids)
     ids = torch.arange(VOCAB) if drafted_ids is None else drafted_ids
     p, q = output_logits(model, hidden)[:, ids].softmax(-1), (state @ matrix.T).softmax(-1)
     tv, kl = (p - q).abs().sum(-1) / 2, (p * (p.log() - q.log())).sum(-1)
@@ -195,7 +196,7 @@ def test_acceptance_counts_are_those_of_replayed_drafts() -> None:
     matrix, rows = model.lm_head.weight.detach() + 0.02 * torch.randn(VOCAB, 64), torch.tensor([0] * 5 + [1] * 4)
     top_p, known = output_logits(model, hidden).argmax(-1), Learnt(hidden, answers, answers)
     for first, states in ((0, [hidden]), (1, [hidden.roll(-1, 0), hidden.roll(-2, 0)])):
-        drafts = Drafts(states, [lambda some, _: some @ matrix.T] * len(states), first=first)
+        drafts = Drafts(states, [lambda some: some @ matrix.T] * len(states), first=first)
         counts = acceptance_counts(model, drafts, known, rows, 2)
         for depth in range(2):
             chains = 0

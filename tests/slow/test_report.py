@@ -103,7 +103,7 @@ def test_page_holds_itself(finished) -> None:
     parsed.feed(text)
     assert [link for link in parsed.links if not link.startswith(("#", "data:"))] == []
     assert "script" not in parsed.tags and "@import" not in text and "url(http" not in text
-    assert parsed.tags.count("svg") == 7 == len(list((page.parent / "plots").glob("*.png")))
+    assert parsed.tags.count("svg") == 6 == len(list((page.parent / "plots").glob("*.png")))
     for name in ("speed", "acceptance", "cost", "tuning", "batch", "temperature", "context"):
         for row in found["tables"][name]:
             assert all(cell(value) in text for value in row.values() if isinstance(value, float)), (name, row)
@@ -143,7 +143,7 @@ def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:
 def page_of(found: dict[str, Any], **changes: Any) -> str:
     """The page with another speedup of the first of our variants over all domains, and no other tables."""
     base = next(row for row in found["tables"]["speed"] if "speedup" in row and row["domain"] == "all")
-    row = {**base, "variant": found["ours"][0], **changes}
+    row = {**base, "variant": next(iter(found["ours"])), **changes}
     tables = {"speed": [row], "by domain": [{"variant": row["variant"], "all": row["speedup"]}]}
     return report.html({**found, "tables": tables}, {})
 
@@ -167,12 +167,7 @@ def test_page_escapes_texts(finished) -> None:
     assert "a&amp;b" in shown and "&lt;u&gt;note" in shown and "&lt;i&gt;v" in shown
 
 
-def test_readme_code_and_domains(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """What the benchmark's README shows can be pasted."""
+def test_readme_shows_domains_of_ones_own_with_known_fields() -> None:
     text = (ROOT / "benchmarks" / "README.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
-        exec(compile(block, "benchmarks/README.md", "exec"), {})
-    assert float(capsys.readouterr().out.split()[1]) > 1
     shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, flags=re.S).group(1))
     assert shown and all(set(spec) <= FIELDS for spec in shown.values())
-    assert BEGIN in text and END in text

@@ -1,11 +1,108 @@
-"""Eight threads: all strategies and plain calls with one model, every text checked.
+"""Eight threads: all strategies and plain calls with one model, every text checked; the first calls of a process.
 
 For 5 seconds; `pytest tests/slow/test_threads.py --thread-seconds 60` runs them for a minute.
 """
 
-import pytest
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
 
-from tests.helpers.threads import mixed_jobs, run_in_threads
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from hf_specgen import AdaptiveDepth, NgramCandidates, SpeculationMonitor, speculate
+from hf_specgen.verification import CoupledVerifier, RejectionVerifier
+from tests.helpers.models import prompts
+from tests.helpers.processors import PrefixReader, RowWisePrefixReader
+from tests.helpers.strategies import PARTLY_RIGHT, llama
+
+
+@dataclass
+class Job:
+    """A call of `generate` whose result is known.
+
+    Args:
+        name: of the strategy; "plain" without one.
+        inputs, arguments: of `generate`.
+        expected: the ids of plain `generate`.
+    """
+
+    name: str
+    inputs: dict[str, torch.Tensor]
+    arguments: dict[str, Any]
+    expected: torch.Tensor
+
+
+@dataclass
+class Outcome:
+    """How often each strategy ran, and what went wrong."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+
+def mixed_jobs() -> tuple[Any, list[Job]]:
+    """A model, and greedy calls with every strategy that may run in threads, each strategy object shared by all calls.
+
+    Layer skip is left out: it changes the layer list of the model while it drafts.
+    """
+    model, no_answers = llama(), torch.empty(0, 0, dtype=torch.long)
+    shared: list[dict[str, Any]] = [
+        {"verification": CoupledVerifier()},
+        {"verification": RejectionVerifier()},
+        {"monitor": SpeculationMonitor(prometheus=False)},
+    ]
+    strategies: dict[str, dict[str, Any]] = {"plain": {}}
+    for name, strategy in PARTLY_RIGHT.items():
+        if strategy.target is llama and not name.startswith("oracle") and "layer skip" not in name:
+            number = len(strategies)
+            candidates = strategy.make(no_answers, policy=AdaptiveDepth() if number % 2 else None)
+            strategies[name] = {"candidate_generator": candidates, **shared[number % 3]}
+    strategies["speculate"] = {"custom_generate": speculate(NgramCandidates(k=4), verification=CoupledVerifier())}
+    settings: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = [
+        (prompts(1, length=8), {"max_new_tokens": 16}),
+        (prompts(1, length=20), {"max_new_tokens": 24}),
+        (prompts(3), {"max_new_tokens": 20, "eos_token_id": list(range(30, 40)), "pad_token_id": 0}),
+        (prompts(2), {"max_new_tokens": 12, "repetition_penalty": 1.3}),
+        (prompts(2), {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([RowWisePrefixReader()])}),
+        (prompts(2), {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([PrefixReader()])}),
+    ]
+    jobs = []
+    for inputs, arguments in settings:
+        expected = model.generate(**inputs, **arguments)
+        jobs += [Job(name, inputs, {**arguments, **strategy}, expected) for name, strategy in strategies.items()]
+    return model, jobs
+
+
+def run_in_threads(model: Any, jobs: Sequence[Job], threads: int, seconds: float) -> Outcome:
+    """Run the jobs again and again in several threads until the time is over, or a text is wrong."""
+    outcome, end, lock = Outcome(), time.monotonic() + seconds, threading.Lock()
+    remaining = itertools.cycle(jobs)
+
+    def work(_: int) -> None:
+        while time.monotonic() < end and not outcome.failures:
+            with lock:
+                job = next(remaining)
+            try:
+                ids = model.generate(**job.inputs, **job.arguments)
+            except Exception as error:
+                outcome.failures.append(f"{job.name}: {error!r}")
+                return
+            outcome.calls[job.name] += 1
+            if not torch.equal(ids, job.expected):
+                outcome.failures.append(f"{job.name}: {ids.tolist()} instead of {job.expected.tolist()}")
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+    return outcome
 
 
 def test_eight_threads_with_one_model_same_texts(pytestconfig: pytest.Config) -> None:
@@ -14,3 +111,41 @@ def test_eight_threads_with_one_model_same_texts(pytestconfig: pytest.Config) ->
     outcome = run_in_threads(model, jobs, threads=8, seconds=pytestconfig.getoption("thread_seconds"))
     assert outcome.failures == []
     assert set(outcome.calls) == {job.name for job in jobs}, "every strategy must have run"
+
+
+FIRST_CALLS = """
+import threading
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import hf_specgen
+
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=None, **sizes)).eval()
+ids, barrier = torch.tensor([[3, 4, 5, 3, 4]]), threading.Barrier(8)
+arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
+ways = ({}, {"candidate_generator": "auto"}, {"custom_generate": lambda model, input_ids, **_: input_ids})
+texts, failures = {0: set(), 1: set(), 2: set()}, []
+
+def work(number):
+    barrier.wait()
+    for _ in range(4):
+        try:
+            text = model.generate(ids, **arguments, **ways[number % 3])
+            texts[number % 3].add(str(text.tolist()))
+        except Exception as error:
+            failures.append(repr(error))
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, (len(failures), failures[0])
+assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[2] == {str(ids.tolist())}
+"""
+
+
+def test_first_calls_of_a_process_in_eight_threads() -> None:
+    """Would catch: a plain call that fails while another thread's first call imports the package."""
+    finished = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr[-2000:]

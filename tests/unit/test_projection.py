@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.projection import latency_for, project
-from benchmarks.report.decision import choices, code_of
+from benchmarks.report.results import choices
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import CostCurve, LatencyModel
@@ -59,7 +59,8 @@ def row(domain: str, variant: str, speedup: float, verdict: str = "faster") -> d
 
 
 def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"ours": [NGRAM, DRAFT], "plan": {"strategies": ["ngram", "draft=org/small"]}, "tables": {"speed": rows}}
+    ours = {NGRAM: "NgramCandidates()", DRAFT: "DraftModelCandidates('org/small', k=4)"}
+    return {"ours": ours, "tables": {"speed": rows}}
 
 
 MIXED = result(
@@ -76,27 +77,9 @@ MIXED = result(
 
 
 def test_choices_are_the_fastest_of_ours_for_each_kind_of_text_all_first() -> None:
-    found = {choice.domain: (choice.variant, choice.code) for choice in choices(MIXED)}
+    found = {choice["domain"]: (choice["variant"], choice["code"]) for choice in choices(MIXED)}
     assert list(found) == ["all", "edit", "prose", "chat"]
     assert found["all"] == (DRAFT, "DraftModelCandidates('org/small', k=4)")
     assert found["edit"] == (NGRAM, "NgramCandidates()"), "a strategy of Transformers is no choice"
-    assert found["prose"] == (None, ""), "an interval that includes 1 is no reason to use it"
+    assert found["prose"] == (None, None), "an interval that includes 1 is no reason to use it"
     assert found["chat"][0] == DRAFT
-
-
-@pytest.mark.parametrize(
-    ("variant", "strategies", "code"),
-    [
-        ("n-grams k=8 tree=32", ["ngram"], "NgramCandidates(k=8, tree=32)"),
-        ("Medusa tree=auto", ["medusa=org/heads"], "MedusaCandidates('org/heads')"),
-        ("layer skip k=2", ["layerskip=org/exit"], "LayerSkipCandidates(…, adapter='org/exit', k=2)"),
-        ("layer skip without adapter k=2", ["layerskip=3"], "LayerSkipCandidates(3, k=2)"),
-        (
-            "n-grams + draft model k=auto",
-            ["ngram+draft=org/small"],
-            "CombinedCandidates([NgramCandidates(), DraftModelCandidates('org/small')])",
-        ),
-    ],
-)
-def test_code_of_a_variant_builds_it(variant: str, strategies: list[str], code: str) -> None:
-    assert code_of(variant, {"plan": {"strategies": strategies}}) == code

@@ -1,7 +1,6 @@
 """What recipes read: formats of conversations, labels, packing, the order of rows; arguments; resumed answers."""
 
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +67,9 @@ def test_missing_column_is_named_with_those_found() -> None:
 def test_every_answer_of_a_conversation_is_learnt_as_it_is_generated(tokenizer: Any) -> None:
     """Catches: a loss on prompts, on one answer only, or on a prompt other than the one the model sees."""
     (row,) = ChatFormat(tokenizer).encode({"messages": THREE}, 200)
-    prompt = ChatFormat(tokenizer).prompt(THREE[:1])
     ids, labels = row["input_ids"], row["labels"]
     assert (
-        tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        == ids[: labels.index(next(x for x in labels if x >= 0)) + 1]
+        ChatFormat(tokenizer).prompt({"messages": THREE[:2]}) == ids[: next(t for t in range(99) if labels[t] >= 0) + 1]
     )
     runs = answer_numbers({"labels": torch.tensor([labels])})
     learnt = torch.tensor(labels)[torch.tensor(labels) != IGNORED]
@@ -92,8 +89,8 @@ def test_answers_that_a_template_rewrites_later_get_rows_of_their_own(tokenizer:
     messages = [HI, {**YES, "thought": "t1"}, THREE[2], {**THREE[3], "thought": "t2"}]
     first, second = ChatFormat(tokenizer).encode({"messages": messages}, 200)
     assert "t1" in tokenizer.decode(first["input_ids"]) and "t1" not in tokenizer.decode(second["input_ids"])
-    quick = ChatFormat(tokenizer, {"quick": True}).prompt([HI])
-    assert quick.endswith("[assistant]-")
+    quick = ChatFormat(tokenizer, {"quick": True}).prompt({"messages": [HI]})
+    assert tokenizer.decode(quick).endswith("[assistant]-")
 
 
 def test_packed_rows_keep_conversations_apart(tokenizer: Any) -> None:
@@ -173,8 +170,7 @@ def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Path) -> None
     args = parse(EagleArguments, None, ["--preset", "8b", "--config", str(file), "--steps", "3"])
     assert (args.max_steps, args.layers, args.learning_rate, args.resume) == (3, [1, 2], 3e-4, True)
     assert args.loss == {"tv": 1} and args.max_length == preset("8b", "EagleArguments")["max_length"]
-    for flags in (["--layers", "[4, 5]"], ["--layers", "4", "5"]):
-        assert parse(EagleArguments, None, ["--config", str(file), *flags]).layers == [4, 5]
+    assert parse(EagleArguments, None, ["--config", str(file), "--layers", "4", "5"]).layers == [4, 5]
     assert isinstance(parse(DraftArguments, None, [*REQUIRED, "--draft", "x", "--lora", "{r: 2}"]).lora, Options)
 
 
@@ -223,7 +219,7 @@ def test_the_reference_preset_is_whole_for_every_recipe_and_names_files_that_exi
             assert (ROOT / value).exists(), f"{key}: {value}"
 
 
-BATCHES = [[{"domain": "math", "prompt": "1 + 1?"}], [{"domain": "code", "prompt": "Sort a list."}]]
+PROMPTS = [{"domain": "math", "prompt": "1 + 1?"}, {"domain": "code", "prompt": "Sort a list."}]
 
 
 def answer_arguments(**changed: Any) -> AnswerArguments:
@@ -231,25 +227,24 @@ def answer_arguments(**changed: Any) -> AnswerArguments:
 
 
 @pytest.mark.parametrize(
-    ("changed", "batches", "difference"),
+    ("changed", "prompts", "difference"),
     [
-        ({"output": "moved.jsonl"}, BATCHES, None),
-        ({"seed": 1}, BATCHES, r"seed 0 \(now 1\);"),
-        ({"batch_size": 4, "max_new_tokens": 9}, BATCHES, r"max_new_tokens 1024 \(now 9\), batch_size 32 \(now 4\);"),
-        ({"generation": {"default": {}}}, BATCHES, r"generation .*\(now "),
-        ({}, BATCHES[::-1], "content of the prompts"),
+        ({"output": "moved.jsonl", "batch_size": 4}, PROMPTS, None),
+        ({"seed": 1}, PROMPTS, r"seed 0 \(now 1\);"),
+        ({"max_new_tokens": 9}, PROMPTS, r"max_new_tokens 1024 \(now 9\);"),
+        ({"generation": {"default": {}}}, PROMPTS, r"generation .*\(now "),
+        ({}, PROMPTS[::-1], "content of the prompts"),
     ],
 )
 def test_interrupted_answers_are_continued_with_their_own_settings_only(
-    tmp_path: Path, changed: dict[str, Any], batches: Any, difference: str | None
+    tmp_path: Path, changed: dict[str, Any], prompts: Any, difference: str | None
 ) -> None:
     """Would catch: answers of two settings, or of other prompts of the same name, in one file."""
-    (tmp_path / "0.jsonl").write_text(json.dumps({"batch": 0, "rows": []}))
-    (tmp_path / RECORD).write_text(json.dumps(record_of(answer_arguments(), BATCHES)))
-    record = record_of(answer_arguments(**changed), batches)
+    (tmp_path / "0.jsonl").write_text(json.dumps([0, {}]))
+    (tmp_path / RECORD).write_text(json.dumps(record_of(answer_arguments(), PROMPTS)))
+    record = record_of(answer_arguments(**changed), prompts)
     if difference is None:
         check_record(tmp_path, record)
         return
-    with pytest.raises(ValueError, match=f"interrupted run with .*{difference}.*remove that folder|{difference}"):
+    with pytest.raises(ValueError, match=f"interrupted run with .*{difference}"):
         check_record(tmp_path, record)
-    assert list(chain(tmp_path.glob("*.jsonl")))

@@ -4,7 +4,7 @@ from typing import Any
 
 from benchmarks.harness.plan import Plan, Suite
 
-NO_SWEEPS: dict[str, Any] = {"batches": (), "temperatures": (), "contexts": (), "trace_texts": 0}
+NO_SWEEPS: dict[str, Any] = {"batches": (), "temperatures": (), "contexts": ()}
 BY_DOMAIN: dict[str, Any] = {"domains": ("embedded",), "max_new_tokens": 128, "repeats": 3, **NO_SWEEPS}
 
 SUITES: dict[str, Suite] = {
@@ -21,8 +21,8 @@ SUITES: dict[str, Suite] = {
     "drafting": Suite(Plan(strategies=("draft", "layerskip=4", "layerskip"), **BY_DOMAIN)),
     # Medusa heads alone, and combined with n-grams.
     "heads": Suite(Plan(strategies=("medusa", "ngram+medusa"), **{**BY_DOMAIN, "batches": (1, 4)})),
-    # Peak memory at 8,000 tokens of context, without and with output_scores.
-    "memory": Suite(Plan(peers=(), domains=(), memory_context=8000, **NO_SWEEPS), table="memory"),
+    # Peak memory at 1,700 tokens of context, without and with output_scores.
+    "memory": Suite(Plan(peers=(), domains=(), memory_context=1700, **NO_SWEEPS), table="memory"),
     # Default settings; speedups by domain, batch size and temperature, projected with a given latency profile.
     "projected": Suite(
         Plan(
@@ -38,7 +38,6 @@ SUITES: dict[str, Suite] = {
             batches=(1, 4),
             temperatures=(0.0, 0.8),
             contexts=(),
-            trace_texts=0,
             profile="benchmarks/profiles/gpu_like.json",
         ),
         table="projected by domain",

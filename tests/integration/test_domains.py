@@ -1,94 +1,15 @@
-"""The formulas, against simulation and against each other; the cost curve, by shape and by file."""
+"""Domains: those that ship can be read, invalid descriptions raise an error that names the problem; measured T(q)."""
 
 import json
-import random
 from pathlib import Path
 
 import datasets
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from benchmarks.harness.analysis import estimated_alpha, expected_accepted, expected_speedup, optimal_k
 from benchmarks.workloads.domains import CATALOGUE, DomainError, load_domain, names_of
-from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.cost import measure_cost_curve
 from tests.helpers import tiny_model
-
-ALPHAS = st.floats(0, 1)
-LENGTHS = st.integers(0, 20)
-CURVES = st.lists(st.floats(0.001, 1), min_size=6, max_size=6).map(
-    lambda seconds: CostCurve((1, 2, 4, 8, 16, 32), tuple(sorted(seconds)), context=1, batch=1)
-)
-
-
-def simulate(alpha: float, k: int, steps: int) -> Statistics:
-    """Drafts of k tokens, each accepted with probability alpha until one is not."""
-    generator = random.Random(0)
-    made = []
-    for _ in range(steps):
-        accepted = next((i for i in range(k) if generator.random() >= alpha), k)
-        made.append(RowStep(k, k, accepted, accepted + 1))
-    return Statistics([made])
-
-
-@pytest.mark.parametrize(("alpha", "k"), [(0.3, 4), (0.7, 8), (0.95, 5)])
-def test_formulas_match_a_simulation(alpha: float, k: int) -> None:
-    """40,000 steps: the standard error of the mean is under 0.02 tokens, of alpha under 0.003; 5 of them allowed."""
-    drawn = simulate(alpha, k, 40_000)
-    assert drawn.tokens_per_step == pytest.approx(1 + expected_accepted(alpha, k), abs=0.1)
-    assert estimated_alpha(drawn) == pytest.approx(alpha, abs=0.015)
-    shares = drawn.acceptance_rate_per_position
-    assert expected_accepted(shares, k) == pytest.approx(drawn.accepted / drawn.drafts)
-
-
-def test_a_draft_cut_off_by_a_stop_is_no_rejection() -> None:
-    cut = Statistics([[RowStep(4, 4, 4, 5), RowStep(4, 4, 2, 2)]])
-    assert estimated_alpha(cut) == 1.0
-    assert estimated_alpha(Statistics([[RowStep(0, 0, 0, 1)]])) == 0.0
-
-
-@given(ALPHAS, LENGTHS)
-def test_closed_form(alpha: float, k: int) -> None:
-    closed = k if alpha == 1 else alpha * (1 - alpha**k) / (1 - alpha)
-    assert expected_accepted(alpha, k) == pytest.approx(closed, abs=1e-9, rel=1e-6)
-    assert expected_accepted([alpha**i for i in range(1, k + 1)], k) == pytest.approx(expected_accepted(alpha, k))
-
-
-@given(ALPHAS, CURVES, st.floats(0, 0.1), st.floats(0, 0.1))
-def test_best_k_is_at_least_as_good_as_every_other(
-    alpha: float, curve: CostCurve, draft_cost: float, overhead: float
-) -> None:
-    best = optimal_k(alpha, curve, draft_cost, overhead, max_k=20)
-
-    def speed(k: int) -> float:
-        return expected_speedup(alpha, k, curve, draft_cost, overhead if k else 0)
-
-    assert speed(best) >= 1  # k = 0 is plain decoding
-    assert all(speed(best) >= speed(k) for k in range(21))
-
-
-def test_best_k_known_cases() -> None:
-    assert optimal_k(1.0, max_k=7) == 7
-    assert optimal_k(0.0, draft_cost=0.1) == 0
-    assert optimal_k(0.9, lambda q: float(q)) == 0  # verification that costs as much as decoding
-    assert optimal_k([0.9, 0.8, 0.0, 0.0], lambda q: 1 + 0.05 * q) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((1.5, 3), "between 0 and 1, got 1.5"),
-        ((0.5, -1), "k must be at least 0, got -1"),
-        (([0.5, 0.6], 2), "must not increase"),
-        (([0.5], 2), "given for 1 positions, but k is 2"),
-    ],
-)
-def test_bad_acceptance(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        expected_accepted(*arguments)
 
 
 def test_measured_curve_runs_the_passes_it_says() -> None:
@@ -116,9 +37,6 @@ def test_measured_curve_runs_the_passes_it_says() -> None:
 def test_bad_measurement(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         measure_cost_curve(tiny_model("llama"), **arguments)
-
-
-# Domains: those that ship can be read, invalid descriptions raise an error that names the problem
 
 
 LOCAL = [name for name, spec in yaml.safe_load(CATALOGUE.read_text())["domains"].items() if "data" in spec]

@@ -1,0 +1,113 @@
+"""Cases of the random tester that are chosen: each way in which a call may end, be processed, be broken or go on.
+
+`tests/fuzz` compares tokens, scores, logits, caches, streams, exceptions and the state of the random generator with
+those of plain `generate`, and model and inputs with what they were before.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.fuzz.__main__ import run_safely
+from tests.fuzz.cases import BROKEN_LOGITS, CRITERIA, ENTRIES, FAULTS, OPTIONS, PROCESSORS, Case
+
+PARTLY = Case(accuracy=0.7, k=4, lengths=(12, 8, 4), max_new_tokens=16, seed=7)
+TREES = replace(PARTLY, strategy="oracle_tree")
+OUTPUTS = replace(TREES, return_dict=True, output_scores=True, output_logits=True)
+SAMPLED = replace(PARTLY, do_sample=True)
+TIGHT = replace(PARTLY, tight_positions=True, eos_ids=tuple(range(3, 13)))
+BATCHES = ((12,), (12, 8, 4))
+END = tuple(range(3, 23))
+
+
+def every(case: Case, **values: Sequence[Any]) -> list[Case]:
+    """One case for each combination of values of some fields."""
+    return [replace(case, **dict(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
+
+
+CASES: dict[str, list[Case]] = {
+    # Tokens after EOS inside an accepted draft; wrong padding after it; ended rows that change places.
+    "end token": [
+        *every(PARTLY, eos_columns=[(0,), (5,), (10,), (15,)], lengths=BATCHES, repetition_penalty=[1.0, 1.2]),
+        *every(SAMPLED, eos_columns=[(0,), (7,)], lengths=BATCHES),
+        *every(replace(TREES, eos_ids=END, max_new_tokens=30), do_sample=[False, True], lengths=[(3, 9, 5, 2, 7, 4)]),
+        *every(replace(PARTLY, eos_ids=END), min_new_tokens=[5], strategy=["oracle", "skip", "draft"]),
+    ],
+    # A criterion, or a time limit, that is evaluated per draft instead of per column. Without EOS rows are not padded.
+    "stopping criterion": [
+        *every(replace(OUTPUTS, accuracy=1.0), criteria=[(name,) for name in CRITERIA], eos_ids=[(), (98,)]),
+        *every(replace(PARTLY, accuracy=1.0), criteria=[(name,) for name in CRITERIA if name != "scores"]),
+        *every(replace(PARTLY, accuracy=1.0, max_new_tokens=24), stop_string_column=[0, 9], lengths=BATCHES),
+    ],
+    # Columns behind the stop, several columns in one chunk, a stream without its prompt or end.
+    "streamer": every(replace(PARTLY, streamer=True, eos_ids=END), entry=ENTRIES, lengths=BATCHES, return_dict=[True]),
+    # A processor that receives another prefix than in plain `generate`, or that is put into the wrong class.
+    "processor": [
+        *every(replace(PARTLY, eos_ids=END), options=[(name,) for name in OPTIONS], do_sample=[False, True]),
+        *every(TREES, processors=[(name,) for name in PROCESSORS], do_sample=[False, True], lengths=BATCHES),
+        *every(PARTLY, processors=[(), ("prefix",), ("stateful",)], accuracy=[0.0, 1.0], repetition_penalty=[1.3]),
+        *every(PARTLY, bad_words=[((5,), (6, 7), (8, 9, 10))], no_repeat_ngram_size=[2], lengths=BATCHES),
+        *every(SAMPLED, temperature=[0.7], top_k=[20], top_p=[0.9], strategy=["oracle", "oracle_tree"]),
+        *every(SAMPLED, min_p=[0.1], typical_p=[0.8], no_repeat_ngram_size=[0, 2], lengths=BATCHES),
+    ],
+    # Scores, logits and the returned cache of ended rows; their padding.
+    "outputs": [
+        *every(replace(OUTPUTS, eos_ids=END), do_sample=[False, True], processors=[(), ("prefix",)], lengths=BATCHES),
+        *every(replace(OUTPUTS, do_sample=True, num_return_sequences=2), strategy=["oracle", "draft"]),
+        *every(replace(OUTPUTS, eos_ids=END), strategy=["oracle_tree", "skip"], repetition_penalty=[1.0, 1.3]),
+        *every(replace(OUTPUTS, eos_ids=END, options=("guidance",)), criteria=[(), ("any_row",)], lengths=BATCHES),
+        *every(replace(OUTPUTS, eos_ids=END, window=4), architecture=["mistral", "gemma2", "llama4_text"]),
+    ],
+    # A cache that a call leaves for the next turn, its own or the caller's, used by either side.
+    "next turn": every(
+        replace(OUTPUTS, turns=3),
+        cache=["none", "dynamic"],
+        swap_caches=[False, True],
+        lengths=BATCHES,
+        architecture=["llama", "gemma2", "mistral"],
+    ),
+    # A window that is counted in cache slots instead of positions: siblings of a tree share one.
+    "window": every(
+        replace(TREES, max_new_tokens=24, window=4), architecture=["llama4_text", "gemma4_text", "mistral", "gemma2"]
+    ),
+    # Nodes behind the end of a table of positions, in rows that have ended or can draft no further.
+    "position table": [
+        *every(replace(TIGHT, strategy="draft"), architecture=["gpt2", "opt", "gptj", "llama"], lengths=BATCHES),
+        *every(replace(TIGHT, strategy="skip"), architecture=["gptj", "llama"], lengths=BATCHES, layers=[2, 3]),
+    ],
+    # Token 0 generated to the end, an error for scores of a token that plain `generate` never samples.
+    "broken logits": [
+        *every(SAMPLED, broken_logits=BROKEN_LOGITS, processors=[(), ("row_wise",), ("prefix",)], lengths=BATCHES),
+        *every(
+            SAMPLED, broken_logits=BROKEN_LOGITS, verification=["rejection", "typical"], processors=[(), ("prefix",)]
+        ),
+        *every(
+            replace(SAMPLED, eos_ids=END), broken_logits=["nan"], return_dict=[False, True], repetition_penalty=[1, 1.2]
+        ),
+        *every(replace(TREES, strategy="ngram_tree"), broken_logits=BROKEN_LOGITS, lengths=BATCHES),
+    ],
+    # Plain steps in between that a drafter does not learn of.
+    "plain steps": every(replace(PARTLY, policy="random"), strategy=["native", "skip"], lengths=BATCHES[:1]),
+    # Noise drawn ahead that is not given back, a cache of the caller or a model that is left changed.
+    "fault": [
+        *every(
+            replace(SAMPLED, return_dict=True, streamer=True, turns=2), fault=FAULTS, fault_call=[1, 3], lengths=BATCHES
+        ),
+        *every(SAMPLED, fault=["drafter", "model"], strategy=["skip", "draft", "eagle3"], interrupt=[True]),
+    ],
+}
+"""By what they show; the comment names the bugs that they would catch."""
+NEVER_DRAFT = ("fault", "broken logits", "position table", "outputs")
+"""Where some case ends before a draft."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, cases in CASES.items() for case in cases])
+def test_case_equals_plain_generate(case: Case, request: pytest.FixtureRequest) -> None:
+    """See the comments in `CASES`."""
+    outcome = run_safely(case)
+    assert outcome.status in ("same", "raised" if case.broken_logits else "same"), (outcome, case.to_json())
+    assert not case.fault or outcome.fault_raised
+    assert outcome.drafted > 0 or any(request.node.callspec.id.startswith(name) for name in NEVER_DRAFT)
