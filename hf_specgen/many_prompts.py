@@ -22,7 +22,7 @@ from hf_specgen.candidates.tree_search import TreeSize
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import StepLatency
-from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation
+from hf_specgen.generate import Settings, Speculation, settings_in
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache, RaggedLayer
 from hf_specgen.targets.target import Target
@@ -97,9 +97,9 @@ def generate_many(
     """
     if not isinstance(max_rows, int) or max_rows < 1:
         raise ValueError(f"max_rows must be at least 1, got {max_rows!r}")
-    given = {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}
-    settings = Settings.of(candidate_generator, **{**given, "compile": False})
-    if not isinstance(settings.verifier, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
+    given = settings_in(arguments)
+    settings = Settings(candidate_generator, **{**given, "compile": False})
+    if not isinstance(settings.verification, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
         raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
     settings = replace(settings, candidates=settings.candidates.for_model(compat.unwrapped(model)))
     seed = int(torch.randint(2**31, ())) if seed is None else seed

@@ -145,19 +145,6 @@ class DraftTree:
         parents = self.parents[row]
         return [0, *depths(parents), *[0] * (self.nodes - len(parents))]
 
-    def path(self, row: int, node: int) -> list[int]:
-        """The tokens from a row's first draft token to a node.
-
-        Example:
-            >>> DraftTree.from_paths([[[5, 6], [5, 7], [8]]]).path(0, 2)
-            [5, 7]
-        """
-        tokens, parents, path = self.token_lists()[row], self.parents[row], list[int]()
-        while node >= 0:
-            path.append(tokens[node])
-            node = parents[node]
-        return path[::-1]
-
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The same drafts for some of the rows."""
         parents = tuple(self.parents[row] for row in rows)
@@ -276,15 +263,13 @@ def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
     parents: list[int] = []
     node_of: dict[tuple[int, int], int] = {}
     for path in paths:
-        parent, shared = -1, 0
-        while shared < len(path) and (parent, path[shared]) in node_of:
-            parent = node_of[parent, path[shared]]
-            shared += 1
-        new = range(len(tokens), len(tokens) + len(path) - shared)
-        new_parents = [parent, *new][: len(new)]
-        node_of.update(zip(zip(new_parents, path[shared:], strict=True), new, strict=True))
-        tokens.extend(path[shared:])
-        parents.extend(new_parents)
+        parent = -1
+        for token in path:
+            if (parent, token) not in node_of:
+                node_of[parent, token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+            parent = node_of[parent, token]
     return tokens, tuple(parents)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_specgen
-from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, judged
+from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, Difference, first_difference, judged
 from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import DEFAULT_PLAIN, choose
@@ -17,8 +17,7 @@ from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.report import summary
 from benchmarks.suites import SUITES
 from benchmarks.workloads.domains import Domain
-from hf_specgen.evaluation.measure import Variant
-from hf_specgen.evaluation.workloads import Difference
+from hf_specgen.evaluation.measure import Sample, Variant
 from tests.helpers import tiny_model
 from tests.helpers.bench_run import SMALL
 
@@ -160,3 +159,14 @@ def test_repeats_of_a_prompt_are_one_request() -> None:
     often = summary.Cell("c", "ours", once.records * 10, once.plain * 10)
     assert often.requests == 2
     assert often.speedup.low == pytest.approx(once.speedup.low)
+
+
+@pytest.mark.parametrize(
+    ("others", "found"), [([[5, 6, 7, 8], [5, 6, 7, 4]], (1, 3, 9, 4)), ([[5, 6], [5, 6]], (0, 2, 7, -1)), (None, None)]
+)
+def test_first_difference_is_the_earliest_position_of_any_row(others: Any, found: Any) -> None:
+    """Would catch: an output without the last tokens, reported as identical."""
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    plain, ours = (Sample(4, 1.0, one, None) for one in (ids, ids if others is None else torch.tensor(others)))
+    first = first_difference(tiny_model("llama"), plain, ours)
+    assert (first and (first.row, first.position, first.plain_token, first.our_token)) == found
