@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -50,8 +50,7 @@ class DraftCall(Call):
     @classmethod
     def of(cls, call: Call, target: Target, verification: VerificationSession, depth: PolicySession) -> DraftCall:
         """The call with its target and sessions."""
-        settings = {field.name: getattr(call, field.name) for field in fields(Call)}
-        return cls(**settings, target=target, verification=verification, depth=depth)
+        return cls(**vars(call), target=target, verification=verification, depth=depth)
 
 
 class DraftSession(ABC):

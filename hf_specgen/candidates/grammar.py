@@ -24,13 +24,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.combined import node_children
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram import MatchOdds, vote
 from hf_specgen.candidates.ngram_history import OWN
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
-from hf_specgen.candidates.tree_search import draft_rows
+from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult

@@ -25,11 +25,10 @@ import torch
 
 from hf_specgen.call import Prediction
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
-from hf_specgen.candidates.tree_search import SearchSession
+from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
 from hf_specgen.memory import memory
 from hf_specgen.verification import VerificationResult
@@ -140,7 +139,6 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
             RowText(source + prompt, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
             for source, prompt, expected in rows
         ]
-        self._num_indexed = [0] * call.state.batch  # generated tokens of each row that its text contains
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
@@ -157,14 +155,9 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
 
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """What followed earlier occurrences of the end of the row's text."""
-        return self._text(row).propose(depth, limits)
-
-    def _text(self, row: int) -> RowText:
-        """The row's text, with all tokens that were generated."""
-        text, generated = self._texts[row], self._state.generated[row]
-        text.extend(generated[self._num_indexed[row] :])
-        self._num_indexed[row] = len(generated)
-        return text
+        text = self._texts[row]
+        text.extend(self._state.generated[row][text.num_generated :])
+        return text.propose(depth, limits)
 
 
 def expected_outputs(prediction: Prediction | None, call: DraftCall) -> list[list[int]]:
@@ -211,7 +204,8 @@ class RowText:
     ):
         # The expected output is indexed before the text, as if it had been copied from up to its beginning.
         self.index = NgramIndex([*prediction, SEPARATOR, *prompt] if prediction else prompt)
-        self._first = len(self.index) - len(prompt)
+        self._num_known = len(self.index)  # tokens before the generated ones
+        self._first = self._num_known - len(prompt)
         self._odds, self._history, self._min_ngram, self._max_ngram = odds, history, min_ngram, max_ngram
         self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
         # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
@@ -219,6 +213,11 @@ class RowText:
         self._next_count = 0  # length of the text at which its tokens are counted again
         self._frequent: list[tuple[int, float]] = []
         self._after_frequent: dict[int, list[Occurrence]] = {}
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens were appended."""
+        return len(self.index) - self._num_known
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""

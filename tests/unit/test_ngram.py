@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import NgramCandidates
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
+from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first
 from hf_specgen.evaluation.workloads import ASSETS
 from hf_specgen.state import GenerationState
 from hf_specgen.verification import VerificationResult
@@ -193,7 +193,8 @@ def test_draft_of_growing_text_finds_what_a_new_session_finds(
         if number % 2:
             assert tree.parents[0] == ()
     text = prompt + state.generated[0]
-    index = session._text(0).index
+    session.draft([1, 0])
+    index = session._texts[0].index
     assert index.tokens.tolist() == text
     assert index.occurrences(text, 10**6) == reference.ngram_occurrences(text, text[-64:])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from hf_specgen import Call, DraftSession, NgramCandidates, NgramHistory
-from hf_specgen.candidates.ngram_history import FILE_NAME
+from hf_specgen.candidates.ngram_history import FORMAT
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from tests.helpers.calls import make_call, make_state
 from tests.helpers.ngram import ngram_draft
@@ -169,28 +169,9 @@ def test_load_of_a_manipulated_file_raises(
 ) -> None:
     """Would catch: a file of some bytes that makes us allocate terabytes, or index tokens that are none."""
     arrays = {"tokens": np.array(tokens, dtype=np.int32), "is_output": np.array(is_output, dtype=np.uint8)}
-    save_file(arrays, tmp_path / "x", metadata={"format": NgramHistory.FORMAT, "max_tokens": str(max_tokens)})
+    save_file(arrays, tmp_path / "x", metadata={"format": FORMAT, "max_tokens": str(max_tokens)})
     with pytest.raises(ValueError, match="is no n-gram history"):
         NgramHistory.load(tmp_path / "x")
-
-
-def test_push_to_hub_uploads_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    uploads: dict[str, Any] = {}
-
-    class Api:
-        def __init__(self, token: Any = None):
-            pass
-
-        def create_repo(self, repo_id: str, **arguments: Any) -> None:
-            uploads["repository"] = repo_id
-
-        def upload_file(self, *, path_or_fileobj: str, path_in_repo: str, repo_id: str) -> str:
-            uploads[path_in_repo] = kept(NgramHistory.load(path_or_fileobj))
-            return "address"
-
-    monkeypatch.setattr("hf_specgen.candidates.ngram_history.HfApi", Api)
-    assert history_of([1, 2]).push_to_hub("user/texts") == "address"
-    assert uploads == {"repository": "user/texts", FILE_NAME: [1, 2, SEPARATOR]}
 
 
 def test_history_shared_by_threads_keeps_every_text() -> None:

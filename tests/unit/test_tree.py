@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.candidates.combined import merge_trees
 from hf_specgen.tree import DraftTree, depths, merge_paths, validate_parents
 from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
 from tests.helpers import reference
@@ -128,30 +127,6 @@ def test_accepted_path_is_the_longest_in_the_reference(paths: list[list[int]], d
 def test_accepted_path_ignores_padding_behind_the_nodes() -> None:
     """Would catch: a row with fewer nodes that accepts its padding (token 0) because the target chose 0."""
     assert accepted_path([5, 0, 0], (-1,), [5, 0, 0, 0]) == ([0], [5, 0])
-
-
-# Merging
-
-
-@thorough
-@given(st.lists(path_lists, min_size=1, max_size=3))
-def test_merge_trees_contains_exactly_the_paths_of_its_parts(parts: list[list[list[int]]]) -> None:
-    """Would catch: a path lost, joined to another part's path, or present twice."""
-    merged = merge_trees([DraftTree.from_paths([paths]) for paths in parts])
-    tokens, parents = merged.tokens[0].tolist(), merged.parents[0]
-    found = [[tokens[above] for above in reference.walk_up(parents, node)][::-1] for node in range(len(parents))]
-    wanted = {tuple(path[:length]) for paths in parts for path in paths for length in range(1, len(path) + 1)}
-    assert sorted(map(tuple, found)) == sorted(wanted)
-
-
-def test_merge_trees_keeps_q_with_its_nodes_behind_deterministic_siblings() -> None:
-    """Would catch: q of another node; sampled siblings before deterministic ones, which rejection sampling forbids."""
-    q = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
-    sampled = DraftTree(torch.tensor([[0, 1]]), ((-1, 0),), q)
-    merged = merge_trees([sampled, DraftTree.chains([[1, 0]])])
-    assert merged.tokens.tolist() == [[1, 0, 0, 1]] and merged.parents == ((-1, 0, -1, 2),)
-    assert merged.q is not None
-    assert merged.q[0].tolist() == torch.cat([torch.zeros(2, 2), q[0]]).tolist()
 
 
 # The outcome of a step in terms of another tree than the verified one
