@@ -72,8 +72,8 @@ class OutputCollector:
     def add(self, result: VerificationResult) -> None:
         """Add a step whose tokens have been appended to the state, and emit the columns that it completes."""
         for name, rows in self._waiting.items():
-            for row, new in zip(rows, getattr(result, name), strict=True):
-                row.extend(new)
+            for waiting, new in zip(rows, getattr(result, name), strict=True):
+                waiting.extend(new)
         while not self._state.all_stopped and self._column_is_complete():
             self._emit_column()
         if self._state.all_stopped:
