@@ -227,16 +227,6 @@ def test_get_candidates_of_a_growing_text_keeps_its_session() -> None:
     assert generator.sessions == 1
 
 
-@pytest.mark.parametrize("other", [[1, 2, 3, 1], [5, 6, 7, 5, 8], [5, 6], [5, 6, 7, 5, 9, 9, 1, 5]])
-def test_get_candidates_of_another_text_starts_a_new_session(other: list[int]) -> None:
-    """Would catch: drafts from another conversation; also for a text that only begins like the last one."""
-    generator = CountingCandidates(k=2)
-    candidates_for(generator, [5, 6, 7, 5])
-    candidates_for(generator, [5, 6, 7, 5, 8, 9])
-    assert candidates_for(generator, other) == candidates_for(NgramCandidates(k=2), other)
-    assert generator.sessions == 2
-
-
 @thorough
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), max_size=6)), min_size=1, max_size=6))
 def test_get_candidates_of_texts_in_any_order_equals_that_of_a_new_object(steps: list[tuple[int, list[int]]]) -> None:
