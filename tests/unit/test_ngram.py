@@ -114,14 +114,6 @@ def test_outcomes_are_of_the_strongest_vote_at_the_depth_of_the_node() -> None:
     assert [place for place, _, _ in found] == [match_class(OWN, 3), match_class(OWN, 4)]
 
 
-def test_outcomes_are_of_children_of_what_the_text_reached() -> None:
-    """Would catch: descendants of a rejected node counted as rejected."""
-    odds = MatchOdds()
-    tree = RowText([1, 2, 3, 4, 5, 6, 1, 2, 3], odds).propose(3, CHAIN)
-    assert tree.tokens == [4, 5, 6]
-    assert [accepted for _, _, accepted in outcomes(tree, [4, 9], odds)] == [True, False]
-
-
 def test_observe_rejections_make_the_class_less_likely() -> None:
     """Would catch: odds that do not change, or of another class than the one that was tried."""
     state = make_state([[1, 2, 3, 4, 1, 2, 3]])
