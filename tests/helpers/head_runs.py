@@ -57,26 +57,23 @@ def scattered(bound: Any, draft_logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def check_vocabulary(bound: Any, comparison: Comparison) -> None:
-    ids = bound.target_ids(torch.arange(bound.head.config.draft_vocab_size))
-    comparison.check_if_there("kept_target_ids", ids)
-
-
-def check_taps(fixture: Fixture, bound: Any) -> None:
+def bind(fixture: Fixture, comparison: Comparison) -> Any:
+    """The head on its target, with the layers and the draft vocabulary that the fixture records."""
+    bound: Any = load_head(fixture.head_folder).bind(fixture.target)
     if (expected := fixture.expected.get("taps_hf_tuple_index")) is not None:
         assert list(bound.aux_hidden_state_layers) == expected
+    ids = bound.target_ids(torch.arange(bound.head.config.draft_vocab_size))
+    comparison.check_if_there("kept_target_ids", ids)
+    return bound
 
 
 @torch.no_grad()
 def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    head = load_head(fixture.head_folder)
-    bound = head.bind(fixture.target)
-    check_taps(fixture, bound)
-    check_vocabulary(bound, comparison)
+    bound = bind(fixture, comparison)
     rounds, session = Rounds(fixture, prompts, bound, comparison), Autoregressive(bound, len(prompts))
     raw: list[torch.Tensor] = []
-    if hasattr(head, "norm"):
-        head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
+    if hasattr(bound.head, "norm"):
+        bound.head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
         raw.clear()
@@ -101,9 +98,7 @@ def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Compari
 
 @torch.no_grad()
 def run_parallel(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    bound = load_head(fixture.head_folder).bind(fixture.target)
-    check_taps(fixture, bound)
-    check_vocabulary(bound, comparison)
+    bound = bind(fixture, comparison)
     assert bound.head.config.mask_token_id == fixture.expected["mask_token_id"]
     rounds, session = Rounds(fixture, prompts, bound, comparison), Parallel(bound, len(prompts))
     raw: list[torch.Tensor] = []
@@ -128,57 +123,29 @@ def check_block_logits(rounds: Rounds, number: int, row: int, output: torch.Tens
 
 @torch.no_grad()
 def run_block(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    head = load_head(fixture.head_folder)
-    bound = head.bind(fixture.target)
-    check_taps(fixture, bound)
-    check_vocabulary(bound, comparison)
-    assert head.config.block_size == fixture.expected["block_size"]
-    assert head.config.mask_token_id == fixture.expected["mask_token_id"]
-    first = head.config.first_proposing_position
-    assert first == fixture.expected.get("first_proposing_position", 1)
-    rounds, session = Rounds(fixture, prompts, bound, comparison), Block(bound, len(prompts))
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number)
-        session.read(features)
-        blocks = torch.full((len(prompts), head.config.block_size), head.config.mask_token_id)
-        blocks[:, 0] = torch.stack([row[-1] for row in tokens])
-        output = session.draft(blocks)
-        for row in range(len(prompts)):
-            rounds.check(number, row, "block.input_ids", blocks[row])
-            rounds.check(number, row, "block.hidden", output.output[row])
-            rounds.check(number, row, "block.prenorm_hidden", output.hidden[row])
-            check_block_logits(rounds, number, row, output.output[row], first)
-        if f"{prompts[0]}.round{number}.conditioned.path" in fixture.tensors:
-            paths = torch.cat([fixture.get(f"{prompt}.round{number}.conditioned.path") for prompt in prompts])
-            blocks[:, 1 : 1 + paths.shape[1]] = paths
-            logits = bound.logits(session.draft(blocks).output)
-            for row in range(len(prompts)):
-                rounds.check(number, row, "conditioned.logits", scattered(bound, logits[row, first:]))
-
-
-@torch.no_grad()
-def run_path(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    """Block heads that are corrected by the path: the block, then the greedy path and one with another first token."""
-    head: Any = load_head(fixture.head_folder)
-    bound = head.bind(fixture.target)
-    check_taps(fixture, bound)
-    check_vocabulary(bound, comparison)
-    assert head.config.block_size == fixture.expected["block_size"]
-    assert head.config.first_proposing_position == fixture.expected["first_proposing_position"]
-    assert head.config.depth == fixture.expected["drafted_tokens"]
+    """Block heads; those that are corrected by the path: the greedy path and one with another first token."""
+    bound, expected = bind(fixture, comparison), fixture.expected
+    config, is_path = bound.head.config, fixture.family == "path"
+    first = config.first_proposing_position
+    assert config.block_size == expected["block_size"] and first == expected.get("first_proposing_position", 1)
+    assert config.mask_token_id == expected.get("mask_token_id", config.mask_token_id)
+    assert not is_path or config.depth == expected["drafted_tokens"]
     if "batch.input_ids" in fixture.tensors:
         check_batch(fixture, bound, comparison)
     rounds, session = Rounds(fixture, prompts, bound, comparison), Block(bound, len(prompts))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
         session.read(features)
-        blocks = torch.full((len(prompts), head.config.block_size), head.config.mask_token_id)
+        blocks = torch.full((len(prompts), config.block_size), config.mask_token_id)
         blocks[:, 0] = torch.stack([row[-1] for row in tokens])
         output = session.draft(blocks)
         for row, prompt in enumerate(prompts):
             rounds.check(number, row, "block.input_ids", blocks[row])
             rounds.check(number, row, "block.hidden", output.output[row])
             rounds.check(number, row, "block.prenorm_hidden", output.hidden[row])
+            if not is_path:
+                check_block_logits(rounds, number, row, output.output[row], first)
+                continue
             base = bound.logits(output.output[row])
             for name in ("block.base_logits", "block.logits"):
                 rounds.check(number, row, name, base)
@@ -186,6 +153,12 @@ def run_path(fixture: Fixture, prompts: list[str], comparison: Comparison) -> No
                 check_path(rounds, number, row, part, output.output[row : row + 1])
             if f"{prompt}.round{number}.selector.candidates" in fixture.tensors:
                 check_selector(rounds, number, row, output.output[row])
+        if f"{prompts[0]}.round{number}.conditioned.path" in fixture.tensors:
+            paths = torch.cat([fixture.get(f"{prompt}.round{number}.conditioned.path") for prompt in prompts])
+            blocks[:, 1 : 1 + paths.shape[1]] = paths
+            logits = bound.logits(session.draft(blocks).output)
+            for row in range(len(prompts)):
+                rounds.check(number, row, "conditioned.logits", scattered(bound, logits[row, first:]))
 
 
 def check_path(rounds: Rounds, number: int, row: int, part: str, block: torch.Tensor) -> None:
