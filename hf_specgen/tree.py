@@ -209,9 +209,17 @@ class TreeStructure(NamedTuple):
     ancestors: torch.Tensor
 
     @classmethod
-    def of_chains(cls, batch: int, nodes: int) -> TreeStructure:
+    def of_chains(cls, batch: int, nodes: int, device: torch.device | None = None) -> TreeStructure:
         """The structure of chains of equal length."""
-        return cls(*(part.expand(batch, *part.shape) for part in _structure(chain_parents(nodes))))
+        depths, ancestors = _chain_structure(1 + nodes, device)
+        return cls(depths.expand(batch, -1), ancestors.expand(batch, -1, -1))
+
+
+@lru_cache(maxsize=16)
+def _chain_structure(tokens: int, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths `[tokens]` and ancestors `[tokens, tokens]` of a chain."""
+    ancestors = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    return torch.arange(tokens, device=device), ancestors
 
 
 @lru_cache(maxsize=1024)

@@ -121,7 +121,6 @@ class DraftRunner:
         """Read the window of all rows anew if one of them exceeds it."""
         window, rows = self._window, range(len(self._texts))
         if window and any(self.drafts[row] and window.is_exceeded_by(self._cache_length(row)) for row in rows):
-            self.reader.abandon()
             self._begin([text.tokens[:-1] for text in self._texts], window)
             self.reader.prefill(DraftTree.empty(len(self._texts)))
             self.passes.append(sum(self._prompt_lengths))
