@@ -116,15 +116,16 @@ def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, se
     return results
 
 
-def measured_section(prompts: str | None, results: dict[str, Measured]) -> str:
+def measured_section(prompts: str | None, results: dict[str, Measured], dtype: str) -> str:
     """The section of a model card: how it was measured, and a row per domain."""
     if not results:
         return "Nothing was measured, as the recipe was given no `evaluation` prompts."
     lines = [
-        f"Generations for held-out prompts (`{prompts}`) with the decoding settings of each domain. *Tokens per step* "
-        f"include the target's own token; trees have up to {TREE} draft tokens. *Accepted* is how often the draft "
-        "token at each depth of a chain was accepted, of all chains.\n",
-        "| domain | tokens per step, chains | tokens per step, trees | accepted by depth | same tokens as without |",
+        f"Generations of the target in {dtype} for held-out prompts (`{prompts}`) with the decoding settings of each "
+        f"domain. *Tokens per step* include the target's own token; trees have up to {TREE} draft tokens. *Accepted* "
+        "is how often the draft token at each depth of a chain was accepted, of all chains. *Same tokens* counts the "
+        "prompts whose tokens are those without drafts; below float32, near-ties may differ by rounding.\n",
+        "| domain | tokens per step, chains | tokens per step, trees | accepted by depth | same tokens |",
         "|---|---|---|---|---|",
     ]
     for domain, result in results.items():
@@ -153,13 +154,14 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
     )
     parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     usage = USAGE.format(target=args.target, name=name)
+    dtype = str(drafter.target.dtype).removeprefix("torch.")
     sections = [
         f"---\n{data.to_yaml()}\n---",
         f"# {title}",
         f"A drafter for speculative decoding of `{args.target}`, for which alone it was trained: {drafter.kind}, "
         f"{parameters / 1e6:.1f}M trained parameters. The target itself is unchanged.",
         f"```python\n{usage.strip()}\n```",
-        f"## Measured\n\n{measured_section(args.evaluation, results)}",
+        f"## Measured\n\n{measured_section(args.evaluation, results, dtype)}",
         f"## Training\n\nArguments of hf_specgen's `recipes/{drafter.recipe}.py`:\n\n```yaml\n"
         f"{yaml.safe_dump(args.own_values(), sort_keys=False)}```\n\n{_final_loss(history)}",
         f"Versions: hf-specgen {__version__}, torch {torch.__version__}, transformers {transformers.__version__}.",
