@@ -21,7 +21,7 @@ _MODULES = {
     "attachment": "attach attached detach statistics",
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
     "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
-    "NgramHistory PEagleCandidates RecyclingCandidates RecyclingTable",
+    "NgramHistory PEagleCandidates RecyclingCandidates",
     "call": "Call",
     "candidates.base": "DraftCall",
     "counters": "CallTotals Statistics StepRecord",

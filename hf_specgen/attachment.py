@@ -26,7 +26,15 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specgen import compat
 from hf_specgen.candidates.presets import Preset
 from hf_specgen.counters import CallTotals, Statistics
-from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation, by_name, run, unsupported_argument
+from hf_specgen.generate import (
+    CALL_SETTINGS,
+    Settings,
+    Speculation,
+    by_name,
+    run,
+    settings_in,
+    unsupported_argument,
+)
 from hf_specgen.patch import ATTACHMENT, install
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.model_parts import unwrapped_model
@@ -86,7 +94,7 @@ def _attachment(target: PreTrainedModel, candidate_generator: Any, strict: Any, 
         raise TypeError(f"strict must be True or False, got {strict!r}")
     if unknown := settings.keys() - set(CALL_SETTINGS):
         raise TypeError(f"attach takes {', '.join(CALL_SETTINGS)} and strict, got {sorted(unknown)[0]}=")
-    checked = Settings.of(candidate_generator, **settings)
+    checked = Settings(candidate_generator, **settings)
     check_architecture(target)
     requirements = checked.candidates.for_model(target).target_requirements(target)
     if requirements.exit_layer is not None:
@@ -181,7 +189,7 @@ class Attachment:
             _running.reset(token)
 
     def _generate(self, original: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> Any:
-        settings = self.settings_of_call(kwargs)
+        settings = replace(self.settings, **settings_in(kwargs))
         reason = unsupported_argument(kwargs)
         if kwargs.get("custom_generate") is not None:
             reason = "custom_generate= names another decoding method"
@@ -199,14 +207,6 @@ class Attachment:
                 return output
         self.report_plain(reason)
         return original(model, **kwargs)
-
-    def settings_of_call(self, kwargs: dict[str, Any]) -> Settings:
-        """The attached settings, and those that are given for this call, which are removed from its arguments."""
-        given = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
-        if not given:
-            return self.settings
-        fixed = {name: getattr(self.settings, name) for name in CALL_SETTINGS[1:]}
-        return Settings.of(self.settings.candidates, **{"verification": self.settings.verifier, **fixed, **given})
 
     def of_thread(self, model: Any) -> Attachment:
         """The attachment that counts for calls of this thread: that of its innermost `attached` block, if any."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -260,6 +260,21 @@ def request_number(state: Any) -> int:
 def cached_manager(model: Any) -> Any:
     """The manager that continuous batching kept for the next call. Symbol: `_cached_continuous_batching_manager`."""
     return getattr(model, "_cached_continuous_batching_manager", None)
+
+
+@contextmanager
+def unpaged_attention(model: Any) -> Iterator[None]:
+    """Undoes in a context what continuous batching made of the attention. Symbol: `_attn_implementation`."""
+    paged = attention_implementation(model.config)
+    plain = paged.removeprefix("paged|")
+    if plain == paged:
+        yield
+        return
+    model.set_attn_implementation(plain)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(paged)
 
 
 def packed_processors(model: Any, config: GenerationConfig, batching: Any) -> list[Any]:

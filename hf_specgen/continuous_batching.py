@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,7 +16,9 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
-from hf_specgen.generate import CALL_SETTINGS, Settings, by_name
+from hf_specgen.depth import AdaptiveDepth, FixedDepth, LatencyModel, Policy
+from hf_specgen.depth.calibrate import model_curve
+from hf_specgen.generate import Settings, by_name, settings_in
 from hf_specgen.packed_steps import PackedSteps
 from hf_specgen.targets.support import check_length
 from hf_specgen.verification import CoupledVerifier
@@ -88,11 +90,11 @@ def generate_batch(
 def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
     """What a call speculates with, by its keywords, which are removed, and the attached strategy."""
     if "candidate_generator" in kwargs:
-        given = {name: kwargs.pop(name) for name in ("candidate_generator", *CALL_SETTINGS) if name in kwargs}
-        return PackedRun(None if given["candidate_generator"] is None else Settings.of(**given))
+        candidates, given = kwargs.pop("candidate_generator"), settings_in(kwargs)
+        return PackedRun(None if candidates is None else Settings(candidates, **given))
     if attachment is None:
         return PackedRun(None)
-    return PackedRun(attachment.settings_of_call(kwargs), attachment.add, attachment.report_plain)
+    return PackedRun(replace(attachment.settings, **settings_in(kwargs)), attachment.add, attachment.report_plain)
 
 
 @contextmanager
@@ -117,11 +119,12 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
         generation_config = arguments.get("generation_config") or model.generation_config
         cached = compat.cached_manager(model)
         in_use = config if cached is None else cached.continuous_batching_config
-        reason = _unsupported_settings(run.settings, model) or _unsupported_config(in_use)
-        if reason := reason or _unsupported_processors(compat.packed_processors(model, generation_config, in_use)):
+        processors = compat.packed_processors(model, generation_config, in_use)
+        if reason := next(_reasons(run.settings, model, in_use, processors), ""):
             run.plain(reason)
         else:
             arguments["continuous_batching_config"] = config
+            run.settings = replace(run.settings, policy=_with_latency(run.settings, compat.unwrapped(model)))
     manager = original(model, **arguments)
 
     def prepare(processor: Any) -> None:
@@ -131,41 +134,44 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     return manager
 
 
-def _unsupported_settings(settings: Settings, model: Any) -> str | None:
-    """Why continuous batching cannot speculate with these settings and this model."""
-    if not isinstance(settings.verifier, CoupledVerifier):
-        return "continuous batching verifies exactly; leave verification= out"
+def _with_latency(settings: Settings, model: Any) -> Policy:
+    """The policy, with T(q) of the model if it has none; measured before the model's attention is that of packed steps.
+
+    Packed passes also take the time of scheduling, however many tokens they have, so that no draft is too long by it.
+    """
+    policy: Policy = settings.policy or settings.candidates.policy
+    if not isinstance(policy, AdaptiveDepth) or policy.latency is not None:
+        return policy
+    with compat.unpaged_attention(model):
+        curve = model_curve(model)
+    return FixedDepth(0) if curve is None else AdaptiveDepth(LatencyModel.from_curves(curve))
+
+
+def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:
+    """Why continuous batching cannot speculate with these settings, model, `ContinuousBatchingConfig`, processors."""
+    if not isinstance(settings.verification, CoupledVerifier):
+        yield "continuous batching verifies exactly; leave verification= out"
     others = settings.monitor is not None or settings.prediction is not None or settings.pack_weights
     if others or settings.compile == "graphs":
         names = 'monitor=, prediction=, compile="graphs" and pack_weights='
-        return f"{names} are not available in continuous batching; leave them out"
+        yield f"{names} are not available in continuous batching; leave them out"
     requirements = settings.candidates.target_requirements(model)
     if requirements.aux_hidden_state_layers or requirements.exit_layer is not None:
-        return (
+        yield (
             f"{type(settings.candidates).__name__} reads the target's hidden states, which the packed steps of "
             "continuous batching do not return; use NgramCandidates, RecyclingCandidates or DraftModelCandidates"
         )
     if (getattr(model, "tp_size", None) or 1) > 1:
-        return "continuous batching does not speculate with tensor parallel models, whose ranks must draft alike"
+        yield "continuous batching does not speculate with tensor parallel models, whose ranks must draft alike"
     try:
         check_length(model, [0], inf)
     except ValueError as error:
-        return str(error)
-    return None
-
-
-def _unsupported_config(config: Any) -> str | None:
-    """Why a manager with this `ContinuousBatchingConfig` cannot speculate."""
+        yield str(error)
     if config.use_async_batching:
-        return "asynchronous batching schedules a step before the tokens of the last one are known; set it to False"
+        yield "asynchronous batching schedules a step before the tokens of the last one are known; set it to False"
     compiled = config.default_compile_level or config.varlen_compile_config or config.decode_compile_config
     if compiled or any(config.cuda_graph_booleans):
-        return "drafts change the shape of every step, so that CUDA graphs and compilation do not work; leave them out"
-    return None
-
-
-def _unsupported_processors(processors: Any) -> str:
-    """Why draft tokens cannot be verified with these logits processors."""
+        yield "drafts change the shape of every step, so that CUDA graphs and compilation do not work; leave them out"
     kinds = [type(one) for one in processors if not compat.is_per_request(one)]
-    others = ", ".join(kind.__name__ for kind in kinds if kind not in SCORE_ONLY)
-    return others and f"continuous batching does not pass the text to {others}; leave this logits processor out"
+    if unread := ", ".join(kind.__name__ for kind in kinds if kind not in SCORE_ONLY):
+        yield f"continuous batching does not pass the text to {unread}; leave this logits processor out"

@@ -62,8 +62,7 @@ def speculative_decode(
     assert call.model is not None
     outputs = OutputCollector(call, criteria, streamer)
     with compat.without_compilation(call.model), ExitStack() as stack:
-        loop = DecodingLoop(call, outputs, candidates, verifier, policy, monitor, stack)
-        loop.begin(input_ids, model_kwargs)
+        loop = DecodingLoop(call, input_ids, model_kwargs, outputs, candidates, verifier, policy, monitor, stack)
         if on_start is not None:
             on_start(loop.statistics)
         loop.prefill()
@@ -79,12 +78,11 @@ def speculative_decode(
 class DecodingLoop:
     """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
 
-    target: Target
-    padding: Padding
-
     def __init__(
         self,
         call: Call,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
         outputs: OutputCollector,
         candidates: Candidates,
         verifier: Verifier,
@@ -92,31 +90,29 @@ class DecodingLoop:
         monitor: Monitor | None,
         stack: ExitStack,
     ):
-        self.timer = StepTimer()
-        self.call, self.state, self.outputs = call, call.state, outputs
-        self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
-        self._candidates, self._verifier, self._policy, self._monitor = candidates, verifier, policy, monitor
-        self._stack = stack  # ends the sessions when it closes, also after an exception
-        self._tokens_from_prefill = [1] * call.state.batch
+        """Check the model, and start the target and the sessions; `ValueError` for what cannot speculate.
 
-    def begin(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
-        """Check the model, and start the target and the sessions; `ValueError` for what cannot speculate."""
-        call, model, stack, outputs = self.call, self.call.model, self._stack, self.outputs
+        The sessions end when `stack` closes, also after an exception.
+        """
+        model = call.model
         assert model is not None
-        requirements = self._candidates.target_requirements(model)
+        self.timer = StepTimer()
+        self.state, self.outputs, self._candidates = call.state, outputs, candidates
+        self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
+        self._tokens_from_prefill = [1] * call.state.batch
+        requirements = candidates.target_requirements(model)
         check_computation(model, requirements, input_ids, call.config, model_kwargs)
         self.target = make_target(requirements, model, input_ids, call.config, model_kwargs, call.compiled)
-        stack.push(lambda kind, *_: self.target.abandon() if kind else None)
         check_length(model, self.target.first_positions, call.max_new_tokens)
-        self.verification = self._verifier.start(call)
+        self.verification = verifier.start(call)
         stack.callback(lambda: self.verification.end(outputs.columns))
-        depth = self._policy.start(call)
-        monitoring = None if self._monitor is None else self._monitor.start(call)
+        depth = policy.start(call)
+        monitoring = None if monitor is None else monitor.start(call)
         if monitoring is not None:
             stack.callback(monitoring.end)
         self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
         draft_call = DraftCall.of(call, self.target, self.verification, depth)
-        self.drafter = with_grammar(self._candidates.start(draft_call), draft_call, self._candidates.tree)
+        self.drafter = with_grammar(candidates.start(draft_call), draft_call, candidates.tree)
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)

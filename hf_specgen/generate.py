@@ -54,10 +54,10 @@ OTHER_MODES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a call that speculates; immutable, so that calls and threads can share them."""
+    """The settings of a call that speculates, as a user gives them; immutable, so that calls and threads share them."""
 
-    candidates: Candidates
-    verifier: Verifier
+    candidates: Any
+    verification: Any = "exact"
     policy: Policy | None = None
     monitor: Monitor | None = None
     compile: Compile = "auto"
@@ -66,23 +66,21 @@ class Settings:
     prediction: Prediction | None = None
     grammar_drafts: bool = True
 
-    @classmethod
-    def of(cls, candidate_generator: Any, verification: Any = "exact", **settings: Any) -> Settings:
-        """The settings as a user gives them."""
-        made = cls(as_candidates(candidate_generator), _as_verifier(verification), **settings)
-        if made.policy is not None and not isinstance(made.policy, Policy):
-            raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {made.policy!r}")
-        if made.monitor is not None and not isinstance(made.monitor, Monitor):
-            raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {made.monitor!r}")
-        if made.compile not in ("auto", "graphs", False, None):
-            raise ValueError(f'compile must be "auto", "graphs" or False, got {made.compile!r}')
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", as_candidates(self.candidates))
+        object.__setattr__(self, "verification", _as_verifier(self.verification))
+        if self.policy is not None and not isinstance(self.policy, Policy):
+            raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {self.policy!r}")
+        if self.monitor is not None and not isinstance(self.monitor, Monitor):
+            raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {self.monitor!r}")
+        if self.compile not in ("auto", "graphs", False, None):
+            raise ValueError(f'compile must be "auto", "graphs" or False, got {self.compile!r}')
         for name in ("pack_weights", "memory", "grammar_drafts"):
-            if not isinstance(getattr(made, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(made, name)!r}")
-        return made
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
 
-CALL_SETTINGS = ("verification", *(field.name for field in fields(Settings)[2:]))
+CALL_SETTINGS = tuple(field.name for field in fields(Settings)[1:])
 """Keywords of `generate` that may accompany `candidate_generator=`."""
 
 
@@ -152,7 +150,7 @@ class Speculation:
             input_ids,
             model_kwargs,
             candidates=candidates,
-            verifier=settings.verifier,
+            verifier=settings.verification,
             policy=settings.policy or candidates.policy,
             monitor=settings.monitor,
             criteria=stopping_criteria,
@@ -207,8 +205,8 @@ def speculate(
         >>> from hf_specgen import NgramCandidates, speculate
         >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
     """
-    arguments = {name: value for name, value in locals().items() if name != "streamer"}
-    return Speculation(Settings.of(**arguments), streamer)
+    given = locals()
+    return Speculation(Settings(candidate_generator, **{name: given[name] for name in CALL_SETTINGS}), streamer)
 
 
 def generate_speculatively(
@@ -220,8 +218,7 @@ def generate_speculatively(
     if generator is not None:
         if method is not None:
             raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
-        settings = {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
-        method = Speculation(Settings.of(generator, **settings))
+        method = Speculation(Settings(generator, **settings_in(kwargs)))
     kwargs = by_name(original, args, kwargs)
     if reason := unsupported_argument(kwargs):
         raise ValueError(reason)
@@ -245,6 +242,11 @@ def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method
 
     with prepacked(model):
         return original(model, **kwargs)
+
+
+def settings_in(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Our settings among the arguments of a call, which are removed."""
+    return {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
 
 
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,26 +19,15 @@ NO_NODE = -1e30
 class GrownTree(DraftTree):
     """A draft tree on the drafter's device, which the host reads at once, and only when it has to.
 
-    Args:
-        tokens: `[batch, nodes]`.
-        structure: of the trees; None for chains.
-        values: `[batch, 4, 1 + nodes]` of each row's last token, then of each node: token, feature, number, and the
-            logarithm of the path probability, very low for padding at the end of a row. Feature and number are the
-            strategy's. None if all are nodes.
-        level: depth of the last nodes of a tree that grows, those of the drafter's next pass.
-        above: `[batch, new]` the parent of each of these, by its index among the nodes of the pass before; None for
-            chains.
-        drafting_rows, q: as for `DraftTree`.
-        keeps_all: whether nodes that can never be accepted are kept; the host reads their token as -1.
+    `values` `[batch, 4, 1 + nodes]` are of each row's last token, then of each node: token, feature, number, and the
+    logarithm of the path probability, very low for padding at the end of a row; feature and number are the strategy's.
+    A tree that still grows has none; its last nodes, those of the drafter's next pass, are at depth `level`, and their
+    parents are `above` `[batch, new]`, by their index among the nodes of the pass before.
     """
 
     drafting_rows: int = 0
-    level: int
-    above: torch.Tensor | None
     is_chain: bool
-    _structure: TreeStructure | None
-    _values: torch.Tensor | None
-    _host: _HostTree | None
+    _host: _HostTree | None = None
 
     def __init__(
         self,
@@ -45,16 +35,15 @@ class GrownTree(DraftTree):
         structure: TreeStructure | None = None,
         values: torch.Tensor | None = None,
         *,
-        inputs: torch.Tensor | None = None,
         level: int = 0,
         above: torch.Tensor | None = None,
         drafting_rows: int = 0,
         q: torch.Tensor | None = None,
         keeps_all: bool = False,
     ):
-        vars(self).update(tokens=tokens, batch=tokens.shape[0], nodes=tokens.shape[1], is_chain=structure is None)
-        vars(self).update(q=q, level=level, above=above, drafting_rows=drafting_rows, keeps_all=keeps_all)
-        self._structure, self._values, self._inputs, self._host = structure, values, inputs, None
+        vars(self).update(drafting_rows=drafting_rows, is_chain=structure is None)
+        self.tokens, (self.batch, self.nodes), self._structure, self._values = tokens, tokens.shape, structure, values
+        self.level, self.above, self.q, self.keeps_all = level, above, q, keeps_all
 
     @property
     def parents(self) -> tuple[Parents, ...]:
@@ -73,7 +62,9 @@ class GrownTree(DraftTree):
         return self._structure or TreeStructure.of_chains(self.batch, self.nodes)
 
     def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:
-        return super().step_tokens(pending, device) if self._inputs is None else self._inputs.to(device)
+        if self._values is None:
+            return super().step_tokens(pending, device)
+        return self._values[:, 0].to(device, torch.long)
 
     def token_lists(self) -> list[list[int]]:
         return self._read().tokens
@@ -93,47 +84,34 @@ class GrownTree(DraftTree):
     def depths(self, row: int) -> list[int]:
         return list(range(1 + self.nodes)) if self.is_chain else super().depths(row)
 
-    def with_tokens(self, tokens: torch.Tensor) -> GrownTree:
-        """A tree that grows with other tokens."""
-        return self._with(tokens, self._structure, above=self.above)
-
-    def with_q(self, q: torch.Tensor) -> GrownTree:
-        """The same trees with the probabilities `[batch, nodes, vocab]` of their nodes."""
-        return self._with(self.tokens, self._structure, values=self._values, inputs=self._inputs, q=q)
+    def replace(self, **tensors: torch.Tensor) -> GrownTree:
+        """The same trees with other `tokens` or `q`."""
+        tree = copy.copy(self)
+        vars(tree).update(tensors)
+        return tree
 
     def select(self, rows: Sequence[int]) -> GrownTree:
         index = torch.tensor(list(rows), device=self.tokens.device)
         structure = self._structure and TreeStructure(*(part[index] for part in self._structure))
-        parts = {"values": self._values, "inputs": self._inputs, "above": self.above, "q": self.q}
-        return self._with(
-            self.tokens[index], structure, **{name: part[index] for name, part in parts.items() if part is not None}
-        )
+        parts = {"_values": self._values, "above": self.above, "q": self.q}
+        selected = {name: part[index] for name, part in parts.items() if part is not None}
+        tree = self.replace(tokens=self.tokens[index], **selected)
+        tree.batch, tree._structure, tree._host = len(index), structure, None
+        return tree
 
     def padded(self, nodes: int) -> DraftTree:
-        more, structure, q, inputs = nodes - self.nodes, self._structure, self.q, self._inputs
+        more, structure = nodes - self.nodes, self._structure
         if more <= 0:
             return self
         if structure is not None:
             ancestors = pad(structure.ancestors, (0, more, 0, more))
             ancestors[:, -more:, 0] = True  # a query that sees nothing would write NaN into the cache
             structure = TreeStructure(pad(structure.depths, (0, more)), ancestors)
-        values = self._values
-        if values is None:
-            values = torch.zeros(self.batch, 4, 1 + self.nodes, device=self.tokens.device)
-            values[:, 0, 1:] = self.tokens
-        return self._with(
-            pad(self.tokens, (0, more)),
-            structure,
-            values=pad(values, (0, more), value=NO_NODE),
-            inputs=None if inputs is None else pad(inputs, (0, more)),
-            above=self.above,
-            q=None if q is None else pad(q, (0, 0, 0, more)),
-        )
-
-    def _with(self, tokens: torch.Tensor, structure: TreeStructure | None, **parts: torch.Tensor | None) -> GrownTree:
-        """A tree with other tensors."""
-        fixed: Any = {"level": self.level, "drafting_rows": self.drafting_rows, "keeps_all": self.keeps_all}
-        return GrownTree(tokens, structure, **fixed, **parts)  # type: ignore[arg-type]
+        tree = self.replace(tokens=pad(self.tokens, (0, more)))
+        tree.nodes, tree._structure, tree._host = nodes, structure, None
+        tree._values = None if self._values is None else pad(self._values, (0, more), value=NO_NODE)
+        tree.q = None if self.q is None else pad(self.q, (0, 0, 0, more))
+        return tree
 
     def _read(self, chosen: torch.Tensor | None = None) -> _HostTree:
         """Read the tree, and tokens chosen by the target, in one transfer; token ids below 2**24 are exact."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm.auto import tqdm
@@ -22,11 +22,15 @@ from hf_specgen.candidates.tree_search import TreeSize
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import StepLatency
-from hf_specgen.generate import CALL_SETTINGS, Settings, Speculation
+from hf_specgen.generate import Settings, Speculation, settings_in
 from hf_specgen.outputs import OutputCollector
-from hf_specgen.targets.joined import JoinedTargets
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache, RaggedLayer
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier
+
+SPARE_SLOTS = 4 * MAX_DRAFT_SLOTS
+"""Slots that new buffers have beyond the longest row: each copy of the buffers is for as many tokens of the longest."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,9 @@ def generate_many(
     """
     if not isinstance(max_rows, int) or max_rows < 1:
         raise ValueError(f"max_rows must be at least 1, got {max_rows!r}")
-    given = {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}
-    settings = Settings.of(candidate_generator, **{**given, "compile": False})
-    if not isinstance(settings.verifier, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
+    given = settings_in(arguments)
+    settings = Settings(candidate_generator, **{**given, "compile": False})
+    if not isinstance(settings.verification, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
         raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
     settings = replace(settings, candidates=settings.candidates.for_model(compat.unwrapped(model)))
     seed = int(torch.randint(2**31, ())) if seed is None else seed
@@ -134,6 +138,79 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
         while following in waiting:
             yield waiting.pop(following)
             following += 1
+
+
+class JoinedTargets:
+    """One forward pass for several one-row targets, whose rows join and leave between the steps.
+
+    The keys and values of all rows are in common buffers, and the cache of each target is a view of its row. So one
+    pass appends to all of them, and each target drafts, commits and rolls back on its own. When the rows change, the
+    buffers are made anew.
+
+    Attributes:
+        target: a `Target` with all rows, which may run passes as long as the rows do not change and roll back to now.
+    """
+
+    target: Target
+
+    def __init__(self) -> None:
+        self._rows: list[Target] = []
+        self._cache = RaggedCache()
+        self._capacity = 0
+
+    def set_rows(self, rows: Sequence[Target]) -> None:
+        """Process these targets from now on, all of them `is_joinable` and prefilled."""
+        if list(rows) == self._rows:
+            return
+        self._make_buffers(rows)
+        self._rows = list(rows)
+        self._update()
+
+    def forward(self, trees: Sequence[DraftTree], pending: Sequence[int]) -> list[torch.Tensor]:
+        """Run the pending token and the draft of each row; `[1, 1 + nodes, vocab]` logits of each."""
+        width = max(tree.nodes for tree in trees)
+        if max(row.cache.lengths[0] for row in self._rows) + 1 + width > self._capacity:
+            self._make_buffers(self._rows)
+        self._update()
+        parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
+        logits = self.target.forward(DraftTree.from_nodes(parts).padded(width), pending)
+        for place, (row, tree) in enumerate(zip(self._rows, trees, strict=True)):
+            row.process_joined(self.target, place, 1 + tree.nodes)
+        return [logits[place : place + 1, : 1 + tree.nodes] for place, tree in enumerate(trees)]
+
+    def release(self, row: Target) -> None:
+        """Give a target a cache of its own again."""
+        for layer in row.cache.layers:
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()  # type: ignore[union-attr]
+
+    def _update(self) -> None:
+        """Let the common cache and target begin where the rows end."""
+        self._cache.set_lengths([row.cache.lengths[0] for row in self._rows])
+        self.target = self._rows[0].join(self._rows, self._cache)
+
+    def _make_buffers(self, rows: Sequence[Target]) -> None:
+        """Copy the rows into new buffers, of which the cache of each is a view.
+
+        A layer that has dropped slots outside of its sliding window gets them back as zeros, which its mask hides.
+        """
+        self._capacity, self._cache = max(row.cache.lengths[0] for row in rows) + SPARE_SLOTS, RaggedCache()
+        for layer in rows[0].cache.layers:
+            buffers = [x.new_zeros(len(rows), x.shape[1], self._capacity, x.shape[3]) for x in _states(layer)]
+            joined = RaggedLayer()
+            joined.lazy_initialization(*buffers)
+            joined.keys, joined.values = buffers
+            self._cache.layers.append(joined)
+        for place, row in enumerate(rows):
+            for part, common in zip(cast(list[Any], row.cache.layers), self._cache.layers, strict=True):
+                views = [buffer[place : place + 1] for buffer in _states(common)]
+                for view, states in zip(views, _states(part), strict=True):
+                    view[:, :, part.first : part.lengths[0]] = states[:, :, : part.lengths[0] - part.first]
+                part.keys, part.values = views
+                part.window, part.first = None, 0
+
+
+def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values
 
 
 class _Batch:
@@ -251,9 +328,7 @@ class _Row(Speculation):
         if call.state.batch != 1:
             raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
         outputs = OutputCollector(call, parts["criteria"], self.streamer)
-        self.loop = DecodingLoop(
-            call, outputs, parts["candidates"], parts["verifier"], parts["policy"], None, self.stack
-        )
-        self.loop.begin(input_ids, model_kwargs)
+        sessions = (parts["candidates"], parts["verifier"], parts["policy"], None)
+        self.loop = DecodingLoop(call, input_ids, model_kwargs, outputs, *sessions, self.stack)
         parts["on_start"](self.loop.statistics)
         return input_ids

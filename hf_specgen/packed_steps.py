@@ -6,7 +6,7 @@ logits of all of these positions are computed, and the position of the request i
 slots are written again in the next step. Blocks that other requests may share consist of accepted tokens only.
 
 All drafts compete for one budget: draft tokens join the step in descending order of their path probability for as long
-as they raise the expected tokens per second, by the measured latency of packed passes.
+as they raise the expected tokens per second, by the latency of the target.
 
 Source: Yu et al., "Orca" (2022), for batches that requests join and leave at every step; Kwon et al., "Efficient Memory
 Management for Large Language Model Serving with PagedAttention" (2023), for the cache.
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import log2
-from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,6 @@ from hf_specgen.call import Call
 from hf_specgen.candidates.base import ChainSession, DraftCall
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth.adaptive import AdaptiveSession
-from hf_specgen.depth.latency import LatencyModel
 from hf_specgen.generate import Settings
 from hf_specgen.state import GenerationState
 from hf_specgen.targets.model_parts import text_config
@@ -44,47 +41,7 @@ from hf_specgen.verification.top_tokens import TopTokens
 
 ASSUMED_ACCEPTANCE = 0.6
 """Of each token of a strategy that estimates nothing."""
-MAX_AGE = 64
-"""Passes after which a measured latency is forgotten, so that one disturbed measurement has no lasting effect."""
 Floats = NDArray[np.float64]
-
-
-class PackedLatency:
-    """T of packed passes by their tokens, measured in the steps themselves, for each octave of cached tokens.
-
-    Sizes that were not measured are assumed to be favourable, so that they are tried once: a smaller pass takes time in
-    proportion to its tokens, one of up to twice the tokens takes no longer.
-
-    Example:
-        >>> latency = PackedLatency()
-        >>> latency.observe(tokens=8, cached=900, seconds=0.010)
-        >>> latency.seconds([4, 16, 32], cached=1000).tolist()
-        [0.005, 0.01, 0.02]
-    """
-
-    def __init__(self) -> None:
-        self._passes = 0
-        self._points: dict[int, dict[int, tuple[int, float, int]]] = {}  # tokens, seconds and number of the pass
-
-    def observe(self, tokens: int, cached: int, seconds: float) -> None:
-        """Count a pass."""
-        self._passes += 1
-        points, place = self._points.setdefault(cached.bit_length(), {}), round(4 * log2(tokens))
-        if place in points:
-            seconds = min(seconds, (points[place][1] + seconds) / 2)
-        points[place] = tokens, seconds, self._passes
-        for old in [key for key, (_, _, at) in points.items() if at < self._passes - MAX_AGE]:
-            del points[old]
-
-    def seconds(self, tokens: Sequence[int], cached: int) -> Floats:
-        """Expected seconds of passes; 1 for each while nothing is known."""
-        points = self._points.get(cached.bit_length())
-        if not points:
-            return np.ones(len(tokens))
-        sizes, times, _ = zip(*sorted(points.values()), strict=True)
-        most, longest = sizes[-1], times[-1]
-        known = [0, *sizes, 2 * most, 2000 * most], [0.0, *times, longest, 1000 * longest]
-        return np.interp(tokens, *known)
 
 
 def best_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
@@ -130,11 +87,6 @@ class RequestDraft:
     def is_adaptive(self) -> bool:
         """Whether the budget of the step decides how much is verified, and not a policy."""
         return isinstance(self.policy, AdaptiveSession)
-
-    @property
-    def latency(self) -> LatencyModel | None:
-        """The latencies that the user gave to the policy."""
-        return None if self.policy.remembers else self.policy.latency
 
     def propose(self, limit: int, requests: int) -> None:
         """Draft, at most `limit` tokens deep; of `requests` that decode."""
@@ -206,10 +158,8 @@ class PackedSteps:
     ):
         self._processor, self._model, self._config, self._settings = processor, model, config, settings
         self._seed, self._finished = seed, finished
-        self._clock = thread_time if model.device.type == "cpu" else perf_counter
-        self._latency = PackedLatency()
         self._requests: dict[str, RequestDraft] = {}
-        self._tokens = self._cached = 0
+        self._tokens = 0
         windows = [getattr(part, "sliding_window", None) for part in processor.cache.cache_allocators.values()]
         self._positions = min(position_table(text_config(model)), *(window for window in windows if window), 2**31)
 
@@ -223,7 +173,7 @@ class PackedSteps:
             cached: tokens that the step reads from the cache.
         """
         self._drop_cancelled()
-        self._tokens, self._cached = tokens, cached
+        self._tokens = tokens
         decoding = [one for one in scheduled if one.has_new_token and one.state.generated_tokens]
         drafts = [self._request(one.state) for one in decoding]
         for one, draft in zip(decoding, drafts, strict=True):
@@ -231,7 +181,9 @@ class PackedSteps:
             limit = min(draft.text.remaining(0) - 1, self._positions - 1 - one.state.position_offset)
             draft.propose(int(max(0, limit)), len(decoding))
         emitted = sum(one.has_new_token for one in scheduled)
-        for one, draft, count in zip(decoding, drafts, self._counts(drafts, emitted, token_budget), strict=True):
+        for one, draft, count in zip(
+            decoding, drafts, self._counts(drafts, emitted, token_budget, cached), strict=True
+        ):
             if count and self._has_slots(one.state, 1 + count):
                 draft.draft = draft.proposed.token_lists()[0][:count]
                 one.state.tokens_to_process = one.state.tokens_to_process + draft.draft
@@ -245,17 +197,16 @@ class PackedSteps:
             self._requests[state.request_id] = RequestDraft(state, self._model, self._config, self._settings, seed)
         return self._requests[state.request_id]
 
-    def _counts(self, drafts: Sequence[RequestDraft], emitted: int, token_budget: int) -> list[int]:
+    def _counts(self, drafts: Sequence[RequestDraft], emitted: int, token_budget: int, cached: int) -> list[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
         ranked = [(gain, number) for number, draft in enumerate(drafts) for gain in draft.gains()]
         ranked = sorted(ranked, key=lambda one: -one[0])[: max(0, token_budget - self._tokens)]
         if drafts and drafts[0].is_adaptive:
-            sizes, given = range(self._tokens, self._tokens + len(ranked) + 1), drafts[0].latency
-            if given is None:
-                seconds = self._latency.seconds(sizes, self._cached)
-            else:
-                target = given.at(1, max(1, self._cached // len(drafts))).target
-                seconds = np.array([target.seconds_of(size / len(drafts)) for size in sizes])
+            latency = drafts[0].policy.latency  # of one request's share
+            assert latency is not None
+            target = latency.at(1, max(1, cached // len(drafts))).target
+            sizes = range(self._tokens, self._tokens + len(ranked) + 1)
+            seconds = np.array([target.seconds_of(size / len(drafts)) for size in sizes])
             ranked = ranked[: best_count([gain for gain, _ in ranked], emitted, seconds)]
         taken = Counter(number for _, number in ranked)
         return [taken[number] for number in range(len(drafts))]
@@ -279,7 +230,6 @@ class PackedSteps:
                 draft = len(self._request(one.state).draft)
                 positions += range(end - 1 - draft, end)
                 requests += [one] * (1 + draft)
-        self._began = self._clock()
         return positions, requests
 
     def sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
@@ -297,7 +247,6 @@ class PackedSteps:
         chosen = self._chosen(drafts, sizes).split(sizes) if sizes else ()
         logprobs = self._logprobs(torch.cat(chosen)).split(sizes) if self._processor.return_logprobs and sizes else None
         tops = self._top_tokens(decided, drafts, sizes)
-        self._latency.observe(self._tokens, self._cached, max(1e-9, self._clock() - self._began))
         last, last_logprobs = list[int](), list[float]()
         for number, (one, draft) in enumerate(zip(decided, drafts, strict=True)):
             tokens = draft.commit(chosen[number].tolist(), tops[number])

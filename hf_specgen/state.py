@@ -99,18 +99,15 @@ class GenerationState:
 
     def append(self, row: int, tokens: Sequence[int]) -> int:
         """Append tokens up to and including the first at which the row ends; returns how many were appended."""
-        text = self.generated[row]
-        for count, token in enumerate(tokens, start=1):
-            text.append(token)
-            if self._at_end(row):
-                return count
-        return len(tokens)
+        count = self.count_until_end(row, tokens)
+        self.generated[row].extend(tokens[:count])
+        return count
 
     def count_until_end(self, row: int, tokens: Sequence[int]) -> int:
         """How many of these tokens `append` would append."""
-        room = self.remaining(row)
+        remaining = self.remaining(row)
         for count, token in enumerate(tokens, start=1):
-            if token in self.stop_ids or count >= room:
+            if token in self.stop_ids or count >= remaining:
                 return count
         return len(tokens)
 

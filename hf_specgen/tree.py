@@ -145,19 +145,6 @@ class DraftTree:
         parents = self.parents[row]
         return [0, *depths(parents), *[0] * (self.nodes - len(parents))]
 
-    def path(self, row: int, node: int) -> list[int]:
-        """The tokens from a row's first draft token to a node.
-
-        Example:
-            >>> DraftTree.from_paths([[[5, 6], [5, 7], [8]]]).path(0, 2)
-            [5, 7]
-        """
-        tokens, parents, path = self.token_lists()[row], self.parents[row], list[int]()
-        while node >= 0:
-            path.append(tokens[node])
-            node = parents[node]
-        return path[::-1]
-
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The same drafts for some of the rows."""
         parents = tuple(self.parents[row] for row in rows)
@@ -222,9 +209,17 @@ class TreeStructure(NamedTuple):
     ancestors: torch.Tensor
 
     @classmethod
-    def of_chains(cls, batch: int, nodes: int) -> TreeStructure:
+    def of_chains(cls, batch: int, nodes: int, device: torch.device | None = None) -> TreeStructure:
         """The structure of chains of equal length."""
-        return cls(*(part.expand(batch, *part.shape) for part in _structure(chain_parents(nodes))))
+        depths, ancestors = _chain_structure(1 + nodes, device)
+        return cls(depths.expand(batch, -1), ancestors.expand(batch, -1, -1))
+
+
+@lru_cache(maxsize=16)
+def _chain_structure(tokens: int, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths `[tokens]` and ancestors `[tokens, tokens]` of a chain."""
+    ancestors = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    return torch.arange(tokens, device=device), ancestors
 
 
 @lru_cache(maxsize=1024)
@@ -268,15 +263,13 @@ def merge_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], Parents]:
     parents: list[int] = []
     node_of: dict[tuple[int, int], int] = {}
     for path in paths:
-        parent, shared = -1, 0
-        while shared < len(path) and (parent, path[shared]) in node_of:
-            parent = node_of[parent, path[shared]]
-            shared += 1
-        new = range(len(tokens), len(tokens) + len(path) - shared)
-        new_parents = [parent, *new][: len(new)]
-        node_of.update(zip(zip(new_parents, path[shared:], strict=True), new, strict=True))
-        tokens.extend(path[shared:])
-        parents.extend(new_parents)
+        parent = -1
+        for token in path:
+            if (parent, token) not in node_of:
+                node_of[parent, token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+            parent = node_of[parent, token]
     return tokens, tuple(parents)
 
 

@@ -6,13 +6,14 @@ import copy
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from arguments import Arguments, Options, option
 from conversations import IGNORED
@@ -20,7 +21,7 @@ from drafter import Drafter
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.export import save_head
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.layers import ROPE_NUMBERS, ROPE_TYPES, LayerConfig
+from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from target import whole
 
@@ -68,6 +69,7 @@ class HeadDrafter(Drafter):
         head = self.new_head(target, rows) if args.head is None else self.loaded_head(args.head)
         if not isinstance(head, self.head_class):
             raise ValueError(f"{args.head!r} is a {type(head).__name__}, not a {self.head_class.__name__}")
+        head.config = replace(head.config, trained_length=args.max_length)
         head.requires_grad_(True)
         for frozen in (head.lm_head, head.embed_tokens):
             if frozen is not None and not self.trains_embeddings(frozen is head.embed_tokens):
@@ -122,6 +124,7 @@ class HeadDrafter(Drafter):
             "speculative_tokens": self.args.depth,
             "base_model": self.args.target,
             "num_target_layers": layers,
+            "trained_length": self.args.max_length,
         }
 
     def bound(self) -> BoundHead:
@@ -157,13 +160,13 @@ def new_layer(target: PreTrainedModel, *, qk_norm: bool = False) -> LayerConfig:
     return LayerConfig(
         hidden_size=hidden,
         intermediate_size=width if isinstance(width, int) else 64 * -(-8 * hidden // (3 * 64)),
-        num_heads=heads,
-        num_kv_heads=kv_heads if isinstance(kv_heads, int) and kv_heads else heads,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads if isinstance(kv_heads, int) and kv_heads else heads,
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        norm_eps=next((value for name in NORM_EPS if (value := getattr(config, name, None))), 1e-6),
+        rms_norm_eps=next((value for name in NORM_EPS if (value := getattr(config, name, None))), 1e-6),
         qk_norm=qk_norm,
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
-        rope=_rope(getattr(config, "rope_parameters", None) or {}),
+        rope_parameters=_rope(getattr(config, "rope_parameters", None) or {}),
     )
 
 
@@ -172,10 +175,9 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     if nested := [value for value in parameters.values() if isinstance(value, dict)]:
         parameters = parameters.get("full_attention") or nested[0]
     kind = parameters.get("rope_type", "default")
-    known = kind in ROPE_TYPES and kind != "proportional"
-    names = ("rope_type", "short_factor", "long_factor", *ROPE_NUMBERS) if known else ()
-    rope = {name: parameters[name] for name in names if parameters.get(name) is not None}
-    return {"rope_type": "default", **rope, "rope_theta": parameters.get("rope_theta") or 10000.0}
+    known = kind in ROPE_INIT_FUNCTIONS and kind != "proportional"
+    rope = {name: value for name, value in parameters.items() if known and value is not None}
+    return {**rope, "rope_type": kind if known else "default", "rope_theta": parameters.get("rope_theta") or 10000.0}
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Command-line options, and markers and order of the tests by folder; the fixtures are in `tests.helpers.fixtures`."""
 
 import gc
-import inspect
 import os
 from functools import cache
 from pathlib import Path
@@ -29,14 +28,6 @@ def pytest_collection(session: pytest.Session) -> None:
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     if hasattr(session.config, "workerinput") or not getattr(session.config.option, "tx", None):
         session.config.pluginmanager.import_plugin("tests.helpers.fixtures")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
-    """Leave out the full matrix of architectures, a thousand tests, unless it is asked for."""
-    marks = getattr(obj, "pytestmark", []) if inspect.isfunction(obj) else []
-    is_matrix = any(mark.name == "all_architectures" for mark in marks)
-    return [] if is_matrix and not collector.config.getoption("all_architectures") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,8 +71,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         default=TESTS / "assets" / "fixtures",
         help="folder of draft-head fixtures, with their targets in DIR/targets",
-    )
-    group.addoption(
-        "--all-architectures", action="store_true", help="run every strategy on every architecture, which takes an hour"
     )
     group.addoption("--thread-seconds", type=float, default=5, help="how long the threads of tests/slow run")

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.evaluation.measure import Sample
-from hf_specgen.evaluation.workloads import NO_TOKEN, Difference
 from hf_specgen.targets.support import is_rounding
 
 ROUNDING, UNEXPLAINED = "rounding", "NO"
+NO_TOKEN = -1
+"""In place of a token after the end of the shorter output; its logit is NaN."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token at which the output differs from plain decoding, with the target's logits of both tokens."""
+
+    row: int
+    position: int
+    plain_token: int
+    our_token: int
+    plain_logit: float
+    our_logit: float
+
+
+def first_difference(
+    model: PreTrainedModel, plain: Sample, ours: Sample, attention_mask: torch.Tensor | None = None
+) -> Difference | None:
+    """The first token at which `ours` differs from `plain`; None if they are identical.
+
+    The prompts are left-padded, with this mask `[batch, prompt]`; None: no padding.
+    """
+    width = max(plain.ids.shape[1], ours.ids.shape[1])
+    plain_ids, our_ids = (pad(s.ids, (0, width - s.ids.shape[1]), value=NO_TOKEN) for s in (plain, ours))
+    differs = (plain_ids != our_ids).nonzero()
+    if len(differs) == 0:
+        return None
+    row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
+    padding = 0 if attention_mask is None else int(attention_mask[row].argmax())
+    text = plain_ids[row : row + 1, padding:position].to(compat.input_device(model))
+    with torch.no_grad():
+        logits = model(text).logits[0, -1].float()
+    tokens = int(plain_ids[row, position]), int(our_ids[row, position])
+    return Difference(row, position, *tokens, *(nan if t == NO_TOKEN else float(logits[t]) for t in tokens))
 
 
 def judged(

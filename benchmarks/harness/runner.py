@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.harness.differences import judged
+from benchmarks.harness.differences import first_difference, judged
 from benchmarks.harness.journal import Journal, Record, read
 from benchmarks.harness.loading import build
 from benchmarks.harness.memory import measure_memory
@@ -30,7 +30,7 @@ from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
-from hf_specgen.evaluation.workloads import first_difference, load, maybe_prepacked
+from hf_specgen.evaluation.workloads import load, maybe_prepacked
 
 DEFAULT_PLAIN = "plain, default"
 """Plain `generate` as it runs without any setting, beside comparisons in which all sides run otherwise."""

@@ -20,12 +20,11 @@ from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, verified_nodes
 
-EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985])
+EDGES = np.concatenate([np.geomspace(0.001, 0.5, 64), 1 - np.geomspace(0.5, 0.002, 48)[1:]])
 """Bounds of the confidence bins, narrower towards 0 and 1: relative errors matter there."""
-BIN_CENTERS = (np.append(0.0, EDGES) + np.append(EDGES, 1.0)) / 2
-FINE_EDGES = np.concatenate([np.geomspace(0.001, 0.5, 64), 1 - np.geomspace(0.5, 0.002, 48)[1:]])
-"""Bounds of the bins that confidences are looked up in while a draft grows."""
-FINE_CENTERS = (np.append(0.0005, FINE_EDGES) + np.append(FINE_EDGES, 1.0)) / 2
+CENTERS = (np.append(0.0005, EDGES) + np.append(EDGES, 1.0)) / 2
+COUNTED = np.searchsorted([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.87, 0.95, 0.985], CENTERS)
+"""The number under which each bin is counted: those of similar confidences are counted together."""
 MAX_PROBABILITY = 0.999
 """Upper limit of an acceptance probability: keeps every node strictly less likely than its parent."""
 RANKS = 4
@@ -33,10 +32,7 @@ RANKS = 4
 
 
 class Calibration:
-    """Counts of accepted tokens by rank and confidence.
-
-    Attributes:
-        seen, accepted: `[RANKS, bins]` weight of all tokens that were counted, and of those that were accepted.
+    """Counts of accepted tokens by rank and confidence: `seen` and `accepted`, `[RANKS, counts]`.
 
     Example:
         >>> calibration = Calibration()
@@ -49,55 +45,33 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self.seen: Floats = np.zeros((RANKS, len(EDGES) + 1))
-        self.accepted: Floats = np.zeros((RANKS, len(EDGES) + 1))
+        self.seen: Floats = np.zeros((RANKS, COUNTED[-1] + 1))
+        self.accepted: Floats = np.zeros((RANKS, COUNTED[-1] + 1))
 
     def acceptance(self, confidence: Floats, prior: Floats | None = None) -> Floats:
         """`[…, children]` acceptance probabilities of siblings: not increasing, with a sum of at most 1.
 
-        Args:
-            confidence: `[…, children]` of each sibling, most preferred first.
-            prior: `[…, children]` probabilities measured on other texts; the confidences if left out.
+        Most preferred first; the prior are probabilities measured on other texts, or else the confidences.
         """
         weight = 6.0 if prior is None else 50.0  # in observations
         prior = confidence if prior is None else prior
         rank = np.minimum(np.arange(confidence.shape[-1]), RANKS - 1)
-        index = rank, np.searchsorted(EDGES, confidence)
+        index = rank, COUNTED[np.searchsorted(EDGES, confidence)]
         estimate = (self.accepted[index] + weight * prior) / (self.seen[index] + weight)
         estimate = np.minimum.accumulate(estimate, axis=-1)
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))
 
-    def by_fine_bin(self, prior: Floats = FINE_CENTERS) -> Floats:
-        """`[RANKS, fine bins]` acceptance of a token by rank and fine bin of confidence, shrunk towards a prior."""
-        bins = np.searchsorted(EDGES, FINE_CENTERS)
-        return (self.accepted[:, bins] + 6.0 * prior) / (self.seen[:, bins] + 6.0)
-
-    def log_table(self, prior: Floats = FINE_CENTERS) -> Floats:
-        """`[RANKS * fine bins]` logarithms of the acceptance of a token by rank and fine bin of confidence."""
-        estimate = self.by_fine_bin(prior)
-        return np.log(np.minimum(np.minimum.accumulate(estimate, axis=0), MAX_PROBABILITY)).astype(np.float32).ravel()
-
-    def by_bin(self, prior: float = 1.0) -> Floats:
-        """`[RANKS, bins]` acceptance of a token by its rank and the bin of its confidence."""
-        return (self.accepted + 25.0 * prior * BIN_CENTERS) / (self.seen + 25.0)
+    def table(self, prior: Floats = CENTERS) -> Floats:
+        """`[RANKS, bins]` acceptance by rank and bin of confidence, shrunk towards a prior; lower for later ranks."""
+        estimate = (self.accepted[:, COUNTED] + 6.0 * prior) / (self.seen[:, COUNTED] + 6.0)
+        return np.minimum(np.minimum.accumulate(estimate, axis=0), MAX_PROBABILITY)
 
     def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
         """Count tokens whose parent was accepted; three `[tokens]` arrays."""
-        index = np.minimum(rank, RANKS - 1), np.searchsorted(EDGES, confidence)
+        index = np.minimum(rank, RANKS - 1), COUNTED[np.searchsorted(EDGES, confidence)]
         np.add.at(self.seen, index, 1.0)
         np.add.at(self.accepted, index, accepted.astype(float))
-
-    def count(self, rank: int, index: int, accepted: bool, weight: float = 1.0) -> None:
-        """Count one token by the index of its bin; old tokens count less, as acceptance changes within a text.
-
-        The weight is the probability that was left to the token's drafter, where several draft.
-        """
-        self.seen[rank, index] += weight
-        self.accepted[rank, index] += accepted
-        if self.seen[rank, index] > 64:
-            self.seen[rank, index] /= 2
-            self.accepted[rank, index] /= 2
 
     def copy(self) -> Calibration:
         """A copy in which old observations have a limited weight: texts differ from call to call."""
@@ -146,13 +120,14 @@ class CalibratedSession(DraftSession):
 
 
 def log_tables(calibrations: Sequence[Calibration]) -> Floats:
-    """`[calibrations * RANKS * fine bins]` the table of each calibration, shrunk towards the counts of all of them."""
-    if len(calibrations) == 1:
-        return calibrations[0].log_table()
-    pooled = Calibration()
-    pooled.seen = np.sum([one.seen for one in calibrations], axis=0)
-    pooled.accepted = np.sum([one.accepted for one in calibrations], axis=0)
-    return np.concatenate([one.log_table(pooled.by_fine_bin()) for one in calibrations])
+    """`[calibrations * RANKS * bins]` logarithms of the table of each, shrunk towards the counts of all of them."""
+    prior = CENTERS
+    if len(calibrations) > 1:
+        pooled = Calibration()
+        pooled.seen = np.sum([one.seen for one in calibrations], axis=0)
+        pooled.accepted = np.sum([one.accepted for one in calibrations], axis=0)
+        prior = pooled.table()
+    return np.log([one.table(prior) for one in calibrations]).astype(np.float32).ravel()
 
 
 def confidence_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:

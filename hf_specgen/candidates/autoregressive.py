@@ -17,8 +17,8 @@ import torch
 from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import (
-    FINE_CENTERS,
-    FINE_EDGES,
+    CENTERS,
+    EDGES,
     RANKS,
     CalibratedSession,
     confidence_by_rank,
@@ -35,22 +35,12 @@ from hf_specgen.verification import VerificationResult
 class AutoregressiveSession(CalibratedSession):
     """Drafts trees with a network.
 
-    Args:
-        call: the call.
-        k: maximum depth of a draft.
-        tree: "auto" for the tree with the highest expected tokens per second, by the latency model of the policy; a
-            number of nodes; None for chains.
-        confidence_threshold: nodes whose token has a lower probability are not expanded.
-        vocab: size of the target's vocabulary; the drafter's may be padded to another size.
-        calibrations: how many there are; see `calibration_of`.
-
-    Attributes:
-        expanded_nodes_first: whether the nodes of a tree begin with those that were expanded.
-        max_depths: of the current draft.
-        passes: tokens, over all rows, of each pass of the drafter in the current draft.
+    Nodes whose token has a probability below the threshold are not expanded. `vocab` is the size of the target's
+    vocabulary; the drafter's may be padded to another size.
     """
 
     expanded_nodes_first = False
+    """Whether the nodes of a tree begin with those that were expanded."""
 
     def __init__(
         self,
@@ -84,10 +74,9 @@ class AutoregressiveSession(CalibratedSession):
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
-        """Run the drafter on what is new in the rows' texts; adds the pass to `passes` unless it reads the prompt.
+        """Run the drafter on what is new in the rows' texts: `[batch, vocab]` logits after each row's last token.
 
-        Returns:
-            `[batch, vocab]` logits for the token after each row's last one.
+        Adds the pass to `passes` unless it reads the prompt.
         """
 
     @abstractmethod
@@ -109,11 +98,9 @@ class AutoregressiveSession(CalibratedSession):
         tree = self._tree
         if not isinstance(tree, GrownTree):
             return
-        values, bins = tree.node_values, len(FINE_CENTERS)
+        values, bins = tree.node_values, len(CENTERS)
         features = [row[:, 0] for row in values]
-        self._features = [
-            (row // bins % RANKS, FINE_CENTERS[row % bins], 1 + row // (RANKS * bins)) for row in features
-        ]
+        self._features = [(row // bins % RANKS, CENTERS[row % bins], 1 + row // (RANKS * bins)) for row in features]
         super().observe(result)
         if self._expanded:
             # The nodes of a path that were expanded come first: a child is expanded after its parent.
@@ -143,7 +130,7 @@ class AutoregressiveSession(CalibratedSession):
         draft, parents = growth.best(max(size.nodes(growth), growth.expanded if first else 0), first)
         if self.wants_q and draft.nodes:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
-            draft = draft.with_q(q.gather(1, parents[..., None].sub(1).expand(-1, -1, q.shape[-1])))
+            draft = draft.replace(q=q.gather(1, parents[..., None].sub(1).expand(-1, -1, q.shape[-1])))
         self._tree = draft
         return draft
 
@@ -169,7 +156,7 @@ class AutoregressiveSession(CalibratedSession):
         edges, ranks = _bins(logits.device, best.shape[-1])
         features = torch.bucketize(confidence, edges) + ranks
         if (number := self.calibration_of()) is not None:
-            features = features.add(number[..., None], alpha=RANKS * len(FINE_CENTERS))
+            features = features.add(number[..., None], alpha=RANKS * len(CENTERS))
         growth.add(tokens, self._table[features], features, expandable)
 
 
@@ -183,6 +170,6 @@ def last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds of the fine bins of confidence, and `[children]` where the bins of each rank begin in the table."""
-    ranks = np.minimum(np.arange(children), RANKS - 1) * len(FINE_CENTERS)
-    return torch.from_numpy(FINE_EDGES.astype(np.float32)).to(device), torch.from_numpy(ranks).to(device)
+    """Bounds of the bins of confidence, and `[children]` where the bins of each rank begin in the table."""
+    ranks = np.minimum(np.arange(children), RANKS - 1) * len(CENTERS)
+    return torch.from_numpy(EDGES.astype(np.float32)).to(device), torch.from_numpy(ranks).to(device)

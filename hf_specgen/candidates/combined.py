@@ -20,21 +20,23 @@ from transformers import PreTrainedModel
 from hf_specgen.call import DraftingSettings, Prediction
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.ngram import NgramCandidates
+from hf_specgen.candidates.recycling import Node as RecycledNode
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
-from hf_specgen.candidates.tree_search import TreeSize, draft_of, tree_size
+from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.depth import Policy
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements
-from hf_specgen.tree import DraftTree, Parents
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, result_for, verified_nodes
 
 ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
 0.3 to 0.8 tokens, below 1.4 to 3.9."""
-UNPROPOSED = 0.15
-"""Factor of the acceptance of a copied token that the network does not propose after the same path."""
+
+
+UNPROPOSED = 0.03
+"""Factor of the acceptance of a copied token that a network does not propose after the same path."""
 
 
 class CombinedCandidates(Candidates):
@@ -112,17 +114,16 @@ class _CombinedSession(DraftSession):
         self._size = settings.tree
         self._members = [(strategy.start(call), strategy.k) for strategy in strategies]
         self._first_network = sum(strategy.negligible_draft_cost for strategy in strategies)
-        self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
         self.top_tokens = max(session.top_tokens for session, _ in self._members)
-        # An early-exit target has run its first layers on the nodes of one member; others cannot be added to its draft.
-        self._adds_to_networks = not isinstance(call.target, EarlyExitTarget)
-        # Rejection sampling verifies every node that was drawn; a search would leave some out by their tokens.
-        self._searches = self._adds_to_networks and not (call.verification is not None and call.verification.wants_q)
         recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
-        self._recycling = next(recycling, None) if self._searches else None
-        self._trees: list[SearchTree[_Origin]] = []
-        self._is_prefill, self._has_drafted = True, False
+        self._recycling = next(recycling, None)
+        # An early-exit target has run its first layers on the nodes of one member, and others cannot be added to its
+        # draft; rejection sampling verifies every node that was drawn, and a search would leave some out.
+        draws = call.verification is not None and call.verification.wants_q
+        self._merges = not draws and not isinstance(call.target, EarlyExitTarget)
         self._uses_networks = call.depth is None or call.depth.affords_prefill()
+        self._drafts: list[DraftTree] = []
+        self._trees: list[SearchTree[_Origin]] = []
         self.passes: list[int] = []
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -137,69 +138,53 @@ class _CombinedSession(DraftSession):
             for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
                 recycled = tree.tags[node].recycled
                 if self._recycling is not None and recycled is not None:
-                    self._recycling.count(*recycled, accepted)
+                    self._recycling.count(recycled, accepted)
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
-            # After a prefill without drafts only members that use more than the outcome of a draft are called.
-            if not self._is_prefill or draft.nodes or session.top_tokens or self._has_drafted:
-                session.observe(result_for(result, draft))
+            session.observe(result_for(result, draft))
 
     def end(self) -> None:
         for session, _ in self._members:
             session.end()
 
     def _combine(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
-        self._is_prefill, self.passes = is_prefill, []
-        zeros = [0] * len(max_depths)
-        size = tree_size(self._size, self.call, max_depths, is_prefill=is_prefill)
-        # Trees without a size hold all that was proposed, also what Token Recycling proposes on its own.
-        extension = self._recycling if size.is_fastest or isinstance(self._size, int) else None
-        networks = range(self._first_network, len(self._members))
-        self._drafts = [DraftTree.empty(len(max_depths))] * len(self._members)
-        for number in range(self._first_network):
-            self._draft_member(number, zeros if self._members[number][0] is extension else max_depths)
-        tree = self._merged(size, max_depths, extension)
-        needs_network = self._uses_networks and (is_prefill or not _expects(tree, ENOUGH_TOKENS))
-        for number in networks:
-            is_free = self._adds_to_networks or not any(draft.nodes for draft in self._drafts)
-            self._draft_member(number, max_depths if needs_network and is_free else zeros)
-            self.passes += _passes(self._members[number][0], self._drafts[number])
-        if networks and needs_network:
-            tree = self._merged(size, max_depths, extension)
-        self._has_drafted = tree.nodes > 0
+        self._drafts, self.passes = [], []
+        for session, k in self._members[: self._first_network]:
+            self._draft_member(session, 0 if session is self._recycling else k, max_depths, is_prefill)
+        tree = self._search(max_depths, is_prefill)
+        drafts = self._uses_networks and not _expects(tree, ENOUGH_TOKENS)
+        for session, k in self._members[self._first_network :]:
+            draft = self._draft_member(session, k if drafts else 0, max_depths, is_prefill)
+            self.passes += _passes(session, draft)
+            if draft.nodes and not self._merges:
+                self._trees, tree, drafts = [], draft, False
+        if self._merges and any(draft.nodes for draft in self._drafts[self._first_network :]):
+            tree = self._search(max_depths, is_prefill, self.passes)
         return tree
 
-    def _draft_member(self, number: int, max_depths: Sequence[int]) -> None:
-        session, k = self._members[number]
-        draft = session.draft_at_prefill if self._is_prefill else session.draft
-        self._drafts[number] = draft([min(depth, k) for depth in max_depths])
+    def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+        draft = session.draft_at_prefill if is_prefill else session.draft
+        self._drafts.append(draft([min(depth, k) for depth in max_depths]))
+        return self._drafts[-1]
 
-    def _merged(self, size: TreeSize, max_depths: Sequence[int], extension: RecyclingSession | None) -> DraftTree:
-        """The most probable tree of what the members proposed, extended by candidate tokens of Token Recycling."""
-        self._trees = []
-        if not self._searches:
-            return merge_trees(self._drafts)
-        has_size = size.is_fastest or isinstance(self._size, int)
-        nodes = size.max_nodes if has_size else sum(draft.nodes for draft in self._drafts)
-        for row, depth in enumerate(max_depths):
-            search = _RowSearch(self._drafts, self._first_network, row, self.call.state.last_token(row), extension)
-            is_chain = self._is_prefill and has_size  # the prefill pass verifies chains
-            limits = SearchLimits(nodes, size.min_probability, is_chain)
-            self._trees.append(best_first(search.root, search.children, depth, limits))
-        if size.latency is not None:
-            has_network = any(draft.nodes for draft in self._drafts[self._first_network :])
-            drafting = size.latency.drafter.draft(self.passes) if has_network else 0.0
-            nodes = size.best_size([tree.probability for tree in self._trees], drafting)
-        return draft_of(self._trees, nodes)
+    def _search(self, max_depths: Sequence[int], is_prefill: bool, passes: Sequence[int] | None = None) -> DraftTree:
+        """The most probable tree of what the members proposed, extended by Token Recycling."""
+
+        def search(row: int, limits: SearchLimits) -> SearchTree[_Origin]:
+            one = _RowSearch(self._drafts, self._first_network, row, self.call.state.last_token(row), self._recycling)
+            return best_first(one.root, one.children, max_depths[row], limits)
+
+        tree, self._trees = draft_rows(self.call, self._size, max_depths, search, is_prefill, passes)
+        return tree
 
 
 class _Origin(NamedTuple):
-    """Where a token comes from: the node of each draft that it stands for, None where a draft does not have it; and for
-    one of `RecyclingSession.candidate_tokens` its key, and the probability that copied text leaves to these tokens.
+    """Where a token comes from: its node in each member's draft, None where that does not have it; and what Token
+    Recycling knows of it.
     """
 
     token: int
     nodes: tuple[int | None, ...]
-    recycled: tuple[tuple[int, int], float] | None = None
+    recycled: RecycledNode | None = None
 
 
 class _RowSearch:
@@ -220,32 +205,31 @@ class _RowSearch:
     def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
 
-        Estimates of several members are combined as if they were independent. A network has processed the text that the
-        others copy from, so what it does not propose is less likely.
+        Estimates of several members are combined as if they were independent. Where a network drafted, which has
+        processed the text that others copy from, other tokens are improbable.
         """
-        proposals: dict[int, tuple[float, list[int | None]]] = {}
-        by_network: set[int] = set()
-        for number, parent in enumerate(origin.nodes):
-            for child, token, acceptance in () if parent is None else self._children[number].get(parent, ()):
-                before, nodes = proposals.get(token, (0.0, [None] * len(origin.nodes)))
-                nodes[number] = child
-                proposals[token] = 1 - (1 - before) * (1 - acceptance), nodes
-                if number >= self._first_network:
-                    by_network.add(token)
-        has_network = bool(by_network)
-        for token in proposals.keys() - by_network if has_network else ():
-            proposals[token] = UNPROPOSED * proposals[token][0], proposals[token][1]
-        total = sum(value for value, _ in proposals.values())
-        scale, rest, recycled = 1 / max(1.0, total), max(0.0, 1 - total), []
-        if self._recycling is not None and not has_network and rest:
-            nowhere = (None,) * len(origin.nodes)
-            for token, acceptance, key in self._recycling.candidate_tokens(origin.token):
-                if token in proposals:
-                    proposals[token] = proposals[token][0] + rest * acceptance, proposals[token][1]
-                else:
-                    recycled.append((token, rest * acceptance, _Origin(token, nowhere, (key, rest))))
-        copied = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
-        return sorted(copied + recycled, key=lambda child: -child[1])
+        nowhere = (None,) * len(origin.nodes)
+        members = [
+            [] if parent is None else children.get(parent, [])
+            for parent, children in zip(origin.nodes, self._children, strict=False)
+        ]
+        drawn = {token for children in members[self._first_network :] for _, token, _ in children}
+        found: dict[int, tuple[float, _Origin]] = {}
+        for number, proposed in enumerate(members):
+            for child, token, acceptance in proposed:
+                before, one = found.get(token, (0.0, _Origin(token, nowhere)))
+                nodes = (*one.nodes[:number], child, *one.nodes[number + 1 :])
+                found[token] = 1 - (1 - before) * (1 - acceptance), _Origin(token, nodes)
+        if self._recycling is not None and not drawn:
+            for token, acceptance, recycled in self._recycling.candidate_tokens(origin.token):
+                before, one = found.get(token, (0.0, _Origin(token, nowhere)))
+                found[token] = 1 - (1 - before) * (1 - acceptance), one._replace(recycled=recycled)
+        values = {
+            token: value if not drawn or token in drawn else UNPROPOSED * value for token, (value, _) in found.items()
+        }
+        scale = 1 / max(1.0, sum(values.values()))
+        ranked = [(token, scale * value, found[token][1]) for token, value in values.items()]
+        return sorted(ranked, key=lambda child: -child[1])
 
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
@@ -274,55 +258,6 @@ def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
         return session.passes
     rows = sum(len(parents) > 0 for parents in draft.parents)
     return [rows] * max((max(draft.depths(row)) for row in range(draft.batch)), default=0)
-
-
-def merge_trees(trees: Sequence[DraftTree]) -> DraftTree:
-    """Merge drafts for the same rows into one tree per row; equal paths share their nodes.
-
-    Nodes of deterministic drafts (without `q`) come first among siblings, as `verification="rejection"` assumes: a
-    sampled node then counts as drawn without replacement of the tokens before it.
-
-    Example:
-        >>> merged = merge_trees([DraftTree.chains([[5, 6]]), DraftTree.chains([[5, 7, 8]])])
-        >>> merged.tokens.tolist(), merged.parents
-        ([[5, 6, 7, 8]], ((-1, 0, 0, 2),))
-    """
-    drafts = sorted((tree for tree in trees if tree.nodes), key=lambda tree: tree.q is not None)
-    if len(drafts) < 2:
-        return drafts[0] if drafts else trees[0]
-    rows = [_merge_row(drafts, [tree.token_lists()[row] for tree in drafts], row) for row in range(drafts[0].batch)]
-    merged = DraftTree.from_nodes([(tokens, parents) for tokens, parents, _ in rows])
-    sampled = [tree.q for tree in drafts if tree.q is not None]
-    if not sampled:
-        return merged
-    q = sampled[0].new_zeros(merged.batch, merged.nodes, max(part.shape[-1] for part in sampled))
-    for row, (_, _, sources) in enumerate(rows):
-        for node, (draft, source) in enumerate(sources):
-            part = drafts[draft].q
-            if part is not None:
-                q[row, node, : part.shape[-1]] = part[row, source]
-    return DraftTree(merged.token_lists(), merged.parents, q)
-
-
-def _merge_row(
-    drafts: Sequence[DraftTree], tokens: Sequence[list[int]], row: int
-) -> tuple[list[int], Parents, list[tuple[int, int]]]:
-    """Tokens and parents of the merged row, and the (draft, node) that each of its nodes comes from."""
-    merged: list[int] = []
-    parents: list[int] = []
-    sources: list[tuple[int, int]] = []
-    node_of: dict[tuple[int, int], int] = {}
-    for draft, tree in enumerate(drafts):
-        new_index = {-1: -1}
-        for node, parent in enumerate(tree.parents[row]):
-            key = new_index[parent], tokens[draft][node]
-            if key not in node_of:
-                node_of[key] = len(merged)
-                merged.append(key[1])
-                parents.append(key[0])
-                sources.append((draft, node))
-            new_index[node] = node_of[key]
-    return merged, tuple(parents), sources
 
 
 @cache

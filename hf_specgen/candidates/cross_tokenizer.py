@@ -14,137 +14,47 @@ Vocabularies" (2025), section 4 (Token-Level Intersection).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.call import Compile
-from hf_specgen.candidates.autoregressive import AutoregressiveSession, last_of
-from hf_specgen.candidates.base import DraftCall, Tree, vocabulary_size
-from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size, known_tokens
-from hf_specgen.grown_tree import GrownTree
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
-from hf_specgen.targets.model_parts import text_config
-from hf_specgen.targets.requirements import TargetRequirements, make_target
-from hf_specgen.targets.support import position_table
-from hf_specgen.tree import DraftTree
+from hf_specgen.candidates.base import DraftCall, vocabulary_size
+from hf_specgen.candidates.encoder_draft import embedding_size
 
 INCOMPLETE = "\ufffd"
 """The replacement character: what a tokenizer decodes the first bytes of a character to."""
 
 
-class CrossTokenizerSession(AutoregressiveSession):
-    """Drafts trees of tokens that both vocabularies have."""
+def retokenized_texts(call: DraftCall, draft: PreTrainedModel) -> tuple[list[DraftText], SharedVocabulary]:
+    """The prompts in the tokens of a draft model with another tokenizer, and the tokens that both models have."""
+    assert call.model is not None
+    names = str(call.model.name_or_path), str(draft.name_or_path)
+    of_target, of_draft = map(load_tokenizer, names)
+    draft_size = min(draft.config.get_text_config().vocab_size, embedding_size(draft))
+    shared = shared_vocabulary(*names, vocabulary_size(call.model), draft_size)
+    codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
+    return [Retokenizer(*codecs, prompt, shared) for prompt in call.state.prompts], shared
 
-    def __init__(
-        self,
-        call: DraftCall,
-        draft: PreTrainedModel,
-        k: int,
-        tree: Tree,
-        confidence_threshold: float,
-        compile: Compile = False,
-    ):
-        assert call.model is not None
-        names = str(call.model.name_or_path), str(draft.name_or_path)
-        of_target, of_draft = map(load_tokenizer, names)
-        codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
-        self._embedded, self._max_positions = embedding_size(draft), position_table(text_config(draft))
-        draft_size = min(draft.config.get_text_config().vocab_size, self._embedded)
-        self._shared = shared_vocabulary(*names, vocabulary_size(call.model), draft_size)
-        self._texts = [Retokenizer(*codecs, prompt, self._shared) for prompt in call.state.prompts]
-        self._longest = max(len(text.tokens) for text in self._texts)
-        if self._longest > self._max_positions:
-            raise ValueError(
-                f"the prompt has {self._longest} tokens of the draft's vocabulary, but the draft reads at most "
-                f"{self._max_positions}; use another draft"
-            )
-        # The draft's tokens in its cache, of which the prompt's never change.
-        self._cached = [known_tokens(text.tokens[: text.stable], self._embedded) for text in self._texts]
-        self._prompt_lengths = list(map(len, self._cached))
-        prompt = draft_prompt(draft, call, self._cached, share_encoder=None)
-        self._reader = make_target(TargetRequirements(), draft, *prompt, compile=compile)
-        self._prompt_logits: torch.Tensor | None = None
-        self._seen = [0] * call.state.batch  # generated tokens of each row that its text contains
-        self._is_complete = [True] * call.state.batch
-        self._drafts = [True] * call.state.batch  # the rows that draft in this step
-        self._tree_tokens = torch.zeros(0)  # the draft's tokens of the nodes of this step's tree
-        size = None if self._reader.verifies_chains_only else tree
-        super().__init__(call, k, size, confidence_threshold, vocabulary_size(call.model))
 
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        self._retokenize(max_depths)
-        return super().draft(max_depths)
+class DraftText:
+    """One row's text in the tokens of a draft model, which here are those of the target."""
 
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        self._retokenize(max_depths)
-        return super().draft_at_prefill(max_depths)
+    def __init__(self, prompt: Sequence[int]):
+        self.tokens, self._num_read = list(prompt), 0
 
-    def max_draft_tokens(self, row: int) -> int:
-        """How many tokens the draft can read after a row's text; 0 while the text ends within a character."""
-        if not self._is_complete[row] or self._longest + MAX_DRAFT_SLOTS > self._reader.slot_limit:
-            return 0
-        return max(0, self._max_positions - len(self._texts[row].tokens))
+    def extend(self, generated: Sequence[int]) -> bool:
+        """Append what was generated since the last call; returns False while it ends within a character."""
+        self.tokens += generated[self._num_read :]
+        self._num_read = len(generated)
+        return True
 
-    def first_scores(self) -> torch.Tensor:
-        """Run the draft model on what its cache lacks of the texts of the rows that draft."""
-        batch = len(self._texts)
-        self._drafts = [depth > 0 and self.max_draft_tokens(row) > 0 for row, depth in enumerate(self.max_depths)]
-        if self._prompt_logits is None:
-            self._prompt_logits = self._reader.prefill(DraftTree.empty(batch))[:, -1]
-        self._reader.drop_rows([not self.call.state.has_ended(row) for row in range(batch)])
-        uncached = [self._uncached(row) if drafts else [] for row, drafts in enumerate(self._drafts)]
-        lengths = zip(self._cached, self._prompt_lengths, strict=True)
-        self._reader.rewind([len(tokens) - prompt for tokens, prompt in lengths])
-        if not any(uncached):
-            return self._shared.target_logits(self._prompt_logits)
-        runs = [bool(tokens) for tokens in uncached]
-        tree = DraftTree.chains([tokens[1:] for tokens in uncached])
-        self.passes.append(sum(runs) * (1 + tree.nodes))
-        logits = self._reader.forward(tree, [tokens[0] if tokens else 0 for tokens in uncached], runs)
-        self._reader.commit([list(range(len(tokens) - 1)) if tokens else None for tokens in uncached])
-        for cached, tokens in zip(self._cached, uncached, strict=True):
-            cached += tokens
-        after = last_of(logits, [len(tokens) for tokens in uncached])
-        is_new = torch.tensor(runs, device=logits.device)[:, None]
-        return self._shared.target_logits(torch.where(is_new, after, self._prompt_logits))
-
-    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        self._tree_tokens = self._shared.draft_tokens(tree.tokens)
-        draft_tree = tree.with_tokens(self._tree_tokens)
-        return self._shared.target_logits(self._reader.grow(draft_tree, new, self._drafts))
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep a path of the last tree in each row's cache."""
-        self._reader.commit(paths)
-        tokens = self._tree_tokens.tolist()
-        for row, path in enumerate(paths):
-            self._cached[row] += [tokens[row][node] for node in path]
-
-    def _retokenize(self, max_depths: Sequence[int]) -> None:
-        """Add what was generated since the last draft to the texts, unless no row drafts."""
-        for row, generated in enumerate(self.call.state.generated if any(max_depths) else ()):
-            self._is_complete[row] = self._texts[row].extend(generated[self._seen[row] :])
-            self._seen[row] = len(generated)
-        self._longest = max(len(text.tokens) for text in self._texts)
-
-    def _uncached(self, row: int) -> list[int]:
-        """The tokens of a row's text that the cache lacks; cached tokens that differ are dropped.
-
-        The last token is always computed anew, for the logits after it, unless they are those after the prompt.
-        """
-        text, cached = self._texts[row], self._cached[row]
-        same = min(text.unchanged, len(cached))
-        tail = zip(cached[same:], known_tokens(text.tokens[same:], self._embedded), strict=False)
-        same += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tail))
-        same = max(self._prompt_lengths[row], min(same, len(text.tokens) - 1))
-        del cached[same:]
-        text.unchanged = len(text.tokens)
-        return known_tokens(text.tokens[same:], self._embedded)
+    def take_first_changed(self) -> int:
+        """Index of the first token that may have changed since the last call."""
+        return len(self.tokens)
 
 
 class Codec:
@@ -177,62 +87,49 @@ class Codec:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-class Retokenizer:
-    """One row's text in the draft's tokens.
-
-    Args:
-        target, draft: of the two tokenizers.
-        prompt: the row's prompt in the target's tokens.
-        shared: the tokens that both vocabularies have.
-
-    Attributes:
-        tokens: the text in the draft's tokens.
-        stable: how many of them at the beginning never change: all of the prompt.
-        unchanged: how many of them at the beginning have not changed since it was last set.
-    """
+class Retokenizer(DraftText):
+    """One row's text in the tokens of a draft model with another tokenizer; those of the prompt never change."""
 
     def __init__(self, target: Codec, draft: Codec, prompt: Sequence[int], shared: SharedVocabulary):
         self._target, self._draft, self._shared = target, draft, shared
         complete = len(prompt)
         while complete and target.decode(prompt[:complete]).endswith(INCOMPLETE):
             complete -= 1
-        self._text: list[int] = list(prompt[:complete])
-        self._incomplete: list[int] = []
-        self.tokens: list[int] = draft.encode_prompt(target.decode(self._text)) or [0]
-        self.stable = self.unchanged = len(self.tokens)
-        self.extend(prompt[complete:])
+        super().__init__(draft.encode_prompt(target.decode(prompt[:complete])) or [0])
+        self._window, self._rest = list(prompt[:complete])[-8:], prompt[complete:]
+        self._stable, self._first_changed = len(self.tokens), sys.maxsize
 
-    def extend(self, new: Sequence[int]) -> bool:
-        """Append target tokens; returns False, and keeps them for the next call, while a character is incomplete."""
-        if not new:
-            return not self._incomplete
-        new = [*self._incomplete, *new]
+    def extend(self, generated: Sequence[int]) -> bool:
+        new = [*self._rest, *generated][self._num_read :]
         shared = [index for token in new if (index := self._shared.draft_token(token)) is not None]
         if len(shared) == len(new):
             self.tokens += shared
         elif not self._retokenize(new):
             return False
-        self._text.extend(new)
+        self._num_read += len(new)
+        self._window = [*self._window, *new][-8:]  # earlier tokens do not change in practice
         return True
+
+    def take_first_changed(self) -> int:
+        first, self._first_changed = self._first_changed, sys.maxsize
+        return min(first, len(self.tokens))
 
     def _retokenize(self, new: list[int]) -> bool:
         """Encode the end of the text again, with new target tokens; returns False while a character is incomplete."""
-        window = self._text[-8:]  # earlier tokens do not change in practice
-        before, after = self._target.decode(window), self._target.decode([*window, *new])
-        self._incomplete = new if after.endswith(INCOMPLETE) else []
-        if self._incomplete:
+        before, after = self._target.decode(self._window), self._target.decode([*self._window, *new])
+        if after.endswith(INCOMPLETE):
             return False
         kept = self._first_unstable()
         tail = self._draft.decode(self.tokens[kept:])
         text = tail + after[len(before) :] if after.startswith(before) else tail + self._target.decode(new)
+        self._first_changed = min(self._first_changed, kept)
         self.tokens[kept:] = self._draft.encode(text)
-        self.unchanged = min(self.unchanged, kept)
         return True
 
     def _first_unstable(self) -> int:
         """Index of the first token that is encoded anew; a character begins there."""
-        index = max(self.stable, len(self.tokens) - 8)
-        while index > self.stable and self._draft.decode(self.tokens[index:]).startswith(INCOMPLETE):
+        index = max(self._stable, len(self.tokens) - 8)
+        while index > self._stable and self._draft.decode(self.tokens[index:]).startswith(INCOMPLETE):
             index -= 1
         return index
 
@@ -240,10 +137,8 @@ class Retokenizer:
 class SharedVocabulary:
     """The common tokens of two vocabularies.
 
-    Args:
-        draft_ids: for each token of the target, the id of the draft's token with the same text, or -1.
-        target_size: number of logits of the target.
-        draft_size: number of tokens that the draft has embeddings and logits for; its other tokens are not shared.
+    `draft_ids` has for each token of the target the id of the draft's token with the same text, or -1. The sizes are
+    numbers of logits; tokens of the draft beyond its size are not shared.
 
     Example:
         >>> shared = SharedVocabulary([2, -1, 0], target_size=4, draft_size=3)

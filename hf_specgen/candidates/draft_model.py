@@ -8,13 +8,10 @@ for Heterogeneous Vocabularies" (2025).
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from functools import lru_cache
 from numbers import Real
-from threading import Lock
-from time import monotonic
 from typing import Any, cast
 
 import torch
@@ -23,20 +20,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
     PreTrainedModel,
 )
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.candidates.base import (
-    Depth,
-    DraftCall,
-    DraftSession,
-    PretrainedCandidates,
-    Tree,
-)
-from hf_specgen.candidates.cross_tokenizer import CrossTokenizerSession
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_heads import BoundModules, number_of
 from hf_specgen.candidates.draft_sessions import DraftModelSession, DraftRunner, ParallelDraft, ParallelDraftSession
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
@@ -153,34 +143,43 @@ class DraftModelCandidates(PretrainedCandidates):
                 f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
                 "lengths; load the draft with attn_implementation='sdpa'"
             )
-        is_same_vocabulary = call.model is None or have_same_vocabulary(draft, call.model)
-        window, parallel = self._window(draft, call), None
-        if is_same_vocabulary:
+        if self._has_other_tokenizer(draft, call):
+            texts, shared = retokenized_texts(call, draft)
+            parallel = window = None
+        else:
+            texts, shared = [DraftText(prompt) for prompt in call.state.prompts], None
             parallel = None if reads_encoder(draft) else ParallelDraft.of(draft)
-            window = None if parallel is not None and parallel.layers else window
-            read = max(map(len, call.state.prompts))
-            _check_prompt_length(draft, sum(window) if window is not None and window.is_exceeded_by(read) else read)
-        elif reads_encoder(draft):
+            # The target's hidden states are those of the whole text.
+            window = None if parallel is not None and parallel.layers else self._window(draft, call)
+        prompts = [known_tokens(text.tokens, embedding_size(draft)) for text in texts]
+        longest, positions = max(map(len, prompts)), position_table(text_config(draft))
+        longest = sum(window) if window is not None and window.is_exceeded_by(longest) else longest
+        if longest > positions:
             raise ValueError(
-                f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
-                "decoder-only models; use a draft of the target's family"
+                f"the prompt has {longest} tokens, but the draft reads at most {positions}; use another draft"
             )
-        prompts = [known_tokens(prompt, embedding_size(draft)) for prompt in call.state.prompts]
-        prompt = draft_prompt(draft, call, prompts, self.share_encoder)
-        check_computation(draft, TargetRequirements(), *prompt)
-        if not is_same_vocabulary:
-            return CrossTokenizerSession(call, draft, self.k, self.tree, self.confidence_threshold, self.compile)
+        check_computation(draft, TargetRequirements(), *draft_prompt(draft, call, prompts, self.share_encoder))
         # Captured passes run without the hook that adds the target's hidden states.
         compile: Compile = False if parallel is not None and parallel.layers else self.compile
 
         def reader(texts: list[list[int]]) -> Target:
-            read = prompt if texts == prompts else draft_prompt(draft, call, texts, self.share_encoder)
-            return make_target(TargetRequirements(), draft, *read, compile=compile)
+            prompt = draft_prompt(draft, call, texts, self.share_encoder)
+            return make_target(TargetRequirements(), draft, *prompt, compile=compile)
 
-        runner = DraftRunner(call, draft, reader, window)
+        runner = DraftRunner(call, draft, texts, reader, window)
         if parallel is not None:
             return ParallelDraftSession(call, draft, runner, parallel, self.k, self.tree)
-        return DraftModelSession(call, draft, runner, self.k, self.tree, self.confidence_threshold)
+        return DraftModelSession(call, draft, runner, shared, self.k, self.tree, self.confidence_threshold)
+
+    def _has_other_tokenizer(self, draft: PreTrainedModel, call: DraftCall) -> bool:
+        if call.model is None or have_same_vocabulary(draft, call.model):
+            return False
+        if reads_encoder(draft):
+            raise ValueError(
+                f"the draft {type(draft).__name__} has another tokenizer than the target, which works with "
+                "decoder-only models; use a draft of the target's family"
+            )
+        return True
 
     def _window(self, draft: PreTrainedModel, call: DraftCall) -> DraftWindow | None:
         """The part of the texts of a call that the draft model reads."""
@@ -262,52 +261,25 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
     return cast(PreTrainedModel, model.get_base_model())
 
 
-def _check_prompt_length(draft: PreTrainedModel, longest: int) -> None:
-    table = position_table(text_config(draft))
-    if longest > table:
-        raise ValueError(f"the prompt has {longest} tokens, but the draft reads at most {table}; use another draft")
+@lru_cache(maxsize=8)
+def _load_failure(name: str) -> str | None:
+    """Why the tokenizer of a model cannot be loaded, as a sentence; None if it can."""
+    if not name:
+        return "they were not loaded from a folder or repository"
+    try:
+        load_tokenizer(name)
+    except Exception as error:  # damaged files and missing packages raise errors of many types
+        reason = f"the tokenizer of {name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+        logger.warning("%s; whether its vocabulary is that of the other model is not checked", reason)
+        return reason
+    return None
 
 
-class VocabularyDigests:
-    """Hashes of the vocabularies of tokenizers, by the folder or repository that they are loaded from."""
-
-    def __init__(self, max_entries: int = 64):
-        self._max_entries, self._lock = max_entries, Lock()
-        self._digests: dict[str, str] = {}
-        self._failures: dict[str, tuple[str, float]] = {}  # reason and time
-
-    def digest(self, name: str) -> str | None:
-        """The hash of all pairs of a token and its id; None if there is no tokenizer, or it cannot be loaded.
-
-        A failure is kept for five minutes: an attempt over the network takes long.
-        """
-        with self._lock:
-            known, failure = self._digests.get(name), self._failures.get(name)
-        if known is not None or not name or (failure is not None and monotonic() - failure[1] < 300):
-            return known
-        try:
-            digest = _digest(AutoTokenizer.from_pretrained(name).get_vocab())
-        except Exception as error:  # damaged files and missing packages raise errors of many types
-            reason = f"the tokenizer of {name!r} cannot be loaded: {type(error).__name__}: {first_line(error)}"
-            logger.warning("%s; whether its vocabulary is that of the other model is not checked", reason)
-            self._keep(self._failures, name, (reason, monotonic()))
-            return None
-        self._keep(self._digests, name, digest)
-        return digest
-
-    def reason(self, names: Sequence[str]) -> str:
-        """Why tokenizers could not be loaded."""
-        failures = [self._failures[name][0] for name in names if name in self._failures]
-        return "; ".join(failures) or "they were not loaded from a folder or repository"
-
-    def _keep(self, entries: dict[str, Any], name: str, entry: Any) -> None:
-        with self._lock:
-            if len(entries) >= self._max_entries:
-                del entries[next(iter(entries))]
-            entries[name] = entry
-
-
-vocabulary_digests = VocabularyDigests()
+@lru_cache(maxsize=64)
+def _have_equal_tokens(draft: str, target: str) -> bool:
+    """Whether the tokenizers in two folders or repositories have the same tokens, with the same ids."""
+    of_draft, of_target = map(load_tokenizer, (draft, target))
+    return of_draft.get_vocab() == of_target.get_vocab()
 
 
 def have_same_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
@@ -316,23 +288,16 @@ def have_same_vocabulary(draft: PreTrainedModel, target: PreTrainedModel) -> boo
     The sizes of their embedding tables are no criterion, since tables are padded: Qwen models have tables of 151,936
     and 152,064 rows for one tokenizer.
     """
-    if draft is target or draft.name_or_path == target.name_or_path != "":
-        return True
     names = str(draft.name_or_path or ""), str(target.name_or_path or "")
-    of_draft, of_target = map(vocabulary_digests.digest, names)
-    if of_draft is not None and of_target is not None:
-        return of_draft == of_target
+    if draft is target or names[0] == names[1] != "":
+        return True
+    reasons = [reason for name in names if (reason := _load_failure(name)) is not None]
+    if not reasons:
+        return _have_equal_tokens(*names)
     sizes = [model.config.get_text_config().vocab_size for model in (draft, target)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the draft has a vocabulary of {sizes[0]}, the target of {sizes[1]}, and their tokenizers could not be "
-            f"compared ({vocabulary_digests.reason(names)}); load both models from folders that hold their tokenizers"
+            f"compared ({'; '.join(reasons)}); load both models from folders that hold their tokenizers"
         )
     return True
-
-
-def _digest(vocabulary: dict[str, int]) -> str:
-    text = hashlib.sha256()
-    for token, index in sorted(vocabulary.items()):
-        text.update(f"{index}:{len(token)}:{token}".encode("utf-8", "surrogatepass"))
-    return text.hexdigest()

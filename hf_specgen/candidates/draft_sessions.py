@@ -1,4 +1,4 @@
-"""Sessions of draft models with the target's tokenizer: a pass for each token, or one pass for all of them.
+"""Sessions of draft models: a pass for each token, or one pass for all of them.
 
 A parallel draft model (PARD) reads the new text and K - 1 mask tokens after it; the last K positions predict the next K
 tokens, independently of each other. The mask tokens do not stay in its cache. PARD-2 adds to the embedding of each
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, last_of
 from hf_specgen.candidates.base import DraftCall, Tree, vocabulary_size
+from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
 from hf_specgen.candidates.head_sessions import FeatureQueue, IndependentHeadsSession
@@ -42,81 +43,98 @@ PROJECTION_FILE = "warp_model.bin"
 class DraftRunner:
     """Runs a draft model over the texts of a call; its cache holds the beginning of each row's text.
 
-    Args:
-        read: makes a target of the draft model for the beginning of each row's text.
-        window: the part of long texts that is read; None for all of it.
-
-    Attributes:
-        drafts: the rows that take part in the current draft.
-        passes: tokens, over all rows, of the passes of `uncached` and `extend` for the current draft.
+    `read` makes a target of the draft model for the beginning of each row's text. `drafts` are the rows that take part
+    in the current draft, `passes` the tokens, over all rows, of the passes that it has taken over the texts.
     """
 
     def __init__(
         self,
         call: DraftCall,
         draft: PreTrainedModel,
+        texts: Sequence[DraftText],
         read: Callable[[list[list[int]]], Target],
         window: DraftWindow | None,
     ):
-        self._state, self._read, self._window, self._embedded = call.state, read, window, embedding_size(draft)
-        self._max_positions = position_table(text_config(draft))
-        self._is_prefilled = False
-        prompts = call.state.prompts
+        self._state, self._texts, self._read, self._window = call.state, texts, read, window
+        self._embedded, self._max_positions = embedding_size(draft), position_table(text_config(draft))
+        prompts = [text.tokens for text in texts]
         exceeds = window is not None and window.is_exceeded_by(max(map(len, prompts)))
-        self._begin([self._kept(prompt) if exceeds else known_tokens(prompt, self._embedded) for prompt in prompts])
-        self._cached = [0] * call.state.batch  # generated tokens of each row in the cache, or before the window
+        self._begin(prompts, window if exceeds else None)
+        self._after_prompt: torch.Tensor | None = None
         self.drafts, self.passes = [True] * call.state.batch, list[int]()
 
-    def _kept(self, tokens: list[int]) -> list[int]:
-        """What the draft model reads of a row's text when it starts on it."""
-        return known_tokens(tokens if self._window is None else self._window.kept(tokens), self._embedded)
+    def _begin(self, prompts: list[list[int]], window: DraftWindow | None) -> None:
+        """Read from these tokens on, or from those of them within a window."""
+        self._num_cached = list(map(len, prompts))  # tokens of each text that are cached, or before the window
+        prompts = [known_tokens(window.kept(tokens) if window else tokens, self._embedded) for tokens in prompts]
+        self.reader, self._prompt_lengths = self._read(prompts), list(map(len, prompts))
+        self._num_extended = [0] * len(prompts)  # tokens of each row in the cache that follow those
 
-    def _begin(self, prompts: list[list[int]]) -> None:
-        """Read from these tokens on."""
-        self.reader, self._lengths = self._read(prompts), list(map(len, prompts))
+    def _cache_length(self, row: int) -> int:
+        """Tokens of a row that are in the cache, and those that are not read yet."""
+        return (
+            self._prompt_lengths[row] + self._num_extended[row] + len(self._texts[row].tokens) - self._num_cached[row]
+        )
 
     def _length(self, row: int) -> int:
-        """Tokens of a row that are in the cache, or will be after the next pass."""
-        tokens = self._lengths[row] + len(self._state.generated[row]) - self._cached[row]
-        return 1 + sum(self._window) if self._window is not None and self._window.is_exceeded_by(tokens) else tokens
+        """Tokens of a row in the cache after the next pass."""
+        window, tokens = self._window, self._cache_length(row)
+        return 1 + sum(window) if window is not None and window.is_exceeded_by(tokens) else tokens
 
     def max_draft_tokens(self, row: int) -> int:
         """How many positions the draft model has left; none where its cache slots may run out."""
-        if max(map(self._length, range(self._state.batch))) + MAX_DRAFT_SLOTS > self.reader.slot_limit:
+        generated = self._state.generated[row]
+        is_complete = self._texts[row].extend(generated)
+        # Nothing is known of the text after a prompt to which tokens without text were added.
+        has_text = not generated or len(self._texts[row].tokens) > self._num_cached[row] - self._num_extended[row]
+        slots = max(map(self._length, range(len(self._texts)))) + MAX_DRAFT_SLOTS
+        if not is_complete or not has_text or slots > self.reader.slot_limit:
             return 0
         return max(0, self._max_positions - self._length(row))
 
-    def prefill(self) -> torch.Tensor | None:
-        """Before the first draft, so that a call that never drafts has none: `[batch, vocab]` logits; then None."""
-        if self._is_prefilled:
-            return None
-        self._is_prefilled = True
-        return self.reader.prefill(DraftTree.empty(self._state.batch))[:, -1]
+    def prefill(self) -> None:
+        """Read the prompts, before the first draft, so that a call that never drafts does not."""
+        if self._after_prompt is None:
+            self._after_prompt = self.reader.prefill(DraftTree.empty(len(self._texts)))[:, -1]
+
+    def first_logits(self, max_depths: Sequence[int]) -> torch.Tensor:
+        """`[batch, vocab]` logits after the texts of the rows that draft."""
+        self.prefill()
+        if not any(self._state.generated):
+            assert self._after_prompt is not None
+            return self._after_prompt
+        uncached = self.uncached(max_depths)
+        return last_of(self.extend(uncached), [len(tokens) for tokens in uncached])
 
     def uncached(self, max_depths: Sequence[int]) -> list[list[int]]:
-        """The tokens of each row that the draft model has not read, in the rows that draft; otherwise the last one."""
-        state, rows = self._state, range(self._state.batch)
+        """The tokens of each row that the draft model has not read, in the rows that draft; otherwise one token."""
+        state, rows = self._state, range(len(self._texts))
         self.passes.clear()
         self.drafts = [max_depths[row] > 0 and self.max_draft_tokens(row) > 0 for row in rows]
-        if self._window is not None:
-            self._restart(self._window)
+        self._restart()
         self.reader.drop_rows([not state.has_ended(row) for row in rows])
-        texts = zip(state.generated, self._cached, self.drafts, strict=True)
-        return [known_tokens(text[read:] if drafts else text[-1:], self._embedded) for text, read, drafts in texts]
+        self._drop_changed()
+        texts = zip(self._texts, self._num_cached, self.drafts, strict=True)
+        return [known_tokens(text.tokens[read:], self._embedded) if drafts else [0] for text, read, drafts in texts]
 
-    def _restart(self, window: DraftWindow) -> None:
+    def _restart(self) -> None:
         """Read the window of all rows anew if one of them exceeds it."""
-        generated = self._state.generated
-        counts = zip(self._lengths, generated, self._cached, strict=True)
-        tokens = [length + len(text) - cached for length, text, cached in counts]
-        if not any(window.is_exceeded_by(count) for count, drafts in zip(tokens, self.drafts, strict=True) if drafts):
-            return
-        self.reader.abandon()
-        texts = zip(self._state.prompts, generated, strict=True)
-        self._begin([self._kept([*prompt, *text][:-1]) for prompt, text in texts])
-        self._cached = [max(0, len(text) - 1) for text in generated]
-        self.reader.prefill(DraftTree.empty(self._state.batch))
-        self.passes.append(sum(self._lengths))
+        window, rows = self._window, range(len(self._texts))
+        if window and any(self.drafts[row] and window.is_exceeded_by(self._cache_length(row)) for row in rows):
+            self._begin([text.tokens[:-1] for text in self._texts], window)
+            self.reader.prefill(DraftTree.empty(len(self._texts)))
+            self.passes.append(sum(self._prompt_lengths))
+
+    def _drop_changed(self) -> None:
+        """Drop tokens from the cache that have changed, and the last one of a text, which is computed anew."""
+        before = list(self._num_extended)
+        for row, text in enumerate(self._texts):
+            surplus = self._num_cached[row] - min(text.take_first_changed(), len(text.tokens) - 1)
+            surplus = max(0, min(surplus, self._num_extended[row]))
+            self._num_cached[row] -= surplus
+            self._num_extended[row] -= surplus
+        if self._num_extended != before:
+            self.reader.rewind(self._num_extended)
 
     def extend(self, uncached: Sequence[list[int]], masks: Sequence[int] = ()) -> torch.Tensor:
         """`[batch, tokens, vocab]` logits of a pass over uncached tokens, which are kept, and masks after them."""
@@ -124,58 +142,58 @@ class DraftRunner:
         logits = self.reader.forward(tree, [tokens[0] for tokens in uncached], self.drafts)
         kept = zip(uncached, self.drafts, strict=True)
         self.reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
-        self._count([len(tokens) for tokens in uncached])
+        for row, tokens in enumerate(uncached):
+            self._count(row, len(tokens))
         self.passes.append(sum(self.drafts) * logits.shape[1])
         return logits
 
-    def _count(self, new: Sequence[int]) -> None:
-        """Count tokens that were added to the cache, in the rows that draft."""
-        for row, count in enumerate(new):
-            if self.drafts[row]:
-                self._cached[row] += count
-                self._lengths[row] += count
-
-    def grow(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes of a tree."""
-        return self.reader.grow(tree, new, self.drafts)
+    def _count(self, row: int, tokens: int) -> None:
+        """Count tokens that were added to the cache, in a row that drafts."""
+        if self.drafts[row]:
+            self._num_cached[row] += tokens
+            self._num_extended[row] += tokens
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep accepted nodes in the cache; the next pass computes those that were not expanded."""
         self.reader.commit(list(paths))
-        self._count(list(map(len, paths)))
+        for row, path in enumerate(paths):
+            self._count(row, len(path))
 
 
 class DraftModelSession(AutoregressiveSession):
-    """Drafts for one call with a model that predicts one token at a time."""
+    """Drafts for one call with a model that predicts one token at a time.
+
+    A draft model with another tokenizer drafts the tokens that it shares with the target.
+    """
 
     def __init__(
         self,
         call: DraftCall,
         draft: PreTrainedModel,
         runner: DraftRunner,
+        shared: SharedVocabulary | None,
         k: int,
         tree: Tree,
         confidence_threshold: float,
     ):
         tree = None if runner.reader.verifies_chains_only else tree
         super().__init__(call, k, tree, confidence_threshold, vocabulary_size(call.model or draft))
-        self._runner = runner
+        self._runner, self._shared = runner, shared
 
     def max_draft_tokens(self, row: int) -> int:
         return self._runner.max_draft_tokens(row)
 
     def first_scores(self) -> torch.Tensor:
         """Run the model on what was generated since the last draft, in the rows that draft now."""
-        after_prompt = self._runner.prefill()
-        if after_prompt is not None and not any(self.call.state.generated):
-            return after_prompt
-        uncached = self._runner.uncached(self.max_depths)
-        logits = self._runner.extend(uncached)
+        logits = self._runner.first_logits(self.max_depths)
         self.passes += self._runner.passes
-        return last_of(logits, [len(tokens) for tokens in uncached])
+        return logits if self._shared is None else self._shared.target_logits(logits)
 
     def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        return self._runner.grow(tree, new)
+        if self._shared is not None:
+            tree = tree.replace(tokens=self._shared.draft_tokens(tree.tokens))
+        logits = self._runner.reader.grow(tree, new, self._runner.drafts)
+        return logits if self._shared is None else self._shared.target_logits(logits)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         self._runner.commit(paths)
@@ -183,21 +201,13 @@ class DraftModelSession(AutoregressiveSession):
 
 @dataclass(frozen=True)
 class ParallelDraft:
-    """How a draft model drafts in one pass, from its config.
-
-    Args:
-        mask_token: the token at positions that are not known yet.
-        layers: indices into `hidden_states` of the target (negative ones from the end) that PARD-2 reads; none: PARD.
-        features: their width together.
-        scale: factor of their projection.
-        has_bias: whether the projection has a bias.
-    """
+    """How a draft model drafts in one pass, from its config."""
 
     mask_token: int
     layers: tuple[int, ...] = ()
-    features: int = 0
+    """Indices into `hidden_states` of the target (negative ones from the end) that PARD-2 reads; none for PARD."""
     scale: float = 0.0
-    has_bias: bool = False
+    """Factor of their projection."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ParallelDraft | None:
@@ -213,36 +223,31 @@ class ParallelDraft:
         layers = config.get("pard2_target_layers")
         if not isinstance(layers, list) or not layers or not all(isinstance(layer, int) for layer in layers):
             raise ValueError(f"pard2_target_layers must be a list of layers, got {layers!r:.80}")
-        width, scale = config.integer("pard2_target_dim"), config.number("pard2_scale")
-        return cls(mask, tuple(layers), width, scale, config.flag("pard2_proj_bias"))
+        return cls(mask, tuple(layers), config.number("pard2_scale"))
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """Indices from 0 on; `ValueError` for a target with other layers or another width."""
-        config = target.config.get_text_config()
-        count = config.num_hidden_layers
-        if self.features != len(self.layers) * config.hidden_size or not all(
-            -count - 1 <= layer <= count for layer in self.layers
-        ):
+        """Indices from 0 on; `ValueError` for a target that does not have them."""
+        count = target.config.get_text_config().num_hidden_layers
+        if not all(-count - 1 <= layer <= count for layer in self.layers):
             raise ValueError(
-                f"the draft reads layers {list(self.layers)} of its target, {self.features} numbers in all, but this "
-                f"target has {count} layers of {config.hidden_size}; use the draft that belongs to it"
+                f"the draft reads layers {list(self.layers)} of its target, but this target has {count} layers; use "
+                "the draft that belongs to it"
             )
         return tuple(layer if layer >= 0 else count + 1 + layer for layer in self.layers)
 
-    def projection(self, model: PreTrainedModel) -> nn.Linear:
+    def projection(self, model: PreTrainedModel, target: PreTrainedModel) -> nn.Linear:
         """The projection of a PARD-2 checkpoint, on the model's device."""
-        size = int(model.config.get_text_config().hidden_size)
+        sizes = [int(one.config.get_text_config().hidden_size) for one in (model, target)]
+        shape = sizes[0], sizes[1] * len(self.layers)
         path = Source(str(model.name_or_path)).required_file(PROJECTION_FILE, "PARD-2 needs it; download it again")
-        shapes: dict[str, tuple[int, ...]] = {"target_proj.weight": (size, self.features)}
-        shapes |= {"target_proj.bias": (size,)} if self.has_bias else {}
-        found = {name: tuple(info.shape) for name, info in tensor_infos(path).items()}
-        if found != shapes:
-            raise ValueError(f"{path} has the tensors {found}, but config.json needs {shapes}; download it again")
-        like: Any = model.get_input_embeddings()
+        found = {name.removeprefix("target_proj."): tuple(info.shape) for name, info in tensor_infos(path).items()}
+        if found not in ({"weight": shape}, {"weight": shape, "bias": shape[:1]}):
+            raise ValueError(f"{path} has the tensors {found}, but the draft and this target need a weight of {shape}")
         with torch.device("meta"):
-            linear = nn.Linear(self.features, size, bias=self.has_bias)
+            linear = nn.Linear(shape[1], shape[0], bias="bias" in found)
         tensors = {name.removeprefix("target_proj."): tensor for name, tensor in read_tensors(path).items()}
         linear.load_state_dict(tensors, assign=True)
+        like: Any = model.get_input_embeddings()
         return linear.to(like.weight).requires_grad_(False)
 
 
@@ -274,16 +279,18 @@ class ParallelDraftSession(IndependentHeadsSession):
 
     def depth_logits(self, depth: int) -> torch.Tensor:
         """One pass over what was generated since the last draft, and over `depth - 1` mask tokens."""
-        added, batch = self._added, len(self._max_depths)
-        with nullcontext() if added is None else added.in_prompt():
-            self._runner.prefill()
-        uncached = self._runner.uncached(self._max_depths)
+        runner, features, masks = self._runner, self._added, depth - 1
+        lengths = list(map(len, self.call.state.prompts))
+        with nullcontext() if features is None or features.has_prompt else features.added(lengths, side="left"):
+            runner.prefill()
+        uncached = runner.uncached(self._max_depths)
         counts = [len(tokens) for tokens in uncached]
-        with nullcontext() if added is None else added.in_pass(counts, self._runner, depth - 1):
-            logits = self._runner.extend(uncached, [self._mask] * (depth - 1))
-        self.passes = list(self._runner.passes)
+        known = [count * drafts for count, drafts in zip(counts, runner.drafts, strict=True)]
+        with nullcontext() if features is None else features.added(known, runner.reader.rows, masks):
+            logits = runner.extend(uncached, [self._mask] * masks)
+        self.passes = list(runner.passes)
         slots = torch.tensor(counts, device=logits.device)[:, None] - 1 + torch.arange(depth, device=logits.device)
-        rows = torch.arange(batch, device=logits.device)[:, None]
+        rows = torch.arange(len(counts), device=logits.device)[:, None]
         return logits[rows, slots][..., : self._vocab].float()
 
 
@@ -297,10 +304,13 @@ class TargetFeatures:
         assert call.model is not None
         self._state, self._scale = call.state, settings.scale
         self._queue = FeatureQueue(call, target, settings.layers_of(call.model))
-        self._projection, self._embeddings = settings.projection(draft), draft.get_input_embeddings()
-        like = self._projection.weight
-        self._rows = [like.new_zeros(0, len(like)) for _ in call.state.prompts]  # of tokens that were not processed
-        self._is_first = True
+        self._projection, self._embeddings = settings.projection(draft, call.model), draft.get_input_embeddings()
+        self._rows: list[torch.Tensor] = []  # of tokens that the draft model has not processed
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether those of the prompt were taken from the target."""
+        return bool(self._rows)
 
     def receive(self) -> None:
         """Receive the hidden states of the tokens that were accepted."""
@@ -311,54 +321,41 @@ class TargetFeatures:
         if self._queue.is_empty:
             self._queue.receive()
         weight = self._projection.weight
-        for row, new in enumerate(self._queue.take()[0]):
-            new = new.to(weight)
-            if self._is_first:  # the first token, and those that a given cache held
-                known = len(self._state.prompts[row]) + len(self._state.generated[row])
-                new = torch.cat([new.new_zeros(known - len(new), new.shape[1]), new])
-            self._rows[row] = torch.cat([self._rows[row], self._scale * self._projection(new)])
+        new = [features.to(weight) for features in self._queue.take()[0]]
+        if not self._rows:
+            self._rows = [weight.new_zeros(0, len(weight)) for _ in new]
+            texts = zip(self._state.prompts, self._state.generated, new, strict=True)
+            # Zeros for the first token, and for those that a given cache held.
+            missing = [len(prompt) + len(text) - len(features) for prompt, text, features in texts]
+            new = [nn.functional.pad(row, (0, 0, count, 0)) for row, count in zip(new, missing, strict=True)]
+        for row, features in enumerate(new):
+            self._rows[row] = torch.cat([self._rows[row], self._scale * self._projection(features)])
 
     @contextmanager
-    def in_prompt(self) -> Iterator[None]:
-        """Inside, the features of the prompt are added, once; prompts are padded on the left."""
+    def added(
+        self, counts: Sequence[int], rows: Sequence[int] = (), masks: int = 0, side: str = "right"
+    ) -> Iterator[None]:
+        """Inside, and in this thread, those of the next tokens of each row are added to what the embedding returns.
+
+        `counts` tokens follow in each row of the call, and `masks` mask tokens after them. The pass computes these
+        `rows`, or all if there are none, and pads shorter ones on a `side`.
+        """
         self._take()
-        if not self._is_first:
+        parts, thread, begin = [], threading.get_ident(), 0
+        for row in rows or range(len(counts)):
+            known, self._rows[row] = self._rows[row].tensor_split([counts[row]])
+            parts.append(torch.cat([known, known[-1:].repeat(masks, 1)]))
+        values = pad_sequence(parts, batch_first=True, padding_side=side)
+
+        def add(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+            nonlocal begin
+            if threading.get_ident() != thread:
+                return None
+            begin, end = begin + output.shape[1], begin + output.shape[1]
+            return output + values[:, end - output.shape[1] : end].to(output)
+
+        handle = self._embeddings.register_forward_hook(add)
+        try:
             yield
-            return
-        self._is_first = False
-        lengths = [len(prompt) for prompt in self._state.prompts]
-        parts = [row[:length].flip(0) for row, length in zip(self._rows, lengths, strict=True)]
-        self._rows = [row[length:] for row, length in zip(self._rows, lengths, strict=True)]
-        with _adding(self._embeddings, pad_sequence(parts, batch_first=True).flip(1)):
-            yield
-
-    @contextmanager
-    def in_pass(self, counts: Sequence[int], runner: DraftRunner, masks: int) -> Iterator[None]:
-        """Inside, those of the next `counts` tokens of each row that drafts are added, and of the masks after them."""
-        parts = []
-        for row in runner.reader.rows:
-            own = self._rows[row][: counts[row]]
-            parts.append(torch.cat([own, own[-1:].expand(masks, -1)]))
-            if runner.drafts[row]:
-                self._rows[row] = self._rows[row][counts[row] :]
-        with _adding(self._embeddings, pad_sequence(parts, batch_first=True)):
-            yield
-
-
-@contextmanager
-def _adding(embeddings: nn.Module, values: torch.Tensor) -> Iterator[None]:
-    """Inside, and in this thread, `values` `[rows, tokens, hidden]` are added to what an embedding returns."""
-    thread, begin = threading.get_ident(), 0
-
-    def add(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor | None:
-        nonlocal begin
-        if threading.get_ident() != thread:
-            return None
-        begin, end = begin + output.shape[1], begin + output.shape[1]
-        return output + values[:, end - output.shape[1] : end].to(output)
-
-    handle = embeddings.register_forward_hook(add)
-    try:
-        yield
-    finally:
-        handle.remove()
+        finally:
+            handle.remove()

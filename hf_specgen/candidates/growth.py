@@ -34,16 +34,8 @@ class Growth:
     """Draft trees that grow by one level at a time.
 
     Candidates come in groups of siblings. Group 0 stands for the row's last token, group 1 are its children, and group
-    ``1 + e`` the children of the node that was expanded as number ``e``.
-
-    Args:
-        depths: `[rows]` maximum depth of each row's tree; 0 for a row without a draft.
-        children: of a node; 1 for chains.
-        last_tokens: `[rows, 1]` the last token of each row, of any dtype.
-
-    Attributes:
-        levels: passes so far; no candidate is deeper.
-        expanded: how many nodes of each row were expanded, without its last token.
+    ``1 + e`` the children of the node that was expanded as number ``e``. `levels` are the passes so far, `expanded` the
+    expanded nodes of each row.
 
     Example:
         >>> growth = Growth([2], children=2, last_tokens=torch.tensor([[4]]))
@@ -90,12 +82,8 @@ class Growth:
     def add(self, tokens: Tensor, log_acceptance: Tensor, features: Tensor, expandable: Tensor | None = None) -> None:
         """Add the children of the nodes that were expanded last, at first of each row's last token.
 
-        Args:
-            tokens: `[rows, expanded, children]`, most preferred first.
-            log_acceptance: of the same shape: logarithm of the probability that the target chooses the token, given
-                that it reached the node; below 0.
-            features: of the same shape.
-            expandable: of the same shape: whether a child may be expanded.
+        All are `[rows, expanded, children]`: tokens, most preferred first; the logarithm of the probability that the
+        target chooses each, given that it reached the node; the strategy's features; and whether it may be expanded.
         """
         path = log_acceptance + self._reached[-1][..., None] if self._reached else log_acceptance
         path = path.flatten(1)
@@ -108,12 +96,9 @@ class Growth:
         self._paths.append(path)
 
     def expand(self, width: int) -> GrownTree:
-        """Choose the most likely candidates of the last level: the nodes of the drafter's next pass.
+        """The tree of all expanded nodes, the new ones last: the most likely candidates of the last level.
 
         A row with fewer of them is filled up with others, whose children have no probability.
-
-        Returns:
-            The tree of all expanded nodes, the new ones last.
         """
         first, self.expanded = self.expanded, self.expanded + width
         if self.children == 1:
@@ -164,16 +149,10 @@ class Growth:
         return Snapshot(values[:, :count], opened, reached)
 
     def best(self, nodes: int, expanded_first: bool = False) -> tuple[GrownTree, Tensor]:
-        """The best tree of at most `nodes` nodes for each row; a chain in its order.
+        """The best trees of at most `nodes` nodes, and `[rows, nodes]` 1 + the number of each node's parent.
 
-        Its `node_values` are the feature of each node, and its number among the expanded nodes, from 1 on; larger for
-        nodes that were not expanded.
-
-        Args:
-            expanded_first: whether expanded nodes come first, in their order, whatever their probability; they count.
-
-        Returns:
-            The trees; and `[rows, nodes]` 1 + the number of each node's parent, which is 0 for the row's last token.
+        Expanded nodes have numbers from 1 on, the row's last token 0, others larger ones; the `node_values` of the tree
+        are feature and number. With `expanded_first` expanded nodes come first, whatever their probability.
         """
         nodes, rows = min(nodes, self.candidates), len(self.limits)
         constants = _constants(self.children, self._widths, self._open.device)
@@ -183,9 +162,7 @@ class Growth:
             numbers = constants.numbers[: 1 + nodes].expand(rows, -1)
             parts = [last_tokens, *self._tokens[:nodes], features, *self._features[:nodes]]
             values = torch.cat([*parts, numbers, root, *self._paths[:nodes]], dim=1).view(rows, 4, 1 + nodes)
-            inputs = values[:, 0].long()
-            tree = GrownTree(inputs[:, 1:], None, values, inputs=inputs, drafting_rows=self.rows)
-            return tree, numbers[:, 1:]
+            return GrownTree(values[:, 0, 1:].long(), None, values, drafting_rows=self.rows), numbers[:, 1:]
         ids = torch.cat([constants.no_ids.expand(rows, -1), *self._chosen], dim=1) + constants.offsets
         unknown = _full(self.children + self.candidates, self._size - 1, ids.device).expand(rows, -1)
         numbers = unknown.scatter(1, ids, constants.numbers[: 1 + self.expanded].expand(rows, -1))
@@ -198,7 +175,7 @@ class Growth:
         of_sources = self._ancestors.gather(1, sources[..., None].expand(-1, -1, self._size))
         ancestors = of_sources.gather(2, numbers[:, None].expand(-1, 1 + nodes, -1))
         structure = TreeStructure(of_sources.sum(dim=2), ancestors | _identity(1 + nodes, ids.device))
-        shown: Any = {"inputs": inputs, "drafting_rows": self.rows, "keeps_all": expanded_first}
+        shown: Any = {"drafting_rows": self.rows, "keeps_all": expanded_first}
         return GrownTree(inputs[:, 1:], structure, values, **shown), sources[:, 1:]
 
     def _order(self, paths: Tensor, ids: Tensor, nodes: int, expanded_first: bool) -> Tensor:
@@ -210,22 +187,14 @@ class Growth:
 
 
 class _Constants(NamedTuple):
-    """What depends on the shape of a growing tree alone.
+    """What depends on the shape of a growing tree alone."""
 
-    Args:
-        depths: `[1 + expanded]` of each row's last token and of the expanded nodes.
-        offsets: `[1 + expanded]` the candidate that index 0 of each one's level stands for.
-        numbers: 0, 1, 2, …
-        root_paths, root_features: `[children]` logarithms of the path probabilities of group 0, and its features.
-        no_ids: `[1]` the id of each row's last token.
-    """
-
-    depths: Tensor
-    offsets: Tensor
-    numbers: Tensor
-    root_paths: Tensor
-    root_features: Tensor
-    no_ids: Tensor
+    depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
+    offsets: Tensor  # [1 + expanded] the candidate that index 0 of each one's level stands for
+    numbers: Tensor  # 0, 1, 2, …
+    root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
+    root_features: Tensor  # [children]
+    no_ids: Tensor  # [1] the id of each row's last token
 
 
 @lru_cache(maxsize=256)
@@ -261,17 +230,11 @@ def _itself_alone(size: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the host has read of a `Growth`.
+    """What the host has read of a `Growth`: path probabilities."""
 
-    Args:
-        probability: `[rows, candidates]` path probabilities, 0 for candidates that are no node.
-        frontier: `[rows, last level]` path probabilities of candidates that can be expanded, else 0.
-        reached: `[rows, 1 + expanded]` path probabilities of the expanded nodes, 1 for the row's last token.
-    """
-
-    probability: Floats
-    frontier: Floats
-    reached: Floats
+    probability: Floats  # [rows, candidates], 0 for candidates that are no node
+    frontier: Floats  # [rows, last level] of candidates that can be expanded, else 0
+    reached: Floats  # [rows, 1 + expanded] of the expanded nodes, 1 for the row's last token
 
     def sorted_probability(self, nodes: int) -> Floats:
         """`[rows, at most nodes]` the highest path probabilities in descending order."""

@@ -22,10 +22,17 @@ from numpy.typing import NDArray
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, CalibratedSession, confidence_by_rank
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.growth import Floats
-from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, draft_of, tree_size
+from hf_specgen.candidates.tree_search import (
+    MAX_CHILDREN,
+    SearchLimits,
+    SearchTree,
+    TreeSize,
+    best_first,
+    draft_of,
+    tree_size,
+)
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.gemma_assistant import AssistantRunner

@@ -25,11 +25,10 @@ import torch
 
 from hf_specgen.call import Prediction
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
-from hf_specgen.candidates.tree_search import SearchSession
+from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
 from hf_specgen.memory import memory
 from hf_specgen.verification import VerificationResult
@@ -54,9 +53,6 @@ for frequent tokens: the fraction that they share of the probability of a token 
 FREQUENT = 0
 NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 0.84, 0.66
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
-AGREEMENT_OF_CHAINS = 0.3
-"""Weight of further occurrences that propose the same token, in a chain: it has no room for the continuation of the
-longest match beside that of many short ones. With 1, chains of 10 on recorded summaries are 1% shorter."""
 MAX_OCCURRENCES = 24
 """Maximum number of occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more
 steps."""
@@ -140,7 +136,6 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
             RowText(source + prompt, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
             for source, prompt, expected in rows
         ]
-        self._num_indexed = [0] * call.state.batch  # generated tokens of each row that its text contains
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
@@ -157,14 +152,9 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
 
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """What followed earlier occurrences of the end of the row's text."""
-        return self._text(row).propose(depth, limits)
-
-    def _text(self, row: int) -> RowText:
-        """The row's text, with all tokens that were generated."""
-        text, generated = self._texts[row], self._state.generated[row]
-        text.extend(generated[self._num_indexed[row] :])
-        self._num_indexed[row] = len(generated)
-        return text
+        text = self._texts[row]
+        text.extend(self._state.generated[row][text.num_generated :])
+        return text.propose(depth, limits)
 
 
 def expected_outputs(prediction: Prediction | None, call: DraftCall) -> list[list[int]]:
@@ -211,7 +201,8 @@ class RowText:
     ):
         # The expected output is indexed before the text, as if it had been copied from up to its beginning.
         self.index = NgramIndex([*prediction, SEPARATOR, *prompt] if prediction else prompt)
-        self._first = len(self.index) - len(prompt)
+        self._num_known = len(self.index)  # tokens before the generated ones
+        self._first = self._num_known - len(prompt)
         self._odds, self._history, self._min_ngram, self._max_ngram = odds, history, min_ngram, max_ngram
         self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
         # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
@@ -219,6 +210,11 @@ class RowText:
         self._next_count = 0  # length of the text at which its tokens are counted again
         self._frequent: list[tuple[int, float]] = []
         self._after_frequent: dict[int, list[Occurrence]] = {}
+
+    @property
+    def num_generated(self) -> int:
+        """How many tokens were appended."""
+        return len(self.index) - self._num_known
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -228,13 +224,12 @@ class RowText:
 
     def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """The most probable continuations of the text, tagged with the occurrences that propose them."""
-        occurrences, agreement = self._occurrences(), 1.0
+        occurrences = self._occurrences()
         if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
             occurrences.sort(key=lambda one: (one[3] == 0, one[2] if one[3] else 0))
-            agreement = AGREEMENT_OF_CHAINS
 
         def children(voters: Sequence[Occurrence], depth: int) -> Iterable[tuple[int, float, Sequence[Occurrence]]]:
-            votes = vote(voters, depth, self._odds, agreement)
+            votes = vote(voters, depth, self._odds)
             return self._with_frequent(votes) if self._min_ngram == 1 and depth == 0 else votes
 
         return best_first(occurrences, children, depth, limits)
@@ -347,13 +342,10 @@ def match_class(kind: int, length: int) -> int:
     return kind * BUCKETS + BUCKET_OF_LENGTH[length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
 
 
-def vote(
-    voters: Sequence[Occurrence], depth: int, odds: MatchOdds, agreement: float = 1.0
-) -> list[tuple[int, float, list[Occurrence]]]:
+def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tuple[int, float, list[Occurrence]]]:
     """The tokens that occurrences propose, their probabilities, and who proposes them; most probable first.
 
-    An occurrence that continues along the path so far has a match that is longer by the depth. Of several that propose
-    one token, the strongest counts in full, and each other one by `agreement`.
+    An occurrence that continues along the path so far has a match that is longer by the depth.
 
     Example:
         >>> text = [1, 2, 3, 1, 2, 4, 1, 2]
@@ -368,8 +360,7 @@ def vote(
         if position + depth < end and (token := text[position + depth]) != SEPARATOR:
             value = odds.values[match_class(kind, length + depth)]
             if token in values:
-                strongest = max(value, values[token])
-                values[token] = strongest + agreement * (value + values[token] - strongest)
+                values[token] += value
                 proposers[token].append(voter)
             else:
                 values[token], proposers[token] = value, [voter]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from threading import RLock, get_ident
 from typing import Any
 
 import numpy as np
-from huggingface_hub import HfApi, hf_hub_download
-from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
-from hf_specgen.candidates.saved_state import SavedState
 
-FILE_NAME = "ngram_history.safetensors"
+FORMAT = "hf_specgen n-gram history 1"
 MAX_TOKENS_OF_FILE = 2**28
 """Maximum number of tokens in a file: 20 GB in memory."""
 
@@ -28,7 +28,7 @@ OWN, NEAR, HISTORY_PROMPT, HISTORY_OUTPUT, ALIGNED = range(5)
 the generated part, of earlier texts; in the expected output, close to where tokens were copied from last."""
 
 
-class NgramHistory(SavedState):
+class NgramHistory:
     """Texts of earlier calls, and any corpus of yours, for `NgramCandidates` to look into. May be shared by threads.
 
     Takes up to 70 bytes a token. When it is full, the older half is dropped. Generated text has higher odds than
@@ -47,9 +47,6 @@ class NgramHistory(SavedState):
         5
     """
 
-    NAME = "n-gram history"
-    FORMAT = "hf_specgen n-gram history 1"
-
     def __init__(self, max_tokens: int = 1_000_000):
         if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens!r}")
@@ -57,15 +54,18 @@ class NgramHistory(SavedState):
         self.index = NgramIndex()
         self._is_output = bytearray()
         self._version: tuple[int, ...] | None = None  # of the file that `refresh` read last
-        super().__init__()
+        self._lock = RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = RLock()
 
     def __len__(self) -> int:
         return len(self.index)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        return self.index.nbytes + len(self._is_output)
 
     def add(self, tokens: Sequence[int], prompt_length: int = 0) -> None:
         """Remember a text, given as token ids.
@@ -134,46 +134,46 @@ class NgramHistory(SavedState):
                 for position, length in self.index.occurrences(tail, limit).items()
             ]
 
-    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | bool | None = None) -> str:
-        """Upload the history to a repository of the Hub, which is made if it does not exist.
-
-        Texts can be read back from it: share only what everybody may read.
-
-        Returns:
-            the address of the commit.
-        """
-        api = HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        with TemporaryDirectory() as folder:
-            path = str(Path(folder) / FILE_NAME)
-            self.save(path)
-            return str(api.upload_file(path_or_fileobj=path, path_in_repo=FILE_NAME, repo_id=repo_id))
-
-    @classmethod
-    def from_pretrained(cls, name_or_path: str | os.PathLike[str], **download: Any) -> NgramHistory:
-        """Read a history from a folder, or from a repository of the Hub.
-
-        Args:
-            name_or_path: the folder or repository.
-            download: such as `revision` and `token`, see `hf_hub_download`.
-        """
-        folder = Path(name_or_path)
-        return cls.load(
-            folder / FILE_NAME if folder.is_dir() else hf_hub_download(str(name_or_path), FILE_NAME, **download)
-        )
-
     def __repr__(self) -> str:
         return f"NgramHistory(max_tokens={self.max_tokens})"
 
-    def _contents(self) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-        arrays: dict[str, NDArray[Any]] = {
-            "tokens": np.array(self.index.tokens, dtype=np.int32),
-            "is_output": np.array(self._is_output, dtype=np.uint8),
-        }
-        return arrays, {"max_tokens": str(self.max_tokens)}
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file; `load` reads it back. Other processes that read it see the old or the new file."""
+        with self._lock:
+            tokens = np.array(self.index.tokens, dtype=np.int32)
+            is_output = np.array(self._is_output, dtype=np.uint8)
+        written = f"{path}.{os.getpid()}.{get_ident()}"
+        metadata = {"format": FORMAT, "max_tokens": str(self.max_tokens)}
+        try:
+            save_file({"tokens": tokens, "is_output": is_output}, written, metadata=metadata)
+            os.replace(written, path)
+        finally:
+            Path(written).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> NgramHistory:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: if it is another file, or a damaged one.
+            OSError: if it cannot be read.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no file {str(path)!r}")
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                return cls._from_file(file, file.metadata() or {})
+        except OSError:
+            raise
+        except Exception as error:  # safetensors raises its own errors for damaged files
+            message = f"{str(path)!r} is no n-gram history: {error}; give a file that NgramHistory.save wrote"
+            raise ValueError(message) from None
 
     @classmethod
     def _from_file(cls, file: Any, metadata: Mapping[str, str]) -> NgramHistory:
+        """From an open file; shapes are checked before tensors are read."""
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"its format is {json.dumps(metadata.get('format'))}, not {FORMAT!r}")
         max_tokens = int(metadata["max_tokens"])
         shapes = [file.get_slice(name).get_shape() for name in ("tokens", "is_output")]
         if shapes[0] != shapes[1] or len(shapes[0]) != 1 or not shapes[0][0] <= max_tokens <= MAX_TOKENS_OF_FILE:

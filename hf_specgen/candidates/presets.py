@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Literal
-from weakref import WeakKeyDictionary
+from typing import Literal, get_args
+from weakref import WeakSet
 
 from transformers import PreTrainedModel
 
@@ -39,17 +40,22 @@ class PresetCandidates(Candidates):
 
     def __init__(self, name: str):
         super().__init__()
-        if name not in _BUILDERS:
-            names = ", ".join(map(repr, _BUILDERS))
+        if name not in get_args(Preset):
+            names = ", ".join(map(repr, get_args(Preset)))
             raise ValueError(
                 f"there is no preset {name!r}; choose {names}, or give a strategy such as NgramCandidates()"
             )
         self.name = name
 
     def for_model(self, model: PreTrainedModel) -> Candidates:
-        if self.name == "latency" and _has_mtp_layer(model):
-            return _with_mtp()
-        return _BUILDERS[self.name]()
+        has_layer = any(getattr(text_config(model), name, None) for name in MTP_FIELDS)
+        if self.name == "latency" and has_layer and model not in _without_layer:
+            try:
+                _build("mtp").target_requirements(model)
+                return _build("mtp")
+            except (OSError, ValueError):
+                _without_layer.add(model)
+        return _build(self.name)
 
     def start(self, call: DraftCall) -> DraftSession:
         return default_candidates().start(call)
@@ -58,41 +64,18 @@ class PresetCandidates(Candidates):
         return f"{type(self).__name__}({self.name!r})"
 
 
-def _has_mtp_layer(model: PreTrainedModel) -> bool:
-    """Whether the target's config names an MTP layer that can be loaded from its checkpoint."""
-    if not any(getattr(text_config(model), name, None) for name in MTP_FIELDS):
-        return False
-    if model not in _loadable:
-        try:
-            _with_mtp().target_requirements(model)
-            _loadable[model] = True
-        except (OSError, ValueError):
-            _loadable[model] = False
-    return _loadable[model]
-
-
-_loadable: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""Whether the checkpoint of a target has the layer that its config names."""
-
-
-@cache
-def _with_mtp() -> Candidates:
-    return CombinedCandidates([NgramCandidates(), MTPCandidates()])
-
-
-@cache
-def _ngrams() -> Candidates:
-    return NgramCandidates()
-
-
-@cache
-def _short_chains() -> Candidates:
-    return NgramCandidates(k=8, policy=AdaptiveDepth())
-
-
-_BUILDERS = {
+_without_layer: WeakSet[PreTrainedModel] = WeakSet()
+"""Targets whose config names a multi-token prediction layer that their checkpoint does not have."""
+_BUILDERS: dict[str, Callable[[], Candidates]] = {
     "auto": default_candidates,
     "latency": default_candidates,
-    "throughput": _ngrams,
-    "memory": _short_chains,
+    "throughput": NgramCandidates,
+    "memory": lambda: NgramCandidates(k=8, policy=AdaptiveDepth()),
+    "mtp": lambda: CombinedCandidates([NgramCandidates(), MTPCandidates()]),
 }
+
+
+@cache
+def _build(name: str) -> Candidates:
+    """The strategy of a preset, one object for all calls: it keeps the modules that it has loaded."""
+    return _BUILDERS[name]()

@@ -10,20 +10,22 @@ Source: Chen et al., "Sequoia" (2024), section 3.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import accumulate, zip_longest
 from math import isqrt
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, Tag
 from hf_specgen.candidates.growth import Floats, Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
 from hf_specgen.tree import DraftTree
 
+Tag = TypeVar("Tag")
 LEVELS_PER_READ = 4
 """Maximum number of passes between two reads of the probabilities by the host, which waits for an accelerator then."""
 MAX_NODES = 64
@@ -37,13 +39,8 @@ MIN_GAIN = 0.001
 class TreeSize:
     """How large the trees of a step become: chains, a number of nodes, or the most expected tokens per second.
 
-    Args:
-        nodes: of each row at most; None for `MAX_NODES`.
-        children: of a node at most; 1 for chains.
-        latency: of the step; with it trees leave out all passes of the drafter and all nodes that cost more than they
-            gain. None for trees of `nodes` nodes, expanded about the square root of that many at a time.
-        rows: how many rows draft.
-        min_probability: path probability below which a node is left out.
+    With a latency model trees leave out all passes of the drafter and all nodes that cost more than they gain; without
+    one they have `nodes` nodes, expanded about the square root of that many at a time.
     """
 
     _snapshot: Snapshot | None = None
@@ -153,11 +150,9 @@ def tree_size(
     is_prefill: bool = False,
     only_pass: int = 0,
 ) -> TreeSize:
-    """How large the next trees of a call become.
+    """How large the next trees of a call become, of rows with these maximum depths.
 
-    Args:
-        depths: `[rows]` maximum depths.
-        only_pass: tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
+    `only_pass` are the tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
     """
     if isinstance(size, int):
         return TreeSize(size, children)
@@ -171,14 +166,76 @@ def tree_size(
     return TreeSize(None, children, step, rows, 0.3 if is_prefill else 0.0)
 
 
+@dataclass
+class SearchTree(Generic[Tag]):
+    """The nodes of one row, in descending order of the probability of their paths.
+
+    A tag is what a strategy knows of a node.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probability: list[float] = field(default_factory=list)
+    tags: list[Tag] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """Maximum number of nodes, and the path probability that a node has to exceed; a chain has no siblings."""
+
+    nodes: int
+    min_probability: float = 0.0
+    is_chain: bool = False
+
+
+def best_first(
+    root: Tag, children: Callable[[Tag, int], Iterable[tuple[int, float, Tag]]], depth: int, limits: SearchLimits
+) -> SearchTree[Tag]:
+    """The most probable tree.
+
+    Example:
+        >>> best_first(0, lambda tag, depth: [(tag + 1, 0.6, tag + 1), (9, 0.3, 9)], 2, SearchLimits(3)).tokens
+        [1, 2, 9]
+    """
+    tree: SearchTree[Tag] = SearchTree()
+    # Path probability (negative), age (breaks ties), parent, depth, token, tag, later siblings, probability of parent.
+    heap: list[tuple[float, int, int, int, int, Tag, Iterator[tuple[int, float, Tag]], float]] = []
+    age = 0
+
+    def push(siblings: Iterator[tuple[int, float, Tag]], parent: int, level: int, above: float) -> None:
+        """Push the next child of a node; the one after it is pushed when it is added."""
+        nonlocal age
+        for token, probability, tag in siblings:
+            if above * probability > limits.min_probability:
+                age += 1
+                heappush(heap, (-above * probability, age, parent, level, token, tag, siblings, above))
+            return
+
+    if depth > 0:
+        push(iter(children(root, 0)), -1, 1, 1.0)
+    while heap and len(tree.tokens) < limits.nodes:
+        negative, _, parent, level, token, tag, siblings, above = heappop(heap)
+        node = len(tree.tokens)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.probability.append(-negative)
+        tree.tags.append(tag)
+        if not limits.is_chain:
+            push(siblings, parent, level, above)
+        if level < depth:
+            push(iter(children(tag, level)), node, level + 1, -negative)
+    return tree
+
+
 def draft_rows(
     call: DraftCall,
     size: Tree,
     depths: Sequence[int],
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
     is_prefill: bool = False,
+    passes: Sequence[int] | None = None,
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
-    """Search a tree for every row and cut it to the size to verify."""
+    """Search a tree for every row and cut it to the size to verify; `passes` of a drafter were made for the trees."""
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
     limit = tree_size(size, call, depths, is_prefill=is_prefill)
@@ -188,7 +245,8 @@ def draft_rows(
     else:  # without a latency model, "auto" drafts what is not improbable
         limits = SearchLimits(max(depths), 0.0 if size is None else 0.05, is_chain)
     trees = [search(row, limits) for row in range(len(depths))]
-    nodes = limit.best_size([tree.probability for tree in trees]) if limit.is_fastest else limits.nodes
+    drafting = 0.0 if passes is None or limit.latency is None else limit.latency.drafter.draft(passes)
+    nodes = limit.best_size([tree.probability for tree in trees], drafting) if limit.is_fastest else limits.nodes
     return draft_of(trees, nodes), trees
 
 

@@ -6,7 +6,7 @@ The comparison is level: all variants run eagerly, with the weights as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -21,9 +21,9 @@ from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import DemoSettings, terminal
 from hf_specgen.evaluation import WorkloadSettings, workloads
-from hf_specgen.evaluation.cost import widen_in_fast_dtype
+from hf_specgen.evaluation.cost import fast_dtype, widen
 from hf_specgen.evaluation.measure import Sample, Total, Variant, measure_round
-from hf_specgen.evaluation.workloads import DEFAULT, PEER, PLAIN, Difference, encode, first_difference
+from hf_specgen.evaluation.workloads import DEFAULT, PEER, PLAIN, encode
 
 BAR = 15
 """Width of the longest bar, in columns of the terminal."""
@@ -40,7 +40,11 @@ class MeasuredTarget:
     totals: dict[str, Total]
     prompts: int = 0
     length: int = 0
-    differences: list[tuple[str, Difference]] = field(default_factory=list)
+
+    @property
+    def different(self) -> dict[str, int]:
+        """By strategy, how many answers differ from those of plain `generate`."""
+        return {name: one.different for name, one in self.totals.items() if one.different and name != PEER}
 
     def speedup(self, name: str) -> float:
         """Throughput of a variant relative to plain `generate` on the same prompts."""
@@ -58,7 +62,7 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
         console.print(comparison(targets))
     for line in closing_lines(targets, settings.widened):
         console.print(line, highlight=False)
-    return not any(target.differences for target in targets if target.dtype == "float32")
+    return not any(target.different for target in targets if target.dtype == "float32")
 
 
 def run_demo(settings: DemoSettings, on_change: Callable[[list[MeasuredTarget], str], None]) -> list[MeasuredTarget]:
@@ -85,7 +89,8 @@ def run_demo(settings: DemoSettings, on_change: Callable[[list[MeasuredTarget], 
             seconds *= FIRST_SHARE
         elif settings.widened:
             show_progress(f"{target.title}: widening the layers")
-            model, target.dtype = widen_in_fast_dtype(model, settings.wide * 10**6)
+            target.dtype = fast_dtype(model, settings.wide * 10**6)
+            model = widen(model, settings.wide * 10**6, workloads.torch_dtype(target.dtype))
             target.title = f"{settings.wide}M {target.dtype}"
         _measure(target, model, tokenizer, prompts, settings, compared, begin + seconds, show_progress)
     return targets
@@ -121,10 +126,7 @@ def _measure(
         for variant in (compared[0], *compared[first:], *compared[1:first]):  # plain, then the others in turns
             on_change(f"{target.title}: {domain}, {variant.name}")
             samples |= measure_round(model, inputs, [variant], generation, number)
-            sample, plain = samples[variant.name], samples[PLAIN]
-            target.totals[variant.name].add(sample, plain)
-            if variant.name not in (PLAIN, PEER) and (difference := first_difference(model, plain, sample)):
-                target.differences.append((variant.name, difference))
+            target.totals[variant.name].add(samples[variant.name], samples[PLAIN])
         target.prompts += 1
         slowest = max(slowest, perf_counter() - started)
 
@@ -193,11 +195,7 @@ def _bar(target: MeasuredTarget, name: str) -> Text:
 
 def _same_tokens(target: MeasuredTarget) -> str:
     answers = target.prompts * len(target.totals.keys() - {PLAIN, PEER})
-    if not target.differences:
+    if not target.different:
         return f"{target.title}: the tokens of all {answers} answers are those of plain generate."
-    name, d = target.differences[0]
-    return (
-        f"[yellow]{target.title}: {len(target.differences)} of {answers} answers differ from plain generate; "
-        f"{name} first at position {d.position}, plain took token {d.plain_token} (logit {d.plain_logit:.4f}) and ours "
-        f"{d.our_token} (logit {d.our_logit:.4f}).[/]"
-    )
+    names, count = ", ".join(target.different), sum(target.different.values())
+    return f"[yellow]{target.title}: {count} of {answers} answers differ from plain generate, of {names}.[/]"

@@ -214,7 +214,7 @@ def note(measured: Speed) -> str:
 
 def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:
     """Whether the tokens are those of plain `generate`."""
-    different = [name for name, total in totals.items() if not total.identical]
+    different = [name for name, total in totals.items() if total.different]
     if not different:
         return Finding("same tokens", GOOD, "every answer is that of plain generate")
     meaning = "rounding decides near-ties differently in this data type, as it does between batch sizes"

@@ -35,7 +35,7 @@ def serve(model: str, draft: Sequence[str], heads: Sequence[str], adapter: str, 
 def speculating(candidates: Candidates) -> Iterator[Attachment]:
     """Attach a strategy to every model of the process that has none of its own."""
     install()
-    attachment, before = Attachment(Settings.of(candidates)), getattr(GenerationMixin, ATTACHMENT, None)
+    attachment, before = Attachment(Settings(candidates)), getattr(GenerationMixin, ATTACHMENT, None)
     setattr(GenerationMixin, ATTACHMENT, attachment)
     try:
         yield attachment

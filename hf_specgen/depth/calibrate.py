@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import CostCurve, DraftLatency
 from hf_specgen.memory import memory
+from hf_specgen.state import GenerationState
 from hf_specgen.targets.graphs import is_captured
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
@@ -47,6 +49,25 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
     curve = _measure(call, target)
     memory.store(call.model, _key(call), curve)
     return curve
+
+
+def model_curve(model: PreTrainedModel) -> CostCurve | None:
+    """T(q) of one row with a short text, for passes that no `Target` runs; measured now, if no call has done so."""
+    state = GenerationState(torch.zeros(1, 8, dtype=torch.long))
+    state.append(0, [0])
+    call = Call(model, state, GenerationConfig())
+    with torch.no_grad():
+        return known_curve(call) or target_curve(call, prefilled_target(model, torch.zeros(1, 8, dtype=torch.long)))
+
+
+def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
+    """The target with `tokens`, `[batch, context]`, in its cache."""
+    tokens = tokens.to(compat.input_device(model))
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand(len(tokens), -1)
+    arguments = {"attention_mask": torch.ones_like(tokens), "position_ids": positions, "use_cache": True}
+    target = Target(model, tokens, GenerationConfig(), arguments)
+    target.prefill(DraftTree.empty(len(tokens)))
+    return target
 
 
 def _key(call: Call) -> tuple[Hashable, ...]:

@@ -12,16 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.candidates import Candidates
 from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
-from hf_specgen.depth.calibrate import time_pass
+from hf_specgen.depth.calibrate import prefilled_target, time_pass
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, DraftLatency
 from hf_specgen.targets.model_parts import text_config
-from hf_specgen.targets.target import Target
-from hf_specgen.tree import DraftTree
 
 QUERIES = (1, 2, 4, 8, 24, 64)
 
@@ -48,7 +46,7 @@ def measure_cost_curve(
     tokens = torch.randint(config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     times: dict[int, list[float]] = {q: [] for q in queries}
     with torch.no_grad():
-        target = _read(model, tokens)
+        target = prefilled_target(model, tokens)
         for repeat in range(repeats + 1):
             for q in queries:
                 seconds = time_pass(target, tokens[:, 0].tolist(), q)
@@ -84,16 +82,6 @@ def _time_drafter(model: PreTrainedModel, candidates: Candidates, rows: int) -> 
     assert statistics is not None
     passes = sum(len(step.passes) for step in statistics.passes)
     return DraftLatency(seconds=(statistics.seconds.get("draft", 0.0) / max(1, passes),))
-
-
-def _read(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
-    """The target with `tokens`, `[batch, context]`, in its cache."""
-    tokens = tokens.to(compat.input_device(model))
-    positions = torch.arange(tokens.shape[1], device=compat.input_device(model))[None].expand(len(tokens), -1)
-    arguments = {"attention_mask": torch.ones_like(tokens), "position_ids": positions, "use_cache": True}
-    target = Target(model, tokens, GenerationConfig(), arguments)
-    target.prefill(DraftTree.empty(len(tokens)))
-    return target
 
 
 def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -132,12 +120,6 @@ def _padded(layer: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
     for new, old in zip(wide.parameters(), layer.parameters(), strict=True):
         new.zero_()[tuple(map(slice, old.shape))] = old
     return wide
-
-
-def widen_in_fast_dtype(model: PreTrainedModel, parameters: int) -> tuple[PreTrainedModel, str]:
-    """`widen` in the dtype of `fast_dtype`; returns the model and the name of its dtype."""
-    name = fast_dtype(model, parameters)
-    return widen(model, parameters, getattr(torch, name)), name
 
 
 def fast_dtype(model: PreTrainedModel, parameters: int) -> str:

@@ -9,13 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from math import nan
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
-from torch.nn.functional import pad
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -24,7 +22,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_specgen import compat
 from hf_specgen.candidates import (
     AutoCandidates,
     Candidates,
@@ -35,7 +32,7 @@ from hf_specgen.candidates import (
 )
 from hf_specgen.evaluation import DTYPES
 from hf_specgen.evaluation import WorkloadSettings as WorkloadSettings
-from hf_specgen.evaluation.measure import Sample, Variant
+from hf_specgen.evaluation.measure import Variant
 from hf_specgen.heads.checkpoint import check_source, source_errors
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.prepacked_weights import prepacked
@@ -80,20 +77,6 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
 OWN_PROMPTS = "prompts"
 """Domain of prompts that name none."""
-NO_TOKEN = -1
-"""In place of a token after the end of the shorter output; its logit is NaN."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first token at which the output differs from plain decoding, with the target's logits of both tokens."""
-
-    row: int
-    position: int
-    plain_token: int
-    our_token: int
-    plain_logit: float
-    our_logit: float
 
 
 def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -229,27 +212,6 @@ def generation_settings(max_new_tokens: int, temperature: float) -> dict[str, An
 def maybe_prepacked(model: PreTrainedModel, pack: bool) -> AbstractContextManager[Any]:
     """`hf_specgen.prepacked(model)` if `pack`, else nothing."""
     return prepacked(model) if pack else nullcontext()
-
-
-def first_difference(
-    model: PreTrainedModel, plain: Sample, ours: Sample, attention_mask: torch.Tensor | None = None
-) -> Difference | None:
-    """The first token at which `ours` differs from `plain`; None if they are identical.
-
-    The prompts are left-padded, with this mask `[batch, prompt]`; None: no padding.
-    """
-    width = max(plain.ids.shape[1], ours.ids.shape[1])
-    plain_ids, our_ids = (pad(s.ids, (0, width - s.ids.shape[1]), value=NO_TOKEN) for s in (plain, ours))
-    differs = (plain_ids != our_ids).nonzero()
-    if len(differs) == 0:
-        return None
-    row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
-    padding = 0 if attention_mask is None else int(attention_mask[row].argmax())
-    text = plain_ids[row : row + 1, padding:position].to(compat.input_device(model))
-    with torch.no_grad():
-        logits = model(text).logits[0, -1].float()
-    tokens = int(plain_ids[row, position]), int(our_ids[row, position])
-    return Difference(row, position, *tokens, *(nan if t == NO_TOKEN else float(logits[t]) for t in tokens))
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ class BlockHead(DraftHead):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         self.fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.layer.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.layer.rms_norm_eps)
         self.layers = nn.ModuleList(map(self.make_layer, range(config.num_layers)))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.layer.norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.layer.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.layer)
 
     def make_layer(self, index: int) -> DecoderLayer:

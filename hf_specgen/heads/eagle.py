@@ -88,7 +88,7 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        count, width, eps = config.num_aux_hidden_states, config.target_hidden_size, config.layer.norm_eps
+        count, width, eps = config.num_aux_hidden_states, config.target_hidden_size, config.layer.rms_norm_eps
         features = count * width
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(features, eps=eps)
@@ -141,7 +141,7 @@ class FusedLayer(DecoderLayer):
 
     def __init__(self, config: LayerConfig, norm_before_residual: bool) -> None:
         super().__init__(config, layer_index=0, attention_input=2 * config.hidden_size)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = norm_before_residual
 
     def forward(  # type: ignore[override]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.heads.checkpoint import Source, number_field, read_json
-from hf_specgen.heads.lora import load_adapter, shared_linear
+from hf_specgen.heads.lora import load_adapter
 from hf_specgen.targets.model_parts import decoder_layers, final_norm, output_matrix
 
 EXIT_CONFIG = "exit_config.json"
@@ -28,18 +28,24 @@ class ExitHead(nn.Module):
     def __init__(self, norm: nn.Module, head: nn.Linear, exit_layer: int | None = None):
         super().__init__()
         self.norm, self.head, self.exit_layer = norm, head, exit_layer
+        self.low_rank: nn.Module | None = None
 
     @classmethod
     def from_target(cls, model: PreTrainedModel, exit_layer: int | None = None) -> ExitHead:
-        """A new head: a copy of the target's final norm, and its output matrix."""
-        layers = len(decoder_layers(model))
+        """A new head: a copy of the target's final norm, and its output matrix, in the target's memory but frozen."""
+        layers, matrix = len(decoder_layers(model)), output_matrix(model)
         if exit_layer is not None and not 0 < exit_layer < layers:
             raise ValueError(f"exit_layer must be between 1 and {layers - 1} for this target, got {exit_layer}")
-        return cls(copy.deepcopy(final_norm(model)), shared_linear(output_matrix(model)), exit_layer)
+        with torch.device("meta"):
+            shared = nn.Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None)
+        shared.load_state_dict(matrix.state_dict(), assign=True)
+        return cls(copy.deepcopy(final_norm(model)), shared.requires_grad_(False), exit_layer)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., vocab]`."""
-        return cast(torch.Tensor, self.head(self.norm(hidden)))
+        normed = self.norm(hidden)
+        logits: torch.Tensor = self.head(normed)
+        return logits if self.low_rank is None else logits + self.low_rank(normed)
 
 
 def save_exit_head(adapter: Any, folder: str | Path, target: PreTrainedModel, base_model: str) -> None:
@@ -65,11 +71,19 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
                 f"{source} was trained for {config.get('base_model')!r:.120} with {name} {trained}, but this target "
                 f"has {value}; load the head that belongs to it"
             )
-    matrix = output_matrix(target)
-    new = ExitHead.from_target(target, number_field(config, "exit_layer", path))
-    adapted = load_adapter(new, Source(source), adapted=["head"], saved=["norm"])
-    head = cast(ExitHead, adapted.base_model.model)
-    return head.to(device=matrix.weight.device, dtype=matrix.weight.dtype).requires_grad_(False).eval()
+    matrix = output_matrix(target).weight
+    head = ExitHead.from_target(target, number_field(config, "exit_layer", path))
+    tensors = load_adapter(head, Source(source), saved=["norm"])
+    head.low_rank = nn.Sequential(*(_linear(tensors.pop(f"head.lora_{part}.weight")) for part in "AB"))
+    head.norm.load_state_dict({name.removeprefix("norm."): tensor for name, tensor in tensors.items()}, strict=False)
+    return head.to(device=matrix.device, dtype=matrix.dtype).requires_grad_(False).eval()
+
+
+def _linear(weight: torch.Tensor) -> nn.Linear:
+    """A linear layer with this weight."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight)
+    return layer
 
 
 def exit_layer_of(path_or_id: str | Path) -> int:

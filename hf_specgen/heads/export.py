@@ -32,6 +32,10 @@ from hf_specgen.heads.medusa import MedusaHeads, medusa_file
 PROGRAMS = ("eagle", "sglang", "vllm")
 MEDUSA_PROGRAMS = ("medusa", "tgi", "vllm")
 Config = dict[str, Any]
+LAYER_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "mlp_bias"),
+    *("rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_parameters"),
+)
 
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
@@ -95,7 +99,9 @@ def _write(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    return write_checkpoint(folder, config | {"dtype": dtype}, "model.safetensors", tensors)
+    length = head.config.trained_length
+    config |= {"dtype": dtype} | ({"trained_length": length} if length else {})
+    return write_checkpoint(folder, config, "model.safetensors", tensors)
 
 
 def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
@@ -112,20 +118,10 @@ def _layer_config(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
         raise ValueError(
             "Llama and Qwen3 configs cannot express biases of queries, keys and values without the output's"
         )
-    return {
+    return {name: getattr(layer, name) for name in LAYER_FIELDS} | {
         "model_type": "qwen3" if layer.qk_norm else "llama",
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
         "num_hidden_layers": head.config.num_layers,
-        "rms_norm_eps": layer.norm_eps,
-        "hidden_act": layer.hidden_act,
         "attention_bias": layer.qkv_bias,
-        "mlp_bias": layer.mlp_bias,
-        "max_position_embeddings": layer.max_position_embeddings,
-        "rope_parameters": dict(layer.rope),
         "tie_word_embeddings": False,
         "vocab_size": head.config.vocab_size,
     }

@@ -69,10 +69,10 @@ class SharedAttention(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.num_heads * config.head_dim, bias=config.qkv_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.head_dim, width = config.head_dim, config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.output_bias)
 
     def forward(
         self, states: torch.Tensor, rotary: Rotary, keys_values: Pair, attention_mask: torch.Tensor | None
@@ -91,7 +91,7 @@ class AssistantLayer(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         self.self_attn, self.mlp = SharedAttention(config), LlamaMLP(config)
-        norms = (nn.RMSNorm(config.hidden_size, eps=config.norm_eps) for _ in range(4))
+        norms = (nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(4))
         self.input_layernorm, self.post_attention_layernorm = next(norms), next(norms)
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = next(norms), next(norms)
         self.register_buffer("layer_scalar", torch.ones(1))
@@ -140,7 +140,7 @@ class AssistantHead(DraftHead):
         self.pre_projection = nn.Linear(2 * config.hidden_size, width, bias=False)
         self.post_projection = nn.Linear(width, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(AssistantLayer(layer) for layer in config.layers)
-        self.norm = nn.RMSNorm(width, eps=config.layers[0].norm_eps)
+        self.norm = nn.RMSNorm(width, eps=config.layers[0].rms_norm_eps)
         by_type = dict(zip(config.layer_types, config.layers, strict=True))
         self.rotary = nn.ModuleDict({name: RotaryEmbedding(layer) for name, layer in by_type.items()})
         if config.num_centroids is None:
@@ -224,20 +224,21 @@ def _layer_config(text: Fields, file: HeadFile, index: int, layer_type: str) -> 
     parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
     queries, output, gate = (matrix_shape(file.checkpoint, file.names, index, part)[0] for part in parts)
     heads, bias = text.integer("num_attention_heads"), text.flag("attention_bias")
+    rope = text.nested("rope_parameters").nested(layer_type).values
     if queries % heads:
         raise ValueError(f"config.json has {heads} attention heads, but layer {index} has {queries} rows of queries")
     return LayerConfig(
         hidden_size=output,
         intermediate_size=gate,
-        num_heads=heads,
-        num_kv_heads=1,  # keys and values are the target's, in its number of heads
+        num_attention_heads=heads,
+        num_key_value_heads=1,  # keys and values are the target's, in its number of heads
         head_dim=queries // heads,
-        norm_eps=text.number("rms_norm_eps"),
+        rms_norm_eps=text.number("rms_norm_eps"),
         hidden_act=text.text("hidden_activation"),
         qkv_bias=bias,
         output_bias=bias,
         max_position_embeddings=text.integer("max_position_embeddings"),
-        rope=read_rope(Fields({"rope_parameters": text.nested("rope_parameters").nested(layer_type).values})),
+        rope_parameters=read_rope(Fields({"rope_parameters": rope})),
     )
 
 

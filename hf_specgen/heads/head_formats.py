@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -71,7 +70,8 @@ def load_head(
         head = load_head(
             base, token=token, cache_dir=cache_dir, aux_hidden_state_layers=aux_hidden_state_layers, dtype=dtype
         )
-        return cast(DraftHead, merge_adapter(head, source)).eval().requires_grad_(False)
+        merge_adapter(head, source)
+        return head
     checkpoint = open_checkpoint(source)
     layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
     try:

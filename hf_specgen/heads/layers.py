@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,23 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names, first_line
 
-ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
-ROPE_NUMBERS = (
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "low_freq_factor",
-    "high_freq_factor",
-    "mscale",
-    "mscale_all_dim",
-)
 MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 LAYER_NAME = re.compile(r"^layers\.(\d{1,6})\.")
 
@@ -50,38 +36,26 @@ class Rotary(NamedTuple):
         return states * self.cos[:, None] + torch.cat((-second, first), dim=-1) * self.sin[:, None]
 
 
-@dataclass(frozen=True)
-class LayerConfig:
-    """Sizes and options of one decoder layer."""
+class LayerConfig(LlamaConfig):
+    """Sizes and options of one decoder layer: a Llama config, with options that the layers of other models have."""
 
-    hidden_size: int  # of the residual stream
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float = 1e-6
-    hidden_act: str = "silu"
+    num_key_value_heads: int = 1
+    head_dim: int = 0
     qkv_bias: bool = False
     output_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False  # of each attention head, as in Qwen3
-    max_position_embeddings: int = 2048  # the context length that RoPE scaling refers to
-    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
-    def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        heads, kv_heads, head_dim = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        if min(self.hidden_size, self.intermediate_size, heads, kv_heads, head_dim) < 1:
+            raise ValueError(f"the sizes of a layer must be at least 1, got {self.to_diff_dict()}")
+        if heads % kv_heads:
+            raise ValueError(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"unknown activation {self.hidden_act!r}; use one that Transformers knows, such as 'silu'")
-        if self.rope.get("rope_type", "default") not in ROPE_TYPES:
-            raise ValueError(f"unknown rope_type {self.rope['rope_type']!r}; known are {', '.join(ROPE_TYPES)}")
 
 
 class RotaryEmbedding(nn.Module):
@@ -90,19 +64,12 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         try:
-            parameters = LlamaConfig(
-                hidden_size=config.num_heads * config.head_dim,
-                num_attention_heads=config.num_heads,
-                num_key_value_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-                rope_parameters=dict(config.rope),
-            )
             with torch.device("cpu"):  # computed, not loaded, so also where the head is built on "meta"
-                self.frequencies = LlamaRotaryEmbedding(parameters)
+                self.frequencies = LlamaRotaryEmbedding(config)
         except Exception as error:  # whatever Transformers raises for numbers that it cannot work with
-            reason = str(error).strip().splitlines()[-1][:200]
-            raise ValueError(f"the rotary parameters {dict(config.rope)} cannot be used ({reason})") from None
+            raise ValueError(
+                f"the rotary parameters {config.rope_parameters} cannot be used ({first_line(error)})"
+            ) from None
 
     def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
         """`[batch, length]` position ids to cosines and sines in the dtype and on the device of `states`."""
@@ -120,14 +87,14 @@ class Attention(nn.Module):
     def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
         super().__init__()
         self.layer_index, self.head_dim = layer_index, config.head_dim
-        self.groups = config.num_heads // config.num_kv_heads
+        self.groups = config.num_attention_heads // config.num_key_value_heads
         width = input_size or config.hidden_size
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
-        norm = (lambda: nn.RMSNorm(config.head_dim, eps=config.norm_eps)) if config.qk_norm else nn.Identity
+        norm = (lambda: nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)) if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
 
     def keys_values(self, states: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,9 +122,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: LayerConfig, layer_index: int, attention_input: int | None = None) -> None:
         super().__init__()
-        self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config, layer_index, attention_input)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
     def forward(
@@ -222,17 +189,17 @@ def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias
     return LayerConfig(
         hidden_size=output[0],
         intermediate_size=gate[0],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number("rms_norm_eps"),
+        rms_norm_eps=fields.number("rms_norm_eps"),
         hidden_act=fields.text("hidden_act"),
         qkv_bias=bias or fields.flag("qkv_bias") or "layers.0.self_attn.q_proj.bias" in names,
         output_bias=(bias and strict_bias) or "layers.0.self_attn.o_proj.bias" in names,
         mlp_bias=fields.flag("mlp_bias") or "layers.0.mlp.gate_proj.bias" in names,
         qk_norm=fields.values.get("model_type") == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        rope=read_rope(fields),
+        rope_parameters=read_rope(fields),
     )
 
 
@@ -261,30 +228,12 @@ def count_layers(fields: Fields, names: Collection[str]) -> int:
 def read_rope(fields: Fields) -> dict[str, Any]:
     """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; by default base 10,000, as EAGLE has."""
     config = Fields(fields.values)
-    newer = config.nested("rope_parameters")
-    values = {**config.nested("rope_scaling").values, **newer.values}
-    if newer.get("rope_theta") is None and config.get("rope_theta") is not None:
-        values["rope_theta"] = config.get("rope_theta")
-    parameters = Fields(values, {"rope_theta": 10000.0})
-    rope_type = values.get("rope_type") or values.get("type") or "default"
-    if not isinstance(rope_type, str):
-        raise ValueError(f"rope_type must be a string, got {str(rope_type)[:60]!r}")
-    rope: dict[str, Any] = {"rope_theta": parameters.number("rope_theta")}
-    rope["rope_type"] = "default" if rope_type == "mrope" else rope_type  # its axes agree wherever there is only text
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        rope["partial_rotary_factor"] = parameters.number("partial_rotary_factor")
-        if rope_type != "proportional":
-            raise ValueError(
-                f"partial_rotary_factor {rope['partial_rotary_factor']} with rope_type {rope_type!r} is unknown"
-            )
-    for name in ROPE_NUMBERS:
-        if values.get(name) is not None:
-            rope[name] = values[name] if type(values[name]) is int else parameters.number(name)
-    for name in ("short_factor", "long_factor"):
-        factors = values.get(name)
-        if factors is None:
-            continue
-        if not isinstance(factors, list) or not all(type(factor) in (int, float) for factor in factors):
-            raise ValueError(f"{name} must be a list of numbers, got {str(factors)[:60]!r}")
-        rope[name] = [float(factor) for factor in factors]
-    return rope
+    rope = {**config.nested("rope_scaling").values, **config.nested("rope_parameters").values}
+    rope_type = rope.pop("type", None)
+    rope_type = rope.get("rope_type") or rope_type or "default"
+    # The axes of "mrope" agree wherever there is only text.
+    rope["rope_type"] = "default" if rope_type == "mrope" else rope_type
+    rope["rope_theta"] = Fields({**config.values, **rope}, {"rope_theta": 10000.0}).number("rope_theta")
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0 and rope_type != "proportional":
+        raise ValueError(f"partial_rotary_factor {part!r:.40} with rope_type {rope_type!r:.60} is unknown")
+    return {name: value for name, value in rope.items() if value is not None}

@@ -1,56 +1,94 @@
-"""LoRA adapters from files that are not trusted.
-
-PEFT builds modules of the sizes that a config states, so these are compared with the tensors' shapes first.
-"""
+"""LoRA adapters from files that are not trusted, as written by PEFT: checked, then read without PEFT."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf, sqrt
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
+import torch
 from torch import nn
 
-from hf_specgen.heads.checkpoint import Names, Source, TensorInfo, number_field, read_json, read_tensors, tensor_infos
+from hf_specgen.heads.checkpoint import Source, TensorInfo, number_field, read_json, read_tensors, tensor_infos
 
-Shape = tuple[int, ...]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """PEFT puts this before the names of the adapted module's tensors."""
-HEAD_MATRIX = re.compile(re.escape(PREFIX) + r"heads\.(\d{1,6})\.lora_([AB])\.weight$")
 UNSUPPORTED = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
 
 
-def shared_linear(matrix: nn.Linear) -> nn.Linear:
-    """A linear layer in the memory of another one, whose own parameters can be frozen without freezing the other's."""
-    twin = nn.Linear(matrix.in_features, matrix.out_features, bias=matrix.bias is not None, device="meta")
-    twin.weight = nn.Parameter(matrix.weight.detach(), requires_grad=False)
-    if matrix.bias is not None:
-        twin.bias = nn.Parameter(matrix.bias.detach(), requires_grad=False)
-    return twin
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose config was checked, but whose tensors were not read.
+
+    Args:
+        rank: of all its LoRA matrices.
+        scale: factor of the products of `lora_B` and `lora_A`.
+        tensors: of the file, by name.
+        config, weights: its files.
+    """
+
+    rank: int
+    scale: float
+    tensors: dict[str, TensorInfo]
+    config: Path
+    weights: Path
+
+    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
+        """Raise unless the tensors have exactly these names and shapes."""
+        actual = {name: info.shape for name, info in self.tensors.items()}
+        for name in sorted({*actual, *expected}):
+            if actual.get(name) != expected.get(name):
+                raise ValueError(
+                    f"{self.weights} does not fit {self.config.name} and the target: tensor {name[:120]!r} should be "
+                    f"{expected.get(name, 'absent')}, but is {actual.get(name, 'absent')}; load the adapter that "
+                    "belongs to this target"
+                )
 
 
-def load_adapter(module: nn.Module, source: Source, adapted: Sequence[str], saved: Sequence[str] = ()) -> Any:
-    """Load a LoRA adapter onto linear layers of a module, and whole submodules that it has saved; a `PeftModel`."""
-    peft = _peft()
-    config_path, weights_path = _adapter_files(source)
-    config = read_json(config_path)
-    rank = _check_config(config, config_path)
-    infos = tensor_infos(weights_path)
-    saved = [name for name in saved if any(key.startswith(f"{PREFIX}{name}.") for key in infos)]
-    _check_shapes(infos, _expected_shapes(module, rank, adapted, saved), config_path, weights_path)
-    lora = peft.LoraConfig(
-        r=rank,
-        lora_alpha=config.get("lora_alpha", rank),
-        use_rslora=bool(config.get("use_rslora")),
-        target_modules=list(adapted),
-        modules_to_save=list(saved) or None,
-    )
-    model = peft.get_peft_model(cast(Any, module), lora, autocast_adapter_dtype=False)
-    peft.set_peft_model_state_dict(model, read_tensors(weights_path))
-    return model
+def open_adapter(source: Source) -> Adapter:
+    """Read the config of an adapter, which has to be a plain LoRA, and the shapes of its tensors."""
+    path, weights = (source.required_file(name, "; copy the whole adapter there") for name in (CONFIG, WEIGHTS))
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type must be 'LORA', got {config.get('peft_type')!r:.80}; train a LoRA adapter")
+    for name in UNSUPPORTED:
+        if config.get(name):
+            raise ValueError(f"{path}: {name}={config[name]!r:.80} is not supported; train a plain LoRA adapter")
+    rank = number_field(config, "r", path)
+    alpha = config.get("lora_alpha", rank)
+    if not isinstance(alpha, int | float) or not 0 < alpha < inf:
+        raise ValueError(f"{path}: lora_alpha must be a positive number, got {alpha!r:.80}")
+    scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
+    return Adapter(rank, scale, tensor_infos(weights), path, weights)
+
+
+def load_adapter(module: nn.Module, source: Source, saved: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter by their names in the module, with `lora_B` scaled.
+
+    Args:
+        module: whose linear layers it adapts.
+        source: where it lies.
+        saved: submodules of which it may hold whole new weights.
+    """
+    adapter = open_adapter(source)
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Linear) and f"{PREFIX}{name}.lora_A.weight" in adapter.tensors:
+            expected[f"{PREFIX}{name}.lora_A.weight"] = (adapter.rank, part.in_features)
+            expected[f"{PREFIX}{name}.lora_B.weight"] = (part.out_features, adapter.rank)
+    if not expected:
+        raise ValueError(f"{source} adapts no linear layer of a {type(module).__name__}; load the head it was made for")
+    for name in saved:
+        if any(key.startswith(f"{PREFIX}{name}.") for key in adapter.tensors):
+            own = module.get_submodule(name).state_dict().items()
+            expected |= {f"{PREFIX}{name}.{key}": tuple(tensor.shape) for key, tensor in own}
+    adapter.check(expected)
+    scales = {name: adapter.scale if ".lora_B." in name else 1.0 for name in expected}
+    read = read_tensors(adapter.weights).items()
+    return {name.removeprefix(PREFIX): tensor * scales[name] for name, tensor in read}
 
 
 def base_of_adapter(source: Source) -> str | None:
@@ -62,87 +100,12 @@ def base_of_adapter(source: Source) -> str | None:
     return base
 
 
-def merge_adapter(module: nn.Module, source: Source) -> nn.Module:
-    """A module with the LoRA adapter in a folder or repository merged into its linear layers."""
-    infos = tensor_infos(_adapter_files(source)[1])
-    linear = (name for name, part in module.named_modules() if isinstance(part, nn.Linear))
-    adapted = [name for name in linear if f"{PREFIX}{name}.lora_A.weight" in infos]
-    if not adapted:
-        raise ValueError(f"{source} adapts no linear layer of a {type(module).__name__}; load the head it was made for")
-    return cast(nn.Module, load_adapter(module, source, adapted).merge_and_unload())
-
-
-def _check_config(config: dict[str, Any], path: Path) -> int:
-    """The rank, if the adapter is a plain LoRA."""
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type must be 'LORA', got {config.get('peft_type')!r:.80}; train a LoRA adapter")
-    for name in UNSUPPORTED:
-        if config.get(name):
-            raise ValueError(f"{path}: {name}={config[name]!r:.80} is not supported; train a plain LoRA adapter")
-    alpha = config.get("lora_alpha", 1)
-    if not isinstance(alpha, int | float) or not 0 < alpha < inf:
-        raise ValueError(f"{path}: lora_alpha must be a positive number, got {alpha!r:.80}")
-    return number_field(config, "r", path)
-
-
-def _expected_shapes(module: nn.Module, rank: int, adapted: Sequence[str], saved: Sequence[str]) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {}
-    for name in adapted:
-        linear = cast(nn.Linear, module.get_submodule(name))
-        shapes[f"{PREFIX}{name}.lora_A.weight"] = (rank, linear.in_features)
-        shapes[f"{PREFIX}{name}.lora_B.weight"] = (linear.out_features, rank)
-    for name in saved:
-        for key, tensor in module.get_submodule(name).state_dict().items():
-            shapes[f"{PREFIX}{name}.{key}"] = tuple(tensor.shape)
-    return shapes
-
-
-def _check_shapes(infos: dict[str, TensorInfo], expected: dict[str, Shape], config: Path, weights: Path) -> None:
-    actual = {name: info.shape for name, info in infos.items()}
-    for name in sorted({*actual, *expected}):
-        if actual.get(name) != expected.get(name):
-            raise ValueError(
-                f"{weights} does not fit {config.name} and the target: tensor {name[:120]!r} should be "
-                f"{expected.get(name, 'absent')}, but is {actual.get(name, 'absent')}; load the adapter that belongs "
-                "to this target"
-            )
-
-
-def _adapter_files(source: Source) -> tuple[Path, Path]:
-    """The paths of an adapter's config and of its tensors."""
-    config, weights = (source.required_file(name, "; copy the whole adapter there") for name in (CONFIG, WEIGHTS))
-    return config, weights
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise ImportError("LoRA adapters need peft: pip install 'hf-specgen[adapters]'") from None
-    return peft
-
-
-class LowRank(NamedTuple):
-    """The matrices of an adapter with one LoRA matrix for each Medusa head, and their names in `MedusaHeads`."""
-
-    scale: float
-    tensors: dict[str, TensorInfo]
-    names: Names
-
-
-def read_low_rank(source: Source) -> LowRank:
-    """Check an adapter that PEFT has written for a list `heads` of linear layers; its tensors are not read."""
-    config_path, weights_path = _adapter_files(source)
-    config = read_json(config_path)
-    rank, infos = _check_config(config, config_path), tensor_infos(weights_path)
-    matches = {name: HEAD_MATRIX.match(name) for name in infos}
-    for name, match in matches.items():
-        if match is None or rank not in infos[name].shape:
-            shape = infos[name].shape
-            raise ValueError(
-                f"{weights_path} does not fit {config_path.name} of rank {rank}: {name[:120]!r} is {shape}"
-            )
-    alpha = float(config.get("lora_alpha", rank))
-    scale = alpha / (sqrt(rank) if config.get("use_rslora") else rank)
-    names = {f"lora_{match[2]}.{int(match[1])}.weight": name for name, match in matches.items() if match}
-    return LowRank(scale, infos, names)
+@torch.no_grad()
+def merge_adapter(module: nn.Module, source: Source) -> None:
+    """Add the LoRA matrices in a folder or repository to the linear layers of a module."""
+    tensors = load_adapter(module, source)
+    for name, up in tensors.items():
+        if name.endswith(".lora_B.weight"):
+            layer = name.removesuffix(".lora_B.weight")
+            weight = cast(Any, module.get_submodule(layer)).weight
+            weight += (up.float() @ tensors[f"{layer}.lora_A.weight"].float()).to(weight)

@@ -35,7 +35,7 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import MEDUSA_FILES, Checkpoint, Fields, Names
 from hf_specgen.heads.head_file import Format, HeadFile
-from hf_specgen.heads.lora import read_low_rank
+from hf_specgen.heads.lora import PREFIX, open_adapter
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE
 
@@ -46,6 +46,7 @@ BLOCK = re.compile(r"^(?:medusa_heads?\.)?(\d{1,6})\.(\d{1,6})\.linear\.(weight|
 VLLM_BLOCK = re.compile(r"^(?:medusa_heads\.)?blocks\.(\d{1,6})\.layers\.(\d{1,6})\.(weight|bias)$")
 OUTPUT = re.compile(r"^(?:medusa_heads?\.)?(?:lm_heads\.)?(\d{1,6})(?:\.\d{1,6})?\.weight$")
 OWN_FIELDS = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lora_rank", "logit_scale")
+PEFT_NAME = re.compile(re.escape(PREFIX) + r"heads\.(\d{1,6})\.lora_([AB])\.weight$")
 OWN = re.compile(r"^(token_map|token_maps\.\d{1,6}\.weight|lora_[AB]\.\d{1,6}\.weight)$")
 
 
@@ -245,16 +246,20 @@ def _count(names: Iterable[str], prefix: str) -> int:
 def load_medusa(file: HeadFile) -> MedusaHeads:
     """A set of Medusa heads of any format; their number and sizes are counted in the tensors."""
     fields, file.names = file.fields, our_names(file.tensors)
-    scale = 1.0
-    if fields.optional_integer("lora_rank") and "lora_A.0.weight" not in file.names:
-        adapter = read_low_rank(file.checkpoint.source.inside(LORA_FOLDER))
-        scale = adapter.scale
-        file.add(adapter.names, adapter.tensors)
+    scale, rank = 1.0, fields.optional_integer("lora_rank") or 0
+    if rank and "lora_A.0.weight" not in file.names:
+        adapter = open_adapter(file.checkpoint.source.inside(LORA_FOLDER))
+        parts = {name: PEFT_NAME.match(name) for name in adapter.tensors}
+        names = {f"lora_{part[2]}.{int(part[1])}.weight": name for name, part in parts.items() if part}
+        file.add(names, adapter.tensors)
+        scale, rank = adapter.scale, adapter.rank
     base, own = fields.nested("base"), "lm_heads.0.weight" in file.names
     hidden = _matrix(file, "blocks.0.layers.0.weight")[1]
     rows = _matrix(file, "lm_heads.0.weight")[0] if own else 0
     kept = (*file.tensors["token_map"].shape, 0)[0] if "token_map" in file.names else 0
     low_rank = _matrix(file, "lora_A.0.weight")[0] if "lora_A.0.weight" in file.names else 0
+    if low_rank != rank:
+        raise ValueError(f"config.json has LoRA matrices of rank {rank}, but lora_A.0.weight has {low_rank} rows")
     vocab = fields.optional_integer("vocab_size") or rows
     vocab = vocab if kept or not own else rows
     if (configured := fields.optional_integer("truncated_vocab_size")) not in (None, kept or vocab):

@@ -26,7 +26,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
+UNSUPPORTED_ARGUMENTS = {"softcap", "s_aux", "position_bias", "cache"}
 """Arguments that change the scores (soft cap, attention sinks, biases), and the paged cache: left to Transformers."""
 
 FoldedMasks = dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
@@ -113,7 +113,7 @@ def _is_foldable(
         return False
     if query.device.type not in ("cpu", "cuda"):  # elsewhere Transformers passes `enable_gqa` or converts masks
         return False
-    if any(kwargs.get(name) is not None for name in UNSUPPORTED_ARGUMENTS):
+    if any(kwargs[name] is not None for name in UNSUPPORTED_ARGUMENTS & kwargs.keys()):
         return False
     if mask is None:
         # Several queries without a mask are causal. For one query CUDA has a kernel for grouped heads.

@@ -6,6 +6,7 @@ one overwrites those that were rejected. Sliding-window layers drop the slots th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -27,7 +28,7 @@ class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer: buffers `[batch, heads, capacity, head_dim]` and filled slots per row, `lengths`.
 
     `first` slots at the beginning have been dropped (sliding windows only). Later steps roll back to `committed` slots
-    at least, up to `MAX_ROLLBACK`, and to `protected` ones if a user owns the cache.
+    at least, up to `MAX_ROLLBACK`.
     """
 
     is_croppable = True
@@ -37,7 +38,6 @@ class RaggedLayer(CacheLayerMixin):
         self.window, self.max_slots = window, max_slots
         self.is_sliding = window is not None
         self.committed: int | None = None
-        self.protected: int | None = None
         self.lengths: tuple[int, ...] = ()
         self.first = 0
 
@@ -106,10 +106,7 @@ class RaggedLayer(CacheLayerMixin):
         """Drop slots outside the sliding window of every later query, if each row keeps at least `committed` slots."""
         if self.window is None or self.keys is None or self.values is None:
             return
-        reachable = committed - MAX_ROLLBACK
-        if self.protected is not None:
-            reachable = min(self.protected, reachable)
-        invisible = reachable - self.window - self.first
+        invisible = committed - MAX_ROLLBACK - self.window - self.first
         if invisible > max(MIN_SPARE_SLOTS, self.window // 2):  # rarely true, so that copying the window is negligible
             filled = max(self.lengths) - self.first - invisible
             self.keys, self.values = _resized(self.keys, invisible, filled), _resized(self.values, invisible, filled)
@@ -126,7 +123,8 @@ class RaggedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if self.first:
             source, destination = source - self.first, destination - self.first
-        move_slots(self, rows, source, destination)
+        for states in (self.keys, self.values):
+            states[rows, :, destination] = states[rows, :, source]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length - self.first, self.first
@@ -149,8 +147,10 @@ class RaggedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` slots of every row."""
+        for part in self.parts[1:]:
+            part.crop(tokens_to_remove)
         check_crop(tokens_to_remove)
-        self.lengths = tuple(max(length - abs(tokens_to_remove), 0) for length in self.lengths)
+        self.lengths = tuple(max(length + tokens_to_remove, 0) for length in self.lengths)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
@@ -159,28 +159,23 @@ class RaggedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        for part in self.parts[1:]:
+            part.batch_select_indices(indices)
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[indices], self.values[indices]
             self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
 
-class StepLayer(CacheLayerMixin):
+class StepLayer(RaggedLayer):
     """Keys and values of one layer during one captured pass, written to buffers at `slots` `[batch, new]`.
 
     Attention reads the whole buffers; the mask leaves out the unfilled slots.
     """
 
-    is_compileable = True
-    is_sliding = False
-
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         super().__init__()
         self.keys, self.values, self._slots = keys, values, slots
-        self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the buffers are given."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -192,10 +187,6 @@ class StepLayer(CacheLayerMixin):
         self.values[rows, :, self._slots] = value_states.transpose(1, 2)
         return self.keys, self.values
 
-    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy slots within rows, as `RaggedLayer.move`."""
-        move_slots(self, rows, source, destination)
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         assert self.keys is not None
         return self.keys.shape[2], 0
@@ -203,9 +194,6 @@ class StepLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Slots before the pass, at most: models that place tokens by `position_ids` do not compute with it."""
         return self.get_mask_sizes(0)[0] - int(self._slots.shape[1])
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class RaggedCache(Cache):
@@ -225,10 +213,11 @@ class RaggedCache(Cache):
         """How many slots the sliding-window layers have dropped."""
         return max((layer.first for layer in self.layers if isinstance(layer, RaggedLayer)), default=0)
 
-    def protect(self) -> None:
-        """Keep all slots that a rollback to the present lengths needs."""
-        for part in self._filled:
-            part.protected = min(part.lengths)
+    def shared_copy(self) -> RaggedCache:
+        """A cache with the same contents, in the same tensors: neither overwrites what the other one holds."""
+        held = [value for part in self._filled for value in vars(part).values()]
+        held += [state for states in held if isinstance(states, dict) for state in states.values()]
+        return copy.deepcopy(self, {id(value): value for value in held if isinstance(value, torch.Tensor)})
 
     @property
     def _filled(self) -> list[Any]:
@@ -269,7 +258,7 @@ class RaggedCache(Cache):
             part.set_lengths(lengths)
 
     def reserve(self, slots: int) -> None:
-        """Make room for so many slots in each layer; for those of the whole call if they are at most twice as many."""
+        """Allocate at least so many slots in each layer; those of the whole call if they are at most twice as many."""
         for part in self._filled:
             most = part.max_slots or 0
             part.reserve(most if slots <= most <= 2 * slots else slots)
@@ -310,18 +299,13 @@ class RaggedCache(Cache):
         """Copy a `DynamicCache`, whose rows are equally long; slots before its sliding windows count as dropped."""
         result = cls(max_slots=max_slots)
         layers: list[Any] = list(cache.layers)
-        for index, layer in enumerate(layers):
+        for layer in layers:
             new = RaggedLayer(getattr(layer, "sliding_window", None), max_slots)
             result.layers.append(new)
-            if not layer.is_initialized or layer.keys is None or layer.get_seq_length() == 0:
-                continue
-            new.lazy_initialization(layer.keys, layer.values)
-            held = layer.keys.shape[2]
-            new.reserve(held)
-            assert new.keys is not None and new.values is not None
-            new.keys[:, :, :held], new.values[:, :, :held] = layer.keys, layer.values
-            new.lengths = (cache.get_seq_length(index),) * layer.keys.shape[0]
-            new.first = new.lengths[0] - held
+            if layer.is_initialized and layer.get_seq_length():
+                new.update(layer.keys, layer.values)
+                new.lengths = (layer.get_seq_length(),) * len(layer.keys)
+                new.first = new.lengths[0] - layer.keys.shape[2]
         return result
 
     def to_dynamic(self, cache: DynamicCache) -> None:
@@ -340,12 +324,6 @@ class RaggedCache(Cache):
                 first = max(0, layer.cumulative_length - layer.sliding_window + 1)
             held = slice(first - source.first, source.get_seq_length() - source.first)
             layer.keys, layer.values = source.keys[:, :, held].clone(), source.values[:, :, held].clone()
-
-
-def move_slots(layer: Any, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy keys and values of a layer within rows; the indices are `[rows, slots]`."""
-    layer.keys[rows, :, destination] = layer.keys[rows, :, source]
-    layer.values[rows, :, destination] = layer.values[rows, :, source]
 
 
 def move_captured(module: torch.nn.Module, moves: torch.Tensor, cache: Any) -> None:

@@ -54,7 +54,7 @@ class EarlyExitTarget(Target):
     def prefill_early(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the first layers on the prompt; returns the exit state and the logits of the last token."""
         self._before_prompt = self.cache.lengths or (0,) * self.batch
-        with self._replaceable.replaced(self._last), self._replaceable.detecting_output_type():
+        with self._replaceable.replaced(self._last):
             logits = self.prompt.run(self.model, self.cache, DraftTree.empty(self.batch))
         self._prompt_was_cached(self._before_prompt[0], 0)
         seen = self._exit_state()
@@ -64,8 +64,7 @@ class EarlyExitTarget(Target):
     def prefill(self, draft: DraftTree) -> torch.Tensor:
         """`Target.prefill`, starting from the states that `prefill_early` and drafting have kept, if any."""
         if not self._states:
-            with self._replaceable.detecting_output_type():
-                return super().prefill(draft)
+            return super().prefill(draft)
         states = self._take_states(draft)  # [batch, prompt + nodes, hidden]
         self.cache.set_lengths(self._before_prompt)
         kwargs = {**self.prompt.kwargs, "past_key_values": self.cache, **self.prompt.longer(draft.nodes)}
@@ -100,9 +99,7 @@ class EarlyExitTarget(Target):
         self._states.append(self._layout.scatter(self._exit_state(), tree.batch))
         return self._states[-1], self._layout.scatter(outputs.logits, tree.batch) if with_logits else None
 
-    def forward(
-        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
-    ) -> torch.Tensor:
+    def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """`Target.forward` from the states that drafting has kept, of the first nodes of the tree in their order."""
         if not self._states:
             return super().forward(tree, pending, active)
@@ -130,10 +127,6 @@ class EarlyExitTarget(Target):
         states = torch.cat(self._states, dim=1)
         self._states.clear()
         return states
-
-    def abandon(self) -> None:
-        self._states.clear()
-        super().abandon()
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
@@ -166,9 +159,11 @@ class ReplaceableLayers:
             for index in indices:
                 self._pass_through[index].owner = threading.get_ident()
                 self._layers[index] = self._pass_through[index]
+        hook = self._layers[0].register_forward_hook(self._detect_output_type)
         try:
             yield
         finally:
+            hook.remove()
             for index, layer in zip(indices, originals, strict=True):
                 self._layers[index] = layer
 
@@ -178,19 +173,10 @@ class ReplaceableLayers:
         assert state is not None
         return state
 
-    @contextmanager
-    def detecting_output_type(self) -> Iterator[None]:
-        """Inside, a pass of the model detects whether its layers return a tensor or a tuple."""
-
-        def detect(module: nn.Module, args: Any, output: Any) -> None:
-            for replacement in self._pass_through:
-                replacement.returns_tuple = isinstance(output, tuple)
-
-        handle = self._layers[0].register_forward_hook(detect)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def _detect_output_type(self, first: nn.Module, args: Any, output: Any) -> None:
+        """Let replacements return a tensor or a tuple, as the first layer does when others are replaced."""
+        for replacement in self._pass_through:
+            replacement.returns_tuple = isinstance(output, tuple)
 
 
 class _PassThrough(nn.Module):

@@ -16,7 +16,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -156,80 +155,67 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-@dataclass(eq=False)
-class _Entry:
-    """Buffers of the pool, and the cache that uses them, if any."""
+class BufferSet:
+    """Keys and values of each layer at lasting addresses; the cache that uses them, if any, and the graphs that do."""
 
-    buffers: Buffers
-    layout: list[tuple[Any, ...]]
-    cache: weakref.ref[RaggedCache] | None = None
+    def __init__(self, buffers: Buffers, capacity: int):
+        self.buffers = [(_static(keys, capacity), _static(values, capacity)) for keys, values in buffers]
+        self.graphs: dict[tuple[Any, ...], _Graph] = {}
+        self.cache: weakref.ref[RaggedCache] | None = None
 
     @property
-    def is_free(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether no call uses the buffers."""
         return self.cache is None or self.cache() is None
 
 
 class GraphBuffers:
-    """A pool of key/value buffers for the calls of one module, used again by later calls of the same shape.
+    """The buffers for the calls of one module, used again by later calls of the same shape.
 
-    Captured graphs use their addresses; a call copies its prompt's keys and values there once.
+    A call copies its prompt's keys and values there once.
     """
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self.sets: list[BufferSet] = []
 
-    @property
-    def addresses(self) -> set[int]:
-        """The addresses of the first keys of all buffers, which identify them."""
-        return {entry.buffers[0][0].data_ptr() for entry in self._entries}
+    def of_cache(self, cache: RaggedCache) -> BufferSet | None:
+        """The buffers that the cache uses; those that it has left, because an eager pass outgrew them, become idle."""
+        for lasting in self.sets:
+            if lasting.cache is not None and lasting.cache() is cache:
+                if cache.buffers()[0][0].data_ptr() == lasting.buffers[0][0].data_ptr():
+                    return lasting
+                lasting.cache = None
+        return None
 
     def adopt(self, cache: RaggedCache) -> int:
-        """Move the cache into buffers of the pool, unless it is there; returns their capacity in slots."""
-        slots = int(cache.buffers()[0][0].shape[2])
-        block = max(CAPACITY_BLOCK, 1 << max(0, slots.bit_length() - 3))
-        capacity = -(-slots // block) * block
-        entry = self._entry_of(cache)
-        if entry is None or entry.buffers[0][0].shape[2] < capacity:
-            self.release(cache)
-            self._move_in(cache, capacity)
+        """Move the cache into lasting buffers, unless it is there; returns their capacity in slots."""
+        if self.of_cache(cache) is None:
+            own = cache.buffers()
+            slots = int(own[0][0].shape[2])
+            block = max(CAPACITY_BLOCK, 1 << max(0, slots.bit_length() - 3))
+            lasting = self._idle_buffers(own, -(-slots // block) * block)
+            for pair, static_pair in zip(own, lasting.buffers, strict=True):
+                for source, static in zip(pair, static_pair, strict=True):
+                    static.zero_()  # unwritten slots are masked, but a weight of 0 times NaN is NaN
+                    static[:, :, : source.shape[2]] = source
+            lasting.cache = weakref.ref(cache)
+            cache.use_buffers(lasting.buffers)
         return int(cache.buffers()[0][0].shape[2])
 
     def release(self, cache: RaggedCache) -> None:
         """Give the cache buffers of its own again."""
-        entry = self._entry_of(cache)
-        if entry is not None:
-            cache.use_buffers([(keys.clone(), values.clone()) for keys, values in entry.buffers])
-            entry.cache = None
+        if (lasting := self.of_cache(cache)) is not None:
+            cache.use_buffers([(keys.clone(), values.clone()) for keys, values in lasting.buffers])
+            lasting.cache = None
 
-    def _entry_of(self, cache: RaggedCache) -> _Entry | None:
-        """The buffers that the cache uses; those that it has left, because an eager pass outgrew them, become free."""
-        for entry in self._entries:
-            if entry.cache is not None and entry.cache() is cache:
-                if cache.buffers()[0][0].data_ptr() == entry.buffers[0][0].data_ptr():
-                    return entry
-                entry.cache = None
-        return None
-
-    def _move_in(self, cache: RaggedCache, capacity: int) -> None:
-        """Copy the cache into free buffers of the same shapes, or into new ones; frees those that were idle longest."""
-        own = cache.buffers()
-        layout = _layout(own, capacity)
-        fits = (entry for entry in self._entries if entry.is_free and entry.layout == layout)
-        entry = next(fits, None)
-        if entry is None:
-            idle = [entry for entry in self._entries if entry.is_free]
-            for old in idle[: max(0, len(idle) - MAX_IDLE_BUFFERS)]:
-                self._entries.remove(old)
-            entry = _Entry([(_static(keys, capacity), _static(values, capacity)) for keys, values in own], layout)
-        else:
-            self._entries.remove(entry)
-        self._entries.append(entry)
-        for pair, static_pair in zip(own, entry.buffers, strict=True):
-            for source, static in zip(pair, static_pair, strict=True):
-                static.zero_()  # unwritten slots are masked, but a weight of 0 times NaN is NaN
-                static[:, :, : source.shape[2]] = source
-        entry.cache = weakref.ref(cache)
-        cache.use_buffers(entry.buffers)
+    def _idle_buffers(self, buffers: Buffers, capacity: int) -> BufferSet:
+        """Idle buffers like these, with this capacity, or new ones; drops those that were idle longest."""
+        idle, layout = [one for one in self.sets if one.is_idle], _layout(buffers, capacity)
+        found = next((one for one in idle if _layout(one.buffers, one.buffers[0][0].shape[2]) == layout), None)
+        for old in [found] if found else idle[: max(0, len(idle) - MAX_IDLE_BUFFERS)]:
+            self.sets.remove(old)
+        self.sets.append(found or BufferSet(buffers, capacity))
+        return self.sets[-1]
 
 
 def _layout(buffers: Buffers, capacity: int) -> list[tuple[Any, ...]]:
@@ -258,7 +244,6 @@ class CapturedFunctions:
         self.failure: str | None = None
         self._fingerprint: int | None = None
         self._memory: GraphMemory | None = None
-        self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._passes: Counter[tuple[Any, ...]] = Counter()
         self._buffers, self._lock = GraphBuffers(), threading.Lock()
 
@@ -266,12 +251,14 @@ class CapturedFunctions:
         """Forget the graphs of a module that has changed."""
         if (current := fingerprint(module)) != self._fingerprint:
             with self._lock:
-                self._graphs, self._memory, self.failure, self._fingerprint = {}, None, None, current
+                self._memory, self.failure, self._fingerprint = None, None, current
+                for lasting in self._buffers.sets:
+                    lasting.graphs.clear()
 
     @property
     def is_captured(self) -> bool:
         """Whether there is a graph."""
-        return bool(self._graphs)
+        return any(lasting.graphs for lasting in self._buffers.sets)
 
     def capacity(self, module: nn.Module, cache: RaggedCache, tokens: int, mode: Compile) -> int:
         """Move a cache into lasting buffers, with slots for so many more tokens; returns how many slots they have.
@@ -281,13 +268,10 @@ class CapturedFunctions:
         with self._lock:
             try:
                 cache.reserve(max(cache.lengths) + tokens)
-                capacity = self._buffers.adopt(cache)
+                return self._buffers.adopt(cache)
             except torch.OutOfMemoryError as error:
                 self._give_up(module, error, mode)
                 return 0
-            addresses = self._buffers.addresses
-            self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in addresses}
-            return capacity
 
     def run(
         self,
@@ -318,28 +302,28 @@ class CapturedFunctions:
         Raises:
             ValueError: with "graphs", if the function cannot be captured, or a graph computes something else.
         """
-        leaves, lengths, buffers = pytree.tree_leaves(inputs), cache.lengths, cache.buffers()
+        leaves, lengths = pytree.tree_leaves(inputs), cache.lengths
         shapes = tuple((leaf.shape, leaf.dtype) if _is_tensor(leaf) else repr(leaf) for leaf in leaves)
-        key = buffers[0][0].data_ptr(), function, shapes, torch.is_inference_mode_enabled()
-        starts = torch.tensor(lengths)
+        key, starts = (function, shapes, torch.is_inference_mode_enabled()), torch.tensor(lengths)
         with self._lock:
-            if (graph := self._graphs.get(key)) is not None:
+            lasting = self._buffers.of_cache(cache)
+            if lasting is not None and (graph := lasting.graphs.get(key)) is not None:
                 outputs = graph.replay([*leaves, starts])
                 cache.set_lengths([length + columns for length in lengths])
                 return outputs
-            self._passes[key[1:]] += 1
-            is_due = at_once or mode == "graphs" or self._passes[key[1:]] > EAGER_PASSES
-            if self.failure is not None or not is_due:
+            self._passes[key] += 1
+            is_due = at_once or mode == "graphs" or self._passes[key] > EAGER_PASSES
+            if lasting is None or self.failure is not None or not is_due:
                 return eagerly()
             try:
                 eager = eagerly() if rehearsal is None else None
                 cache.set_lengths(lengths)
                 first = inputs if rehearsal is None else rehearsal
-                graph = self._capture(function, module, (first, starts), columns, buffers)
+                graph = self._capture(function, module, (first, starts), columns, lasting.buffers)
                 outputs = graph.replay([*leaves, starts])
                 if rehearsal is None and not agree(eager, outputs):
                     raise ValueError("its results differ from those of an ordinary pass")
-                self._graphs[key], self._fingerprint = graph, fingerprint(module)  # the first pass may install hooks
+                lasting.graphs[key], self._fingerprint = graph, fingerprint(module)  # the first pass may install hooks
             except Exception as error:
                 cache.set_lengths(lengths)
                 self._give_up(module, error, mode)

@@ -55,9 +55,7 @@ class HiddenStateTarget(Target):
         self.states = self._step_states[:, 0].clone()
         return logits
 
-    def forward(
-        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
-    ) -> torch.Tensor:
+    def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         logits = super().forward(tree, pending, active)
         states = torch.cat(self._returned_states, dim=-1)
         self.pass_states = self._step_states = self._of_pass(states, tree.batch, 1 + tree.nodes)

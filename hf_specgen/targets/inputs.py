@@ -12,23 +12,15 @@ from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.grown_tree import GrownTree
-from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.tree import DraftTree
 
-OWN_ARGUMENTS = {
-    "input_ids",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "logits_to_keep",
-    "use_cache",
-}
-"""What the target passes itself."""
+TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
+OWN_ARGUMENTS = {"inputs_embeds", "past_key_values", "logits_to_keep", "use_cache"}
+"""What the target passes itself, besides `TOKEN_ARGUMENTS` under the names that the decoder has for them."""
 TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "text", "moe_mm_token_type_ids": "text"}
 """Arguments with one value per token, and what generated tokens have: the last token's, or that of text (0)."""
 
@@ -37,16 +29,12 @@ T = TypeVar("T")
 
 def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that hold data beside the text: images, audio, token types."""
+    others = {name: value for name, value in model_kwargs.items() if name not in {*TOKEN_ARGUMENTS, *OWN_ARGUMENTS}}
     return {
         name: value
-        for name, value in model_kwargs.items()
-        if name not in OWN_ARGUMENTS and (isinstance(value, torch.Tensor) or (isinstance(value, dict) and value))
+        for name, value in others.items()
+        if isinstance(value, torch.Tensor) or (isinstance(value, dict) and value)
     }
-
-
-def step_tokens(tree: DraftTree, pending: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, then its draft."""
-    return tree.step_tokens(pending.tolist() if isinstance(pending, torch.Tensor) else pending, device)
 
 
 class Prompt:
@@ -194,7 +182,13 @@ class StepInputs:
 
     def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
         self._model, self._input_ids, self._kwargs = model, input_ids, model_kwargs
-        last = model_kwargs["position_ids"][..., -1]
+        self._names = {name: _prefix(model) + name for name in TOKEN_ARGUMENTS}
+        self._takes_positions = takes_positions(model)
+        if "encoder_outputs" in model_kwargs:
+            check_cache(model_kwargs.get("past_key_values"), type(model).__name__)
+            last = _positions(input_ids, model_kwargs if self._takes_positions else {})[..., -1]
+        else:
+            last = model_kwargs["position_ids"][..., -1]
         last = last.expand(*last.shape[:-1], len(input_ids))
         self._axes: torch.Tensor | None = None
         if last.dim() > 1:
@@ -205,50 +199,25 @@ class StepInputs:
         """Whether the prompt has inputs beside text."""
         self._extra: dict[str, Any] | None = None
 
-    @property
-    def has_one_axis(self) -> bool:
-        """Whether positions are numbers, and no vectors."""
-        return self._axes is None
-
-    @property
-    def divisible(self) -> bool:
-        """Whether rows can be dropped: not if there are tensors whose batch dimension is unknown."""
-        return all(name in TOKEN_TYPES for name in accompanying_inputs(self._extra or {}))
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only."""
-        self._axes = None if self._axes is None else self._axes[:, list(rows)]
-        for name in TOKEN_TYPES.keys() & (self._extra or {}).keys():
-            self._extra[name] = self._extra[name][list(rows)]  # type: ignore[index]
+    def is_text(self, cache: Any) -> bool:
+        """Whether passes read text alone, at one position for each token, so that rows can be dropped and joined."""
+        return self._axes is None and not accompanying_inputs(self._others(cache, 1))
 
     def positions(self, text: torch.Tensor) -> torch.Tensor:
         """`[batch, tokens]` positions on the first axis to those on all axes."""
         return text if self._axes is None else text + self._axes[..., None].to(text.device)
 
-    def text_cache(self, given: Any) -> Any:
-        """Of the cache that `generate` passes on, the part for the text."""
-        return given
-
-    def past_key_values(self, cache: Any) -> Any:
-        """The cache as the model takes it; `cache` is the part for the text."""
-        return cache
-
-    def returned_cache(self, cache: Any, past_key_values: Any) -> Any:
-        """The cache that the caller gets: of `cache`, and what `past_key_values` returned for it."""
-        return cache
-
     def arguments(
         self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
     ) -> dict[str, Any]:
         """The arguments of a pass but the cache; the tokens are under the name that the module has for them."""
-        return {
-            **tokens,
-            "attention_mask": mask,
-            "position_ids": self.positions(positions),
-            **self.extra(cache, positions.shape[1]),
-        }
+        values = {**tokens, "attention_mask": mask}
+        if self._takes_positions:
+            values["position_ids"] = self.positions(positions)
+        named = {self._names.get(name, name): value for name, value in values.items()}
+        return {**self._others(cache, positions.shape[1]), **named}
 
-    def extra(self, cache: Any, tokens: int) -> dict[str, Any]:
+    def _others(self, cache: Any, tokens: int) -> dict[str, Any]:
         """The other arguments of a pass over so many tokens per row, once the prompt is in the cache."""
         if self._extra is None:
             self._extra = self._after_prompt(cache)
@@ -258,91 +227,18 @@ class StepInputs:
     def _after_prompt(self, cache: Any) -> dict[str, Any]:
         """The arguments that the model's own preparation passes on in the first step after the prompt."""
         kwargs = {name: value for name, value in self._kwargs.items() if name != "logits_to_keep"}
-        if (mask := kwargs.get("attention_mask")) is not None:
-            kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        kwargs["position_ids"] = kwargs["position_ids"][..., -1:] + 1
-        for name in TOKEN_TYPES.keys() & kwargs.keys():
-            kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
-        prepared = self._prepared({**kwargs, "past_key_values": cache})
-        return {name: value for name, value in prepared.items() if name not in OWN_ARGUMENTS and value is not None}
-
-    def _prepared(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        model = cast(Any, self._model)
-        return dict(model.prepare_inputs_for_generation(self._input_ids[:, -1:], next_sequence_length=1, **kwargs))
-
-
-class EncoderStepInputs(StepInputs):
-    """Makes the arguments of passes of an encoder-decoder, or a decoder that takes `encoder_outputs`."""
-
-    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
-        given = model_kwargs.get("past_key_values")
-        check_cache(given, type(model).__name__)
-        self._given: Any = given
-        prefix = _prefix(model)
-        self._names = {name: prefix + name for name in ("input_ids", "attention_mask", "position_ids")}
-        self._takes_positions = takes_positions(model)
-        positions = _positions(input_ids, model_kwargs if self._takes_positions else {})
-        super().__init__(model, input_ids, {**model_kwargs, "position_ids": positions})
-
-    @property
-    def has_one_axis(self) -> bool:
-        """Whether positions are numbers, and no vectors."""
-        return self._axes is None
-
-    @property
-    def divisible(self) -> bool:
-        """Whether rows can be dropped: not if there are further tensors, whose batch dimension is unknown."""
-        given = self._kwargs if self._extra is None else self._extra
-        tensors = {name for name, value in given.items() if isinstance(value, torch.Tensor | dict)}
-        return tensors <= {"encoder_outputs", "attention_mask", "position_ids", *self._names.values()}
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only."""
-        index = list(rows)
-        self._given.cross_attention_cache.batch_select_indices(torch.tensor(index))
-        if self._extra is None:  # no step has been made yet
-            self._input_ids, self._kwargs = self._input_ids[index], _select(self._kwargs, index)
-        else:
-            self._extra = _select(self._extra, index)
-
-    def text_cache(self, given: Any) -> Any:
-        """Of the cache that `generate` passes on, the part for the text."""
-        return self._given.self_attention_cache
-
-    def past_key_values(self, cache: Any) -> Any:
-        """Both parts of the cache."""
-        return EncoderDecoderCache(cache, self._given.cross_attention_cache)
-
-    def returned_cache(self, cache: Any, past_key_values: Any) -> Any:
-        """The cache that plain `generate` returns."""
-        assert isinstance(cache, RaggedCache)
-        cache.to_dynamic(self._given.self_attention_cache)
-        self._given.is_updated = past_key_values.is_updated
-        return self._given
-
-    def arguments(
-        self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
-    ) -> dict[str, Any]:
-        values = {**tokens, "attention_mask": mask, **({"position_ids": positions} if self._takes_positions else {})}
-        named = {self._names[name]: value for name, value in values.items()}
-        return {**self.extra(cache, positions.shape[1]), **named}
-
-    def _after_prompt(self, cache: Any) -> dict[str, Any]:
-        kwargs = {name: value for name, value in self._kwargs.items() if name not in ("logits_to_keep", "position_ids")}
-        mask_name = self._names["attention_mask"]
+        mask_name, positions_name = self._names["attention_mask"], self._names["position_ids"]
         if (mask := kwargs.get(mask_name)) is not None:
             kwargs[mask_name] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        prepared = self._prepared({**kwargs, "past_key_values": cache})
-        own = (*self._names.values(), "past_key_values")
+        if (positions := kwargs.get(positions_name)) is not None:
+            kwargs[positions_name] = positions[..., -1:] + 1
+        for name in TOKEN_TYPES.keys() & kwargs.keys():
+            kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
+        prepare = cast(Any, self._model).prepare_inputs_for_generation
+        kwargs["past_key_values"] = cache
+        prepared: dict[str, Any] = prepare(self._input_ids[:, -1:], next_sequence_length=1, **kwargs)
+        own = {*self._names.values(), *OWN_ARGUMENTS}
         return {name: value for name, value in prepared.items() if name not in own and value is not None}
-
-
-def _select(arguments: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """Arguments with some rows of their tensors, and of the tensors of the encoder's outputs."""
-    selected = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-    outputs = arguments["encoder_outputs"]
-    parts = {name: part[rows] if isinstance(part, torch.Tensor) else part for name, part in outputs.items()}
-    return {**selected, "encoder_outputs": type(outputs)(**parts)}
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -87,8 +86,10 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def fixed_mask(mask: torch.Tensor, batch: int, columns: int) -> torch.Tensor:
-    """A mask, bool or additive, for all rows of a batch and with columns for all slots that attention reads."""
+def fixed_mask(mask: Any, batch: int, columns: int) -> Any:
+    """Masks, bool or additive, for all rows of a batch and with columns for all slots that attention reads."""
+    if isinstance(mask, dict):
+        return {kind: None if one is None else fixed_mask(one, batch, columns) for kind, one in mask.items()}
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     fixed = mask.new_full((batch, 1, mask.shape[2], columns), hidden)
     fixed[..., : mask.shape[3]] = mask
@@ -112,20 +113,9 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     return key[:, None, None, :], query[:, None, :, None]
 
 
-@lru_cache(maxsize=16)
-def _chain(queries: int, device: torch.device) -> TreeStructure:
-    ancestors = torch.ones(1, queries, queries, dtype=torch.bool, device=device).tril()
-    return TreeStructure(torch.arange(queries, device=device)[None], ancestors)
-
-
-def _chains(batch: int, queries: int, device: torch.device) -> TreeStructure:
-    """The structure of chains, whatever their length; `TreeStructure.of_chains` keeps all lengths."""
-    return TreeStructure(*(part.expand(batch, *part.shape[1:]) for part in _chain(queries, device)))
-
-
 def chain_mask(lengths: Sequence[int], queries: int, device: torch.device) -> torch.Tensor:
     """`full_mask` of chains: query i of a row sees its slots 0 to `length + i`."""
-    structure = _chains(len(lengths), queries, device)
+    structure = TreeStructure.of_chains(len(lengths), queries - 1, device)
     return full_mask(StepLayout(lengths, *structure, None, max(lengths) + queries))
 
 
@@ -154,24 +144,25 @@ class StepMasks:
         A tensor, or one for each kind of layer; None where no mask is needed. Layers with a sliding window or chunks
         have dropped the first `first_visible` slots.
         """
-        # A row with fewer nodes is padded by a chain whose results are ignored.
         is_equal, queries = len(set(lengths)) == 1 and self._visible is None, 1 + tree.nodes
-        if self.chains_only:
-            if not tree.is_chain or not is_equal:
-                raise ValueError(
-                    f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
-                    "that are equally long, without padding; load the model with attn_implementation='sdpa'"
-                )
-            return dict.fromkeys([*self._kinds, *UNMASKED]) if self._is_by_kind else None
-        depths, ancestors = _chains(tree.batch, queries, self._device) if tree.is_chain else tree.structure()
-        visible = None if self._visible is None else self._visible.to(depths.device)
-        layout = StepLayout(lengths, depths, ancestors, visible, max(lengths) + queries)
-        made = {}
-        for kind in self._kinds:
-            is_seen = queries == 1 and is_equal and not self._is_needed(kind, lengths[0])
-            mask = None if is_seen else self._of_tree(kind, layout).to(self._device)
-            made[kind] = self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)
-        return {**dict.fromkeys(UNMASKED), **made} if self._is_by_kind else next(iter(made.values()))
+        if self.chains_only and not (tree.is_chain and is_equal):
+            raise ValueError(
+                f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
+                "that are equally long, without padding; load the model with attn_implementation='sdpa'"
+            )
+        is_single = queries == 1 and is_equal
+        masked = [kind for kind in self._kinds if not is_single or self._is_needed(kind, lengths[0])]
+        masks: dict[str, torch.Tensor | None] = dict.fromkeys([*self._kinds, *UNMASKED])
+        if masked and not self.chains_only:
+            # A row with fewer nodes is padded by a chain whose results are ignored.
+            is_chain, device = tree.is_chain, self._device
+            structure = TreeStructure.of_chains(tree.batch, tree.nodes, device) if is_chain else tree.structure()
+            visible = None if self._visible is None else self._visible.to(structure.depths.device)
+            layout = StepLayout(lengths, *structure, visible, max(lengths) + queries)
+            for kind in masked:
+                mask = self._of_tree(kind, layout).to(self._device)
+                masks[kind] = self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)
+        return masks if self._is_by_kind else masks[next(iter(self._kinds))]
 
     def _is_needed(self, kind: str, length: int) -> bool:
         """Whether one query after so many slots needs a mask although it attends to all of them, or does not."""
@@ -187,9 +178,7 @@ class StepMasks:
             return chunked_mask(layout, self._config.attention_chunk_size)
         return full_mask(layout)
 
-    def _ready(self, mask: torch.Tensor | None, batch: int, cached: int, first_visible: int) -> torch.Tensor | None:
-        if mask is None:
-            return None
+    def _ready(self, mask: torch.Tensor, batch: int, cached: int, first_visible: int) -> torch.Tensor:
         if cached or first_visible:
             mask = mask[:, :, cached:, first_visible:]
         if not self._additive:

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -100,7 +99,7 @@ def make_target(
     if graphs and (problem := _capture_problem(requirements, model, config, model_kwargs, graphs)) is not None:
         if graphs == "graphs":
             raise ValueError(f'{problem}; leave compile="graphs" out')
-        _log_once(f"no CUDA graphs: {problem}")
+        logger.info("no CUDA graphs: %s", problem)
         graphs = False
     call = model, input_ids, config, model_kwargs
     if "encoder_outputs" in model_kwargs and (requirements.aux_hidden_state_layers or requirements.exit_layer):
@@ -149,11 +148,6 @@ def _capture_problem(
     return None if problem is None else f"{type(model).__name__} {problem}"
 
 
-@lru_cache(maxsize=64)
-def _log_once(text: str) -> None:
-    logger.info(text)
-
-
 class DifferenceError(Exception):
     """The two ways of decoding differ; the message says how."""
 
@@ -189,18 +183,17 @@ def check_computation(
     problem, cause, one_row_works = None, None, False
     if not reads_encoder(model):
         takes_masks = not is_causal_kernel(implementation)  # rows of a batch accept different numbers of tokens
+        problem = None if takes_masks else f"{implementation} takes no mask, which rows of different lengths need"
         if takes_masks:
             problem, cause = _difference(model, (*key, 2), lambda: compare_text(model, requirements, rows=2))
-        if problem is not None or not takes_masks:
+        if problem is not None:
             one_row, failure = _difference(model, (*key, 1), lambda: compare_text(model, requirements, rows=1))
             mask, one_row_works = model_kwargs.get("attention_mask"), one_row is None
             if one_row is not None:
-                problem, cause = problem or one_row, cause or failure
+                problem, cause = one_row, failure
             elif len(input_ids) == 1 and (mask is None or bool(mask.all())):
                 problem = None
-            elif problem is None:
-                problem = f"{implementation} takes no mask, which rows of different lengths need"
-            else:
+            elif takes_masks:
                 problem = "rows of different lengths get other scores than in plain decoding"
     if problem is None and (inputs or reads_encoder(model)):  # the call's own prompt
         masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in model_kwargs]
@@ -241,7 +234,9 @@ def _refusal(
     one_row_works: bool = False,
 ) -> ValueError:
     what, remedy = "verify draft tokens", "call generate() without candidate_generator="
-    if one_row_works:
+    if model.training:
+        remedy = "call model.eval() before generate(), or leave candidate_generator= out"
+    elif one_row_works:
         remedy = "give one prompt at a time, without padding, or leave candidate_generator= out"
     if requirements.exit_layer:
         what, remedy = "draft with its own first layers", "use another candidate generator"
@@ -298,7 +293,10 @@ def compare(
     random_state = _random_state(input_ids.device)
     plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, "past_key_values": cache})
     if not torch.equal(_random_state(input_ids.device), random_state):
-        raise DifferenceError("its forward pass draws random numbers, so that two passes give different scores")
+        mode = "in training mode " if model.training else ""
+        raise DifferenceError(
+            f"{mode}its forward pass draws random numbers, as dropout does, so that two passes differ"
+        )
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
     pairs = zip(plain, _decode_drafts(target(requirements), tokens), strict=True)

@@ -6,7 +6,6 @@ recurrent state can only return to where the last pass began; `hf_specgen.target
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +36,6 @@ class StateLayer(LinearAttentionLayer):
         self._start: tuple[int, ...] = ()  # lengths before the last pass
         self._columns: dict[int, torch.Tensor] = {}  # by convolution: its window and the columns before it
         self._before: dict[int, torch.Tensor | None] = {}  # recurrent states before the last pass
-        self._saved: dict[str, Any] | None = None  # the whole state at the protected length
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -52,16 +50,6 @@ class StateLayer(LinearAttentionLayer):
     def has_recurrent_state(self) -> bool:
         """Whether there is a state besides convolution windows."""
         return any(self.is_recurrent_states_initialized.values())
-
-    @property
-    def protected(self) -> int | None:
-        """A length that a user's cache must be able to return to, set when it has that length; None: none."""
-        return None if self._saved is None else min(self._saved["lengths"])
-
-    @protected.setter
-    def protected(self, length: int) -> None:
-        names = ("lengths", "_start", "_columns", "_before", "conv_states", "recurrent_states")
-        self._saved = copy.deepcopy({name: self.__dict__[name] for name in names})
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
@@ -82,11 +70,11 @@ class StateLayer(LinearAttentionLayer):
         return torch.cat([window, conv_states], dim=-1)
 
     def state_for_pass(self, state_idx: int = 0) -> torch.Tensor:
-        """The state, of which a copy is kept for a rollback: kernels for a single token overwrite it in place."""
-        state = self.recurrent_states[state_idx]
+        """A copy of the state, which is kept for a rollback: kernels for a single token overwrite theirs in place."""
+        self._before[state_idx] = state = self.recurrent_states[state_idx]
         assert state is not None
-        self._before[state_idx] = state.clone()
-        return state
+        self.recurrent_states[state_idx] = copied = state.clone()
+        return copied
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object
@@ -103,14 +91,12 @@ class StateLayer(LinearAttentionLayer):
         removed = [now - length for now, length in zip(self.lengths, lengths, strict=True)]
         if not any(removed):
             return
-        if self._saved is not None and tuple(lengths) == self._saved["lengths"]:
-            saved = copy.deepcopy(self._saved)
-            for states in ("conv_states", "recurrent_states"):  # a `HybridLayer` has the same dictionaries
-                self.__dict__[states].update(saved.pop(states))
-            self.__dict__.update(saved)
-            return
         most, rows = max(removed), torch.tensor(removed, device=self.device)
-        self._check_windows(most)
+        reachable = [columns.shape[-1] - self._window_size(index) for index, columns in self._columns.items()]
+        if most > min(reachable, default=most):
+            raise RuntimeError(
+                f"{most} tokens cannot be removed: windows of convolutions were kept for {reachable} tokens"
+            )
         if self.has_recurrent_state:
             self._return_to_start(rows > 0, lengths)
         for index, columns in self._columns.items():
@@ -129,15 +115,6 @@ class StateLayer(LinearAttentionLayer):
         assert size is not None
         return size
 
-    def _check_windows(self, removed: int) -> None:
-        for index, columns in self._columns.items():
-            most = columns.shape[-1] - self._window_size(index)
-            if removed > most:
-                raise RuntimeError(
-                    f"{removed} tokens cannot be removed: the columns before the window of a convolution were kept for "
-                    f"{most} tokens"
-                )
-
     def _return_to_start(self, rows: torch.Tensor, lengths: Sequence[int]) -> None:
         for row in rows.nonzero().flatten().tolist():
             if lengths[row] != self._start[row]:
@@ -146,13 +123,10 @@ class StateLayer(LinearAttentionLayer):
                     f"{self._start[row]} and {self.lengths[row]}"
                 )
         for index, state in self.recurrent_states.items():
-            before = self._before.get(index)
-            if state is None:
-                continue
-            chosen = rows.view(-1, *[1] * (state.dim() - 1))
-            self.recurrent_states[index] = torch.where(
-                chosen, torch.zeros_like(state) if before is None else before, state
-            )
+            if state is not None:
+                before = self._before.get(index)
+                before = torch.zeros_like(state) if before is None else before
+                self.recurrent_states[index] = torch.where(rows.view(-1, *[1] * (state.dim() - 1)), before, state)
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Do nothing: only chains are verified, whose accepted tokens need not be moved."""
@@ -196,14 +170,6 @@ class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         return self.state.update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        self.state.crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.state.batch_select_indices(indices)
-
 
 class IndexedLayer(RaggedLayer):
     """A layer with the keys `[batch, tokens, head_dim]` of an indexer beside its own keys and values."""
@@ -220,14 +186,6 @@ class IndexedLayer(RaggedLayer):
         """Append the indexer's keys to each row; returns all slots up to the longest row."""
         keys = indexer_key_states[:, None]
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        self.indexer.crop(tokens_to_remove)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self.indexer.batch_select_indices(indices)
 
 
 def make_layers(config: Any, max_slots: int | None) -> list[Any]:
@@ -247,43 +205,15 @@ def _make_layer(layer_type: str, settings: dict[str, Any], max_slots: int | None
     return DummyLayer() if layer_type in WITHOUT_CACHE else RaggedLayer(window, max_slots)
 
 
-class CallCache:
-    """The cache of a call, and the one that the caller of `generate` gave, if any.
+def call_cache(given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool) -> RaggedCache:
+    """The cache of a call; a copy of one that the caller of `generate` gave, which stays as it is until `return_cache`.
 
     With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
     """
-
-    def __init__(self, given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool):
-        self._given = given if compat.is_user_defined(given) else None
-        length = generation_config.max_length
-        slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
-        self.cache = _make_cache(given, self.is_given, config, slots, keeps_all)
-        self._given_lengths = self.cache.lengths
-        if self.cache is self._given:
-            self.cache.protect()
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the caller of `generate` gave a cache, and so sees its contents after the call."""
-        return self._given is not None
-
-    def write_back(self) -> DynamicCache | None:
-        """Copy the contents into the `DynamicCache` that the caller gave; returns it, or None for any other cache."""
-        if not isinstance(self._given, DynamicCache):
-            return None
-        self.cache.to_dynamic(self._given)
-        return self._given
-
-    def restore(self) -> None:
-        """After an exception: cut a cache that the caller gave to what it held before."""
-        if self.cache is self._given:
-            self.cache.set_lengths(self._given_lengths or (0,) * len(self.cache.lengths))
-
-
-def _make_cache(given: Any, user_owned: bool, config: Any, slots: int | None, keeps_all: bool) -> RaggedCache:
-    """The cache for a call that can fill so many slots; other arguments as for `CallCache`."""
+    length, user_owned = generation_config.max_length, compat.is_user_defined(given)
+    slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
     if isinstance(given, RaggedCache):
-        return given
+        return given.shared_copy()
     if given is not None and (type(given) is not DynamicCache or given.offloading):
         raise _unusable_cache(given, user_owned)
     special = has_special_layers(config)
@@ -292,12 +222,23 @@ def _make_cache(given: Any, user_owned: bool, config: Any, slots: int | None, ke
             "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "
             "leave past_key_values out of the first call, and give later ones the cache that it returned"
         )
-    if given is not None and user_owned:
+    if user_owned and given is not None:
         return RaggedCache.from_dynamic(given, slots)
     windows = [] if keeps_all else layer_windows(config)
     if keeps_all and slots is not None:
         slots += 128  # for the padding of captured passes
     return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
+
+
+def return_cache(cache: RaggedCache, given: Any) -> Any:
+    """The cache that the caller gets at the end of a call: the one that it gave, if any, with the new contents."""
+    if given is None:
+        return cache
+    if isinstance(given, RaggedCache):
+        given.layers = cache.layers
+    else:
+        cache.to_dynamic(given)
+    return given
 
 
 def _unusable_cache(given: Any, user_owned: bool) -> ValueError:

@@ -39,8 +39,11 @@ def check_model(model: PreTrainedModel) -> None:
     """Raise a `ValueError` unless the model, in its present mode, can verify draft tokens in one forward pass."""
     check_architecture(model)
     name = type(model).__name__
-    if reason := _training_problem(model):
-        raise ValueError(f"{name} {reason}; call model.eval() before generate(), or leave candidate_generator out")
+    if model.training and compat.uses_activation_checkpointing(model):
+        raise ValueError(
+            f"{name} uses gradient checkpointing in training mode, which switches the key/value cache off; call "
+            "model.eval() before generate(), or leave candidate_generator out"
+        )
     if compat.has_virtual_tokens(model):
         raise ValueError(
             f"{name} is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
@@ -77,41 +80,10 @@ def check_architecture(model: PreTrainedModel) -> None:
             f"{name} has layers of type {', '.join(sorted(masked))}, whose mask {implementation!r} does not take; "
             "load the model with attn_implementation='sdpa'"
         )
-    if model.config.is_encoder_decoder:
-        _check_encoder_decoder(model)
-    elif not reads_encoder(model) and (reason := _position_problem(model)):
+    if not reads_encoder(model) and (reason := _position_problem(model)):
         raise ValueError(
             f"{name} {reason}, so draft tokens cannot be placed in a tree; call generate() without candidate_generator="
         )
-
-
-def _check_encoder_decoder(model: PreTrainedModel) -> None:
-    """Raise unless an encoder-decoder takes what its decoder's passes are made of; positions it need not take."""
-    needed = ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values")
-    missing = [argument for argument in needed if argument not in inspect.signature(model.forward).parameters]
-    if missing:
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder model whose forward pass takes no {', '.join(missing)}; "
-            "call generate() without candidate_generator="
-        )
-
-
-def _training_problem(model: PreTrainedModel) -> str | None:
-    """Why a model in training mode cannot repeat the tokens of plain `generate`; None if it can."""
-    if not model.training:
-        return None
-    if compat.uses_activation_checkpointing(model):
-        return "uses gradient checkpointing in training mode, which switches the key/value cache off"
-    active = any(isinstance(module, nn.Dropout) and module.p > 0 and module.training for module in model.modules())
-    settings = text_config(model).to_dict().items()
-    functional = any(value for name, value in settings if name.endswith(("dropout", "_pdrop")) and _is_number(value))
-    if active or functional:
-        return "is in training mode with dropout, so that two forward passes give different scores"
-    return None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tokens: float) -> None:
@@ -120,11 +92,11 @@ def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tok
         within = max(first_positions) + new_tokens <= edge
         if within or (kind == "longrope" and min(first_positions) > edge):
             continue
-        room = edge - max(first_positions)
+        remaining = edge - max(first_positions)
         raise ValueError(
             f"{type(model).__name__} changes its rotary frequencies ({kind}) at position {edge}, which this text may "
             "reach, so draft tokens there would change its scores; "
-            + (f"set max_new_tokens to at most {room}" if room > 0 else "leave candidate_generator= out")
+            + (f"set max_new_tokens to at most {remaining}" if remaining > 0 else "leave candidate_generator= out")
         )
 
 

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.functional import pad
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer, move_captured, padded_width
 from hf_specgen.targets.graphs import CapturedFunctions, captured_functions
-from hf_specgen.targets.inputs import EncoderStepInputs, Prompt, RowLayout, StepInputs, step_tokens, takes_positions
+from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, takes_positions
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, mask_name, text_config
 from hf_specgen.targets.replay import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
-from hf_specgen.targets.state_cache import CallCache
+from hf_specgen.targets.state_cache import call_cache, return_cache
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
 from hf_specgen.tree import DraftTree
 
@@ -65,11 +65,16 @@ class Target:
         self._config = model.config.get_text_config(decoder=True) if is_encoder_decoder else text_config(model)
         self.device = compat.input_device(model)
         reads_encoder = "encoder_outputs" in model_kwargs
-        self._inputs = (EncoderStepInputs if reads_encoder else StepInputs)(model, input_ids, model_kwargs)
-        past_key_values = self._inputs.text_cache(model_kwargs.get("past_key_values"))
-        self._call_cache = CallCache(past_key_values, self._config, generation_config, keeps_all=bool(graphs))
-        self.cache = self._call_cache.cache
-        self._past_key_values = self._inputs.past_key_values(self.cache)
+        self._inputs = StepInputs(model, input_ids, model_kwargs)
+        given: Any = model_kwargs.get("past_key_values")
+        text = given.self_attention_cache if reads_encoder else given
+        self.cache = call_cache(text, self._config, generation_config, keeps_all=bool(graphs))
+        self._past_key_values: Any = self.cache
+        if reads_encoder:
+            self._past_key_values = EncoderDecoderCache(self.cache, given.cross_attention_cache)
+        self.returns_cache = compat.is_user_defined(given)
+        """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
+        self._given = text if reads_encoder or self.returns_cache else None
         self._starts: tuple[int, ...] = ()
         self._queue: ReplayQueue | None = None
         if reads_encoder and not takes_positions(model):
@@ -119,7 +124,7 @@ class Target:
     @property
     def has_recurrent_state(self) -> bool:
         """Whether the model has a recurrent state, which is known after the prefill."""
-        return self._queue is not None and not self._queue.common_start and self.cache.has_recurrent_state
+        return (queue := self._replays) is not None and not queue.common_start
 
     @property
     def _replays(self) -> ReplayQueue | None:
@@ -132,9 +137,9 @@ class Target:
 
         Returns `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
         """
-        before = self.cache.lengths or (0,) * self.batch
+        before = max(self.cache.lengths, default=0)
         logits = self.prompt.run(self.model, self._past_key_values, draft)[:, -1 - draft.nodes :]
-        self._prompt_was_cached(before[0], draft.nodes)
+        self._prompt_was_cached(before, draft.nodes)
         return logits
 
     def _prompt_was_cached(self, before: int, columns: int) -> None:
@@ -144,9 +149,7 @@ class Target:
         self._layout.place_prompt(slots, self.first_positions)
         self._starts = tuple(slot - 1 for slot in slots)
 
-    def forward(
-        self, tree: DraftTree, pending: Sequence[int] | torch.Tensor, active: Sequence[bool] | None = None
-    ) -> torch.Tensor:
+    def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the model on the pending tokens, which are not cached yet, and a draft.
 
         Returns `[batch, 1 + nodes, vocab]` logits. `active` are the rows of which `commit` may keep something; None:
@@ -156,12 +159,11 @@ class Target:
         if (queue := self._replays) is not None:
             if self.has_recurrent_state and max(queue.uncached) > MAX_UNCACHED:
                 self._process_uncached(queue)
-            first, rows = torch.as_tensor(pending).tolist(), zip(tree.tokens.tolist(), tree.parents, strict=True)
-            drafts = [tokens[: len(parents)] for tokens, parents in rows]
-            chains = [[token, *draft] for token, draft in zip(first, drafts, strict=True)]
+            rows = zip(pending, tree.token_lists(), tree.parents, strict=True)
+            chains = [[token, *draft[: len(parents)]] for token, draft, parents in rows]
             return self._of_pass(self._replay(queue, chains, active), tree.batch, 1 + tree.nodes)
         self._starts = self.cache.lengths
-        inputs = {"input_ids": step_tokens(tree, pending, self.device)}
+        inputs = {"input_ids": tree.step_tokens(pending, self.device)}
         return self._of_pass(self._run(self.model, tree, inputs, active).logits, tree.batch, 1 + tree.nodes)
 
     def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
@@ -176,7 +178,7 @@ class Target:
         inputs = {"input_ids": tree.input_tokens(self.device)[:, tree.nodes - new :]}
         cached = 1 + tree.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
-        return self._layout.scatter(self._run(self.model, tree, inputs, active, cached).logits, tree.batch)
+        return self._of_pass(self._run(self.model, tree, inputs, active, cached).logits, tree.batch, new)
 
     def _of_pass(self, values: torch.Tensor, batch: int, results: int) -> torch.Tensor:
         """Values of a pass, `[present, …]`, as `[batch, results, …]` of the tokens that it was made for."""
@@ -197,7 +199,7 @@ class Target:
         self._set_lengths(starts)
         filled = [tokens or [0] for tokens in reads]  # padding, as that on the right, is overwritten by the next pass
         chains = DraftTree.chains([tokens[1:] for tokens in filled])
-        inputs = {"input_ids": step_tokens(chains, [tokens[0] for tokens in filled], self.device)}
+        inputs = {"input_ids": chains.step_tokens([tokens[0] for tokens in filled], self.device)}
         return self._run(self.model, chains, inputs, takes_part).logits
 
     def _process_uncached(self, queue: ReplayQueue) -> None:
@@ -245,17 +247,10 @@ class Target:
         """A padded pass as a graph, once it was captured; its first `new` columns are kept."""
         lengths, (batch, width) = self.cache.lengths, arguments["input_ids"].shape
         mask, capacity = arguments["attention_mask"], graphs.capacity(self.model, self.cache, width, self._mode)
-        if not capacity:
-            output = self._pass(self.model, arguments, self.cache)
-            return self._first_columns(output, lengths, new)
-        if isinstance(mask, dict):
-            fixed: Any = {kind: None if one is None else fixed_mask(one, batch, capacity) for kind, one in mask.items()}
-        else:
-            fixed = fixed_mask(mask, batch, capacity)
         output = graphs.run(
             self._pass,
             self.model,
-            {**arguments, "attention_mask": fixed},
+            {**arguments, "attention_mask": fixed_mask(mask, batch, capacity) if capacity else mask},
             self.cache,
             width,
             mode=self._mode,
@@ -263,10 +258,6 @@ class Target:
             agree=_agree,
             at_once=self._captures_at_once,
         )
-        return self._first_columns(output, lengths, new)
-
-    def _first_columns(self, output: PassOutput, lengths: Sequence[int], new: int) -> PassOutput:
-        """A padded pass without its padding."""
         self.cache.set_lengths([length + new for length in lengths])
         return PassOutput(output.logits[:, :new], tuple(state[:, :new] for state in output.states))
 
@@ -280,12 +271,9 @@ class Target:
 
         Not if there are inputs beside text, states that are processed again, or a kernel without masks.
         """
-        plain = type(self._inputs) is StepInputs and not self._inputs.accompanies_text
-        if not plain or self.verifies_chains_only or self._graphs is not None or self.reuses_drafter_states:
+        if self.verifies_chains_only or self._graphs is not None or self.reuses_drafter_states:
             return False
-        extra = self._inputs.extra(self._past_key_values, 1).values()
-        text_only = not any(isinstance(value, torch.Tensor) for value in extra) and self._inputs.has_one_axis
-        return text_only and all(type(layer) is RaggedLayer for layer in self.cache.layers)
+        return self._inputs.is_text(self.cache) and all(type(layer) is RaggedLayer for layer in self.cache.layers)
 
     def join(self, rows: Sequence[Target], cache: RaggedCache) -> Target:
         """A target of these one-row targets, with a cache that holds what is in theirs; it counts as their prompts."""
@@ -341,11 +329,10 @@ class Target:
         """Remove ended rows from the batch, with their part of the cache, once enough rows have ended."""
         indices = self._layout.rows_to_keep(needed)
         # Another number of rows would be captured anew.
-        if indices is None or self._graphs is not None or not self._inputs.divisible:
+        if indices is None or self._graphs is not None or not self._inputs.is_text(self.cache):
             return
         self._layout.keep_rows(indices)
         self._masks.select_rows(indices)
-        self._inputs.select_rows(indices)
         self.cache.batch_select_indices(torch.tensor(indices))
 
     def finish(self) -> Any:
@@ -355,21 +342,11 @@ class Target:
             self._set_lengths(queue.cached)
         if self._graphs is not None:
             self._graphs.release(self.cache)
-        written_back = self._call_cache.write_back()
-        if written_back is not None:
-            return written_back
-        return self._inputs.returned_cache(self.cache, self._past_key_values)
-
-    def abandon(self) -> None:
-        """After an exception: restore a cache that the user gave."""
-        if self._graphs is not None and self.cache.lengths:
-            self._graphs.release(self.cache)
-        self._call_cache.restore()
-
-    @property
-    def returns_cache(self) -> bool:
-        """Whether the user can see the cache after the call even if only tokens are returned."""
-        return self._call_cache.is_given
+        cache = return_cache(self.cache, self._given)
+        if self._past_key_values is self.cache:
+            return cache
+        self._past_key_values.self_attention_cache = cache
+        return self._past_key_values
 
 
 def _agree(eager: PassOutput, captured: PassOutput) -> bool:

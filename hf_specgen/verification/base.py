@@ -63,12 +63,6 @@ class VerificationSession(ABC):
             `[batch, slots]` tokens; `INVALID` where the scores are no distribution to sample from.
         """
 
-    def chosen_tokens(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        """What `choose` returns, as lists."""
-        return tree.read_with(self.choose(scores, steps, tree, nodes))
-
     @property
     def wants_q(self) -> bool:
         """Whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`)."""
@@ -130,7 +124,7 @@ class VerificationSession(ABC):
     def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         scores = self.processors.all_nodes(logits)
         steps = self._steps(tree, active) if self.call.do_sample else []
-        chosen_tokens = self.chosen_tokens(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
+        chosen_tokens = tree.read_with(self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch))
         draft_tokens = tree.token_lists()
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row in range(tree.batch):
@@ -201,7 +195,8 @@ class _ColumnWalk:
 
     def _choose(self, scores: torch.Tensor, step: int) -> list[int]:
         steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
-        return [token for [token] in self._session.chosen_tokens(scores[:, None], steps, self._tree, nodes)]
+        chosen = self._session.choose(scores[:, None], steps, self._tree, nodes)
+        return [token for [token] in self._tree.read_with(chosen)]
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
         """Emit a token; in lockstep, True lets the other rows continue: the row follows its draft or has ended."""

@@ -18,7 +18,7 @@ from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.noise import NoiseBuffer
-from hf_specgen.verification.sampling import argmax, argmax_lists, exponential_race
+from hf_specgen.verification.sampling import argmax, exponential_race
 
 
 class CoupledVerifier(Verifier):
@@ -45,14 +45,6 @@ class _CoupledSession(VerificationSession):
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device, self.call.seed)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
-
-    def chosen_tokens(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        if self.call.do_sample:
-            return super().chosen_tokens(scores, steps, tree, nodes)
-        tokens: list[list[int]] = argmax_lists(scores) if scores.is_cpu else tree.read_with(argmax(scores))
-        return tokens
 
     def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""

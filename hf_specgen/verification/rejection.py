@@ -5,13 +5,14 @@ distribution norm(max(0, p - q)). Accepted or not, the emitted token then has di
 accepted with probability sum_v min(p_v, q_v), the maximum for a token with distribution q. Siblings are verified in
 order: each against the residual that its earlier siblings left, with their tokens removed from q.
 
-Where the scores of all nodes are known at once, whole paths are accepted jointly, which accepts more tokens of the same
-drafts: a token that is less likely in q than in p makes up for one before it that is more likely. The weight of a node
+Whole paths are accepted jointly, which accepts more tokens of the same drafts: a token that is less likely in q than in
+p makes up for one before it that is more likely. The weight of a node
 is the probability that the text continues through it, w(child) = min(1, w p / q). From the leaves up, a node with
 everything below it rejected is accepted with the weight that its rejected children left it: with the excess
 e = max(0, w p - q) of its next token, w becomes sum(e) / (sum(e) + 1 - w), and p becomes norm(e). Summed over the
 children, what is accepted below a node and at it has probability w and continues with distribution p; at the row's last
-token w = 1. A chain of one token is the rule above.
+token w = 1. For the children of that token alone this is the rule above. So a node whose scores depend on the choice
+before it (logits processors that read the text) is verified as the root of a tree of its children.
 
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 2.3; Chen et al.,
 "Accelerating Large Language Model Decoding with Speculative Sampling" (2023); for siblings Miao et al., "SpecInfer"
@@ -30,15 +31,7 @@ import torch
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
 from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.sampling import (
-    DraftSampler,
-    argmax,
-    child_table,
-    draft_tokens,
-    exponential,
-    exponential_race,
-    tokens_of,
-)
+from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race
 
 
 class RejectionVerifier(Verifier):
@@ -70,28 +63,32 @@ class _RejectionSession(VerificationSession):
     ) -> torch.Tensor:
         if not self.call.do_sample:
             return argmax(scores)
-        q = None if tree.q is None else _fit(tree.q, scores.shape[2]).to(scores.device, torch.float32)
         p = scores.softmax(dim=-1)
-        return _accept_path(p, q, tree) if len(nodes[0]) > 1 else _accept_child(p, q, tree, nodes)
+        if len(nodes[0]) > 1 or not tree.nodes:
+            return _accept_path(p, tree)
+        tree = _children_only(tree, [node for [node] in nodes])
+        return _accept_path(p.expand(-1, 1 + tree.nodes, -1), tree)[:, :1]
 
 
-def _accept_child(
-    p: torch.Tensor, q: torch.Tensor | None, tree: DraftTree, nodes: Sequence[Sequence[int]]
-) -> torch.Tensor:
-    """`[batch, 1]` the child of one node of each row that is accepted, or the token that follows the node."""
-    table = child_table(tree, nodes, p.device)
-    uniforms = torch.rand(table.shape, device=p.device)
-    accepted, remaining = accept_or_reject(p, q, table, tokens_of(tree, table), uniforms)
-    bonus = exponential_race(remaining, exponential(p.shape, p.device))
-    return torch.where(accepted >= 0, accepted, bonus)
+def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
+    """The children of one node of each row, after which nothing is drafted."""
+    lists = [children(parents) for parents in tree.parents]
+    picked = [known[node + 1] if node + 1 < len(known) else () for known, node in zip(lists, nodes, strict=True)]
+    tokens = [[row[node] for node in own] for row, own in zip(tree.token_lists(), picked, strict=True)]
+    q, width = tree.q, max(map(len, picked))
+    if q is not None:
+        q = torch.stack([q[row, [*own, *[0] * (width - len(own))]] for row, own in enumerate(picked)])
+    return DraftTree(tokens, tuple((-1,) * len(own) for own in picked), q)
 
 
-def _accept_path(p: torch.Tensor, q: torch.Tensor | None, tree: DraftTree) -> torch.Tensor:
+def _accept_path(p: torch.Tensor, tree: DraftTree) -> torch.Tensor:
     """`[batch, slots]` choices that follow the path accepted in each row, and then the bonus token."""
     batch, slots, vocab = p.shape
+    q = None if tree.q is None else _fit(tree.q, vocab).to(p.device, torch.float32)
     rows, structure = torch.arange(batch, device=p.device), tree.structure()
     padded = [[*(parent + 1 for parent in row), *[0] * (tree.nodes - len(row))] for row in tree.parents]
-    tokens, parents = draft_tokens(tree).to(p.device), torch.tensor(padded, device=p.device)
+    tokens = (torch.tensor(tree.token_lists()) if tree.keeps_all else tree.tokens).to(p.device)
+    parents = torch.tensor(padded, dtype=torch.long, device=p.device)
     lengths = torch.tensor([len(row) for row in tree.parents], device=p.device)
     is_node = (torch.arange(slots - 1, device=p.device) < lengths[:, None]) & (tokens >= 0)
     weights, remaining = path_weights(p, q, tokens.clamp(min=0), parents, is_node)
@@ -148,40 +145,6 @@ def post_order(parents: Parents) -> tuple[int, ...]:
         open_slots += [node + 1 for node in lists[order[-1]]]
     times = {slot: time for time, slot in enumerate(reversed(order))}
     return tuple(times[slot] for slot in range(len(order)))
-
-
-def accept_or_reject(
-    p: torch.Tensor, q: torch.Tensor | None, table: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept or reject the draft tokens at every slot, earlier siblings first.
-
-    Args:
-        p: `[batch, slots, vocab]` probabilities of the target.
-        q: `[batch, nodes, vocab]` probabilities of the draft; None if the proposal is deterministic.
-        table: `[batch, slots, siblings]` the children of each slot's node, -1 for none.
-        tokens: `[batch, slots, siblings]` those nodes' tokens, -1 for none.
-        uniforms: `[batch, slots, siblings]` numbers in [0, 1).
-
-    Returns:
-        `[batch, slots]` the accepted token, or -1; `[batch, slots, vocab]` the distribution to sample from then.
-    """
-    accepted = torch.full(table.shape[:2], -1, device=p.device)
-    rows, is_left = torch.arange(len(p), device=p.device)[:, None], torch.ones_like(p, dtype=torch.bool)
-    for rank in range(table.shape[2]):
-        node, token, uniform = table[..., rank], tokens[..., rank], uniforms[..., rank]
-        index = token.clamp(min=0).unsqueeze(-1)
-        q_of_node = None if q is None else q[rows, node.clamp(min=0)]
-        drawn_from = draft_distribution(q_of_node, is_left, index)
-        is_left = is_left.scatter(-1, index, False)
-        difference = residual(p, drawn_from)
-        mass = difference.sum(dim=-1)
-        p_token, q_token = p.gather(-1, index)[..., 0], drawn_from.gather(-1, index)[..., 0]
-        # No mass means p = q, and then a rejection could only come from rounding.
-        accept = (uniform * q_token < p_token) | (mass <= 0)
-        considered = (token >= 0) & (accepted < 0)
-        accepted = torch.where(considered & accept, token, accepted)
-        p = torch.where((considered & ~accept).unsqueeze(-1), difference / mass.unsqueeze(-1), p)
-    return accepted, p
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -76,12 +76,12 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
 def verified_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
     """The nodes that were accepted or rejected: the children of the last token and of accepted nodes."""
     following = {-1: 0}  # accepted node -> index of the emitted token after it
-    judged: list[tuple[int, bool]] = []
+    verified: list[tuple[int, bool]] = []
     for node, parent in enumerate(parents):
         place = following.get(parent)
         if place is not None and place < len(emitted):
             accepted = tokens[node] == emitted[place]
-            judged.append((node, accepted))
+            verified.append((node, accepted))
             if accepted:
                 following[node] = place + 1
-    return judged
+    return verified

@@ -11,16 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from hf_specgen.call import Call
-from hf_specgen.tree import DraftTree, Parents
+from hf_specgen.tree import DraftTree, Parents, children
 from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.sampling import (
-    DraftSampler,
-    argmax,
-    child_table,
-    exponential,
-    exponential_race,
-    tokens_of,
-)
+from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race
 
 
 class TypicalVerifier(Verifier):
@@ -64,30 +57,34 @@ class _TypicalSession(VerificationSession):
     ) -> torch.Tensor:
         p = scores.softmax(dim=-1)
         own = exponential_race(p, exponential(p.shape, p.device)) if self.call.do_sample else argmax(scores)
-        table = child_table(tree, nodes, p.device)
-        tokens = tokens_of(tree, table)
-        plausible = p.gather(-1, tokens.clamp(min=0)) > self._settings.threshold(p).unsqueeze(-1)
-        accepted = torch.where(plausible, tokens, -1)  # [batch, slots, siblings]
-        decided = torch.cat([own.unsqueeze(-1), table, accepted], dim=-1).tolist()  # the one host synchronisation
-        rows = zip(tree.parents, decided, strict=True)
-        return torch.tensor([_deepest(parents, slots, siblings=table.shape[2]) for parents, slots in rows])
-
-
-def _deepest(parents: Parents, slots: list[list[int]], siblings: int) -> list[int]:
-    """The token chosen at each slot of a row: the child with the longest accepted path, else the target's own."""
-    is_accepted = [True] * len(parents)  # nodes of slots that are decided in a later call count as accepted
-    for _, *children in slots:
-        for child, token in zip(children[:siblings], children[siblings:], strict=True):
-            if child >= 0:
-                is_accepted[child] = token >= 0
-    reach = [0] * (len(parents) + 1)  # accepted tokens below the row's last token, then below each node
-    for node in reversed(range(len(parents))):
-        if is_accepted[node]:
-            reach[parents[node] + 1] = max(reach[parents[node] + 1], 1 + reach[node + 1])
-    chosen = []
-    for own, *children in slots:
-        siblings_accepted = [
-            (child, token) for child, token in zip(children, children[siblings:], strict=False) if token >= 0
+        tokens = tree.token_lists()
+        drafted = [
+            (row, slot, node)
+            for row, (parents, slots) in enumerate(zip(tree.parents, nodes, strict=True))
+            for slot, parent in enumerate(slots)
+            if parent < len(parents)
+            for node in children(parents)[parent + 1]
         ]
-        chosen.append(max(siblings_accepted, key=lambda pair: reach[pair[0] + 1])[1] if siblings_accepted else own)
-    return chosen
+        places = [(row, slot, tokens[row][node]) for row, slot, node in drafted]
+        rows, at, token = torch.tensor(places, dtype=torch.long, device=p.device).view(-1, 3).unbind(dim=1)
+        plausible = ((p[rows, at, token] > self._settings.threshold(p)[rows, at]) & (token >= 0)).tolist()
+        # Nodes of slots that are decided in a later call count as accepted.
+        accepted = [[True] * len(parents) for parents in tree.parents]
+        for (row, _, node), is_plausible in zip(drafted, plausible, strict=True):
+            accepted[row][node] = is_plausible
+        lengths = [_accepted_lengths(*row) for row in zip(tree.parents, accepted, strict=True)]
+        chosen, longest = own.tolist(), [[0] * len(slots) for slots in nodes]
+        for row, slot, node in drafted:
+            if lengths[row][node] > longest[row][slot]:
+                longest[row][slot], chosen[row][slot] = lengths[row][node], tokens[row][node]
+        return torch.tensor(chosen)
+
+
+def _accepted_lengths(parents: Parents, accepted: Sequence[bool]) -> list[int]:
+    """The most nodes of an accepted path that begins with each node; 0 if it is not accepted."""
+    lengths = [0] * len(parents)
+    for node in reversed(range(len(parents))):
+        lengths[node] = lengths[node] + 1 if accepted[node] else 0
+        if parents[node] >= 0:
+            lengths[parents[node]] = max(lengths[parents[node]], lengths[node])
+    return lengths

@@ -67,16 +67,15 @@ def test_captured_target_and_eagle_head_same_tokens(embedded: Any, batch: int, m
             assert abs(captured.accepted - eager.accepted) <= 0.1 * eager.accepted
 
 
-def test_captured_target_with_heads_same_tokens(target: Any) -> None:
+@pytest.mark.parametrize("drafter", ["heads", "combined"])
+def test_captured_target_with_other_drafters_same_tokens(target: Any, drafter: str) -> None:
     """Heads read the hidden states of a replayed pass."""
-    candidates = MedusaCandidates(random_heads(fresh_model("llama")).to("cuda"), policy=FixedDepth())
+    if drafter == "heads":
+        candidates: Any = MedusaCandidates(random_heads(fresh_model("llama")).to("cuda"), policy=FixedDepth())
+    else:
+        members = [NgramCandidates(), DraftModelCandidates(draft(), compile="graphs")]
+        candidates = CombinedCandidates(members, policy=FixedDepth())
     assert same_tokens(target, inputs(2), candidates, compile="graphs").drafted > 0
-
-
-def test_captured_target_with_combined_drafts_same_tokens(target: Any) -> None:
-    members = [NgramCandidates(), DraftModelCandidates(draft(), compile="graphs")]
-    candidates = CombinedCandidates(members, policy=FixedDepth())
-    assert same_tokens(target, inputs(1), candidates, compile="graphs").drafted > 0
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text", "gpt2", "qwen3", "phi3", "mixtral"])

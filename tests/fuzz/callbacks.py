@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
 
-from tests.helpers import PrefixReader, RowWisePrefixReader, StatefulReader
+from tests.helpers import PrefixReader, RecordingStreamer, RowWisePrefixReader, StatefulReader
 
 PROCESSORS = {"prefix": PrefixReader, "row_wise": RowWisePrefixReader, "stateful": StatefulReader}
 
@@ -20,23 +19,16 @@ class Interrupt(KeyboardInterrupt):
     """Raised on purpose, and no `Exception`."""
 
 
-class Recorder(BaseStreamer):
+class Recorder(RecordingStreamer):
     """Keeps what is streamed."""
 
     fault: Fault | Interrupt | None = None
     fault_call = 0
 
-    def __init__(self) -> None:
-        self.chunks: list[Any] = []
-        self.ended = 0
-
     def put(self, value: torch.Tensor) -> None:
         if self.fault is not None and len(self.chunks) == self.fault_call:
             raise self.fault
-        self.chunks.append(value.tolist())
-
-    def end(self) -> None:
-        self.ended += 1
+        super().put(value)
 
 
 class RaisingProcessor(LogitsProcessor):

@@ -37,6 +37,7 @@ BROKEN_LOGITS = ("nan", "inf", "minus_inf")
 OPTIONS = (
     "allowed_tokens",
     "begin_suppress",
+    "cutoffs",
     "decay",
     "encoder_no_repeat",
     "encoder_repetition",

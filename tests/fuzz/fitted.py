@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_specgen import RecyclingTable
+from hf_specgen.candidates.recycling import RecyclingTable
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification.top_tokens import TopTokens
@@ -51,9 +51,10 @@ def exit_adapter(model: Any, exit_layer: int, ids: torch.Tensor, mask: torch.Ten
 
 def recycling_table(model: Any, ids: torch.Tensor) -> RecyclingTable:
     """A table in which the successors of a text's tokens are those of the text."""
-    table = RecyclingTable(output_matrix(model).weight.shape[0])
+    vocab_size = output_matrix(model).weight.shape[0]
+    table = RecyclingTable(vocab_size)
     before, after = (part.flatten().cpu().numpy() for part in (ids[:, :-1], ids[:, 1:]))
-    successors = np.stack([after, (after + 1) % table.vocab_size], axis=1)
+    successors = np.stack([after, (after + 1) % vocab_size], axis=1)
     table.update(TopTokens(before, successors, np.tile([0.6, 0.2], (len(after), 1))))
     return table
 

@@ -113,8 +113,8 @@ def _random_head(name: str, model: Any, random: Random) -> DraftHead:
     layer = LayerConfig(
         hidden_size=width,
         intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=random.choice((1, 2, 4)),
+        num_attention_heads=4,
+        num_key_value_heads=random.choice((1, 2, 4)),
         head_dim=16,
         qk_norm=random.random() < 0.5,
     )

@@ -11,7 +11,6 @@ from hf_specgen.state import GenerationState
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
 from hf_specgen.targets.inputs import RowLayout
-from hf_specgen.targets.target import Target
 from hf_specgen.verification import base as verification
 from hf_specgen.verification.noise import NoiseBuffer
 
@@ -95,7 +94,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
     "scores of another token": (verification, "_along", _scores_of_the_last_token),
     "model not restored after an exception": (ReplaceableLayers, "replaced", _layers_stay_replaced),
-    "given cache not restored after an exception": (Target, "abandon", lambda self: None),
+    "given cache not restored after an exception": (RaggedCache, "shared_copy", lambda self: self),
 }
 MUTATIONS: dict[str, Callable[[], Any]] = {
     name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()

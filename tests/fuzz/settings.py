@@ -135,6 +135,7 @@ def _settings(case: Case, ends: Ends) -> dict[str, Any]:
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "begin_suppress": {"begin_suppress_tokens": list(range(1, 60))},
+    "cutoffs": {"epsilon_cutoff": 0.005, "eta_cutoff": 0.005, "top_h": 0.6},
     "decay": {"exponential_decay_length_penalty": (2, 1.6)},
     "encoder_no_repeat": {"encoder_no_repeat_ngram_size": 2},
     "encoder_repetition": {"encoder_repetition_penalty": 1.3},

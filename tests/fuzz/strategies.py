@@ -21,6 +21,7 @@ from hf_specgen import (
     Schedule,
 )
 from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.memory import memory
 from tests.fuzz.cases import Case
 from tests.fuzz.fitted import exit_adapter, medusa_heads, recycling_table
 from tests.fuzz.heads import CLASSES, head_candidates
@@ -103,8 +104,9 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     if name == "native":
         return PromptLookupCandidateGenerator(num_output_tokens=case.k, max_matching_ngram_size=2, max_length=512)
     if name == "recycling":
-        table = recycling_table(model, known.ids) if case.accuracy > 0 else None
-        return RecyclingCandidates(**settings, tree=tree, table=table)
+        if case.accuracy > 0:
+            memory.store(model, "recycling", recycling_table(model, known.ids))
+        return RecyclingCandidates(**settings, tree=tree)
     if name in CLASSES:
         heads_settings = {**settings, "tree": tree}
         return head_candidates(name, case.architecture, model, answers, case.accuracy, case.seed, heads_settings)

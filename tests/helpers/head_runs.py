@@ -6,7 +6,7 @@ import torch
 
 from hf_specgen.heads.head_formats import load_head
 from tests.helpers.head_fixtures import Comparison, Fixture, features_of
-from tests.helpers.head_sessions import Autoregressive, Block, Parallel
+from tests.helpers.head_sessions import Autoregressive, Block, Parallel, corrected
 
 Rows = list[torch.Tensor]
 
@@ -57,26 +57,23 @@ def scattered(bound: Any, draft_logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def check_vocabulary(bound: Any, comparison: Comparison) -> None:
-    ids = bound.target_ids(torch.arange(bound.head.config.draft_vocab_size))
-    comparison.check_if_there("kept_target_ids", ids)
-
-
-def check_taps(fixture: Fixture, bound: Any) -> None:
+def bind(fixture: Fixture, comparison: Comparison) -> Any:
+    """The head on its target, with the layers and the draft vocabulary that the fixture records."""
+    bound: Any = load_head(fixture.head_folder).bind(fixture.target)
     if (expected := fixture.expected.get("taps_hf_tuple_index")) is not None:
         assert list(bound.aux_hidden_state_layers) == expected
+    ids = bound.target_ids(torch.arange(bound.head.config.draft_vocab_size))
+    comparison.check_if_there("kept_target_ids", ids)
+    return bound
 
 
 @torch.no_grad()
 def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    head = load_head(fixture.head_folder)
-    bound = head.bind(fixture.target)
-    check_taps(fixture, bound)
-    check_vocabulary(bound, comparison)
+    bound = bind(fixture, comparison)
     rounds, session = Rounds(fixture, prompts, bound, comparison), Autoregressive(bound, len(prompts))
     raw: list[torch.Tensor] = []
-    if hasattr(head, "norm"):
-        head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
+    if hasattr(bound.head, "norm"):
+        bound.head.norm.register_forward_pre_hook(lambda module, arguments: raw.append(arguments[0]))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
         raw.clear()
@@ -101,9 +98,7 @@ def run_autoregressive(fixture: Fixture, prompts: list[str], comparison: Compari
 
 @torch.no_grad()
 def run_parallel(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    bound = load_head(fixture.head_folder).bind(fixture.target)
-    check_taps(fixture, bound)
-    check_vocabulary(bound, comparison)
+    bound = bind(fixture, comparison)
     assert bound.head.config.mask_token_id == fixture.expected["mask_token_id"]
     rounds, session = Rounds(fixture, prompts, bound, comparison), Parallel(bound, len(prompts))
     raw: list[torch.Tensor] = []
@@ -128,26 +123,36 @@ def check_block_logits(rounds: Rounds, number: int, row: int, output: torch.Tens
 
 @torch.no_grad()
 def run_block(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    head = load_head(fixture.head_folder)
-    bound = head.bind(fixture.target)
-    check_taps(fixture, bound)
-    check_vocabulary(bound, comparison)
-    assert head.config.block_size == fixture.expected["block_size"]
-    assert head.config.mask_token_id == fixture.expected["mask_token_id"]
-    first = head.config.first_proposing_position
-    assert first == fixture.expected.get("first_proposing_position", 1)
+    """Block heads; those that are corrected by the path: the greedy path and one with another first token."""
+    bound, expected = bind(fixture, comparison), fixture.expected
+    config, is_path = bound.head.config, fixture.family == "path"
+    first = config.first_proposing_position
+    assert config.block_size == expected["block_size"] and first == expected.get("first_proposing_position", 1)
+    assert config.mask_token_id == expected.get("mask_token_id", config.mask_token_id)
+    assert not is_path or config.depth == expected["drafted_tokens"]
+    if "batch.input_ids" in fixture.tensors:
+        check_batch(fixture, bound, comparison)
     rounds, session = Rounds(fixture, prompts, bound, comparison), Block(bound, len(prompts))
     for number in (1, 2):
         features, tokens = rounds.inputs(number)
         session.read(features)
-        blocks = torch.full((len(prompts), head.config.block_size), head.config.mask_token_id)
+        blocks = torch.full((len(prompts), config.block_size), config.mask_token_id)
         blocks[:, 0] = torch.stack([row[-1] for row in tokens])
         output = session.draft(blocks)
-        for row in range(len(prompts)):
+        for row, prompt in enumerate(prompts):
             rounds.check(number, row, "block.input_ids", blocks[row])
             rounds.check(number, row, "block.hidden", output.output[row])
             rounds.check(number, row, "block.prenorm_hidden", output.hidden[row])
-            check_block_logits(rounds, number, row, output.output[row], first)
+            if not is_path:
+                check_block_logits(rounds, number, row, output.output[row], first)
+                continue
+            base = bound.logits(output.output[row])
+            for name in ("block.base_logits", "block.logits"):
+                rounds.check(number, row, name, base)
+            for part in ("greedy", "second"):
+                check_path(rounds, number, row, part, output.output[row : row + 1])
+            if f"{prompt}.round{number}.selector.candidates" in fixture.tensors:
+                check_selector(rounds, number, row, output.output[row])
         if f"{prompts[0]}.round{number}.conditioned.path" in fixture.tensors:
             paths = torch.cat([fixture.get(f"{prompt}.round{number}.conditioned.path") for prompt in prompts])
             blocks[:, 1 : 1 + paths.shape[1]] = paths
@@ -156,44 +161,12 @@ def run_block(fixture: Fixture, prompts: list[str], comparison: Comparison) -> N
                 rounds.check(number, row, "conditioned.logits", scattered(bound, logits[row, first:]))
 
 
-@torch.no_grad()
-def run_path(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
-    """Block heads that are corrected by the path: the block, then the greedy path and one with another first token."""
-    head: Any = load_head(fixture.head_folder)
-    bound = head.bind(fixture.target)
-    check_taps(fixture, bound)
-    check_vocabulary(bound, comparison)
-    assert head.config.block_size == fixture.expected["block_size"]
-    assert head.config.first_proposing_position == fixture.expected["first_proposing_position"]
-    assert head.config.depth == fixture.expected["drafted_tokens"]
-    if "batch.input_ids" in fixture.tensors:
-        check_batch(fixture, bound, comparison)
-    rounds, session = Rounds(fixture, prompts, bound, comparison), Block(bound, len(prompts))
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number)
-        session.read(features)
-        blocks = torch.full((len(prompts), head.config.block_size), head.config.mask_token_id)
-        blocks[:, 0] = torch.stack([row[-1] for row in tokens])
-        output = session.draft(blocks)
-        for row, prompt in enumerate(prompts):
-            rounds.check(number, row, "block.input_ids", blocks[row])
-            rounds.check(number, row, "block.hidden", output.output[row])
-            rounds.check(number, row, "block.prenorm_hidden", output.hidden[row])
-            base = bound.logits(output.output[row])
-            for name in ("block.base_logits", "block.logits"):
-                rounds.check(number, row, name, base)
-            for part in ("greedy", "second"):
-                check_path(rounds, number, row, part, output.output[row : row + 1])
-            if f"{prompt}.round{number}.selector.candidates" in fixture.tensors:
-                check_selector(rounds, number, row, output.output[row])
-
-
 def check_path(rounds: Rounds, number: int, row: int, part: str, block: torch.Tensor) -> None:
     """The corrected logits along one path of a block `[1, block, hidden]`."""
     bound, prefix = rounds.bound, f"{rounds.prompts[row]}.round{number}."
     head, path = bound.head, rounds.fixture.get(f"{prefix}{part}.tokens")
     previous = torch.cat((rounds.fixture.get(f"{prefix}next_token"), path[:, :-1]), dim=1)
-    base, logits, confidence = head.correct(bound, block, previous)
+    base, logits, confidence = corrected(bound, block, previous)
     chosen = bound.target_ids(logits.topk(2, dim=-1).indices)[0]
     best = chosen[:, 0] if part == "greedy" else torch.cat((chosen[:1, 1], chosen[1:, 0]))
     rounds.check(number, row, f"{part}.tokens", best)
@@ -251,7 +224,7 @@ def check_batch(fixture: Fixture, bound: Any, comparison: Comparison) -> None:
     blocks[:, :1] = next_tokens
     output = session.draft(blocks).output
     path = torch.cat((next_tokens, fixture.get("batch.greedy.tokens")[:, :-1]), dim=1)
-    base, logits, confidence = bound.head.correct(bound, output, path)
+    base, logits, confidence = corrected(bound, output, path)
     comparison.check("batch.block.hidden", output)
     comparison.check("batch.block.base_logits", base)
     comparison.check("batch.greedy.logits", logits)

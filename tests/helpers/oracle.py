@@ -1,6 +1,8 @@
 """A strategy that proposes the tokens of plain `generate` with an adjustable accuracy."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -90,3 +92,12 @@ class _FailingSession(_OracleSession):
 
     def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
         return DraftTree.empty(len(budget))
+
+
+ORACLES: dict[str, Any] = {
+    "always": partial(Oracle, accuracy=1.0),
+    "sometimes": partial(Oracle, accuracy=0.6),
+    "never": partial(Oracle, accuracy=0.0),
+    "tree": partial(Oracle, accuracy=0.7, branching=True),
+}
+"""Oracles of every accuracy."""

@@ -48,7 +48,7 @@ def run_parallel_draft(fixture: Fixture, prompts: list[str], comparison: Compari
     draft: Any = AutoModelForCausalLM.from_pretrained(fixture.head_folder, dtype=torch.float32).eval()
     settings, recorder, depth = ParallelDraft.of(draft), _Recorder(draft), fixture.expected["draft_k"]
     assert settings is not None
-    projection = settings.projection(draft) if settings.layers else None
+    projection = settings.projection(draft, fixture.target) if settings.layers else None
     candidates = DraftModelCandidates(draft, k=depth)
     texts = [fixture.get(f"{prompt}.round1.input_ids")[0].tolist() for prompt in prompts]
     call = replace(make_call(make_state(texts), candidates=candidates), model=fixture.target)

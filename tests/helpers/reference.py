@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_specgen.candidates import ngram as tuning
 from hf_specgen.targets.model_parts import output_logits
+from hf_specgen.tree import DraftTree
 
 # Trees
 
@@ -23,6 +24,11 @@ def any_parents(nodes: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, .
 def walk_up(parents: Sequence[int], node: int) -> list[int]:
     """The node and all nodes above it; nothing for -1."""
     return [] if node == -1 else [node, *walk_up(parents, parents[node])]
+
+
+def path(tree: DraftTree, row: int, node: int) -> tuple[int, ...]:
+    """The tokens from a row's first draft token to a node."""
+    return tuple(tree.token_lists()[row][above] for above in walk_up(tree.parents[row], node)[::-1])
 
 
 def depth(parents: Sequence[int], node: int) -> int:

@@ -18,6 +18,7 @@ PARTLY = Case(accuracy=0.7, k=4, lengths=(12, 8, 4), max_new_tokens=16, seed=7)
 TREES = replace(PARTLY, strategy="oracle_tree")
 OUTPUTS = replace(TREES, return_dict=True, output_scores=True, output_logits=True)
 SAMPLED = replace(PARTLY, do_sample=True)
+TIGHT = replace(PARTLY, tight_positions=True, eos_ids=tuple(range(3, 13)))
 BATCHES = ((12,), (12, 8, 4))
 END = tuple(range(3, 23))
 
@@ -47,31 +48,49 @@ CASES: dict[str, list[Case]] = {
     "processor": [
         *every(replace(PARTLY, eos_ids=END), options=[(name,) for name in OPTIONS], do_sample=[False, True]),
         *every(TREES, processors=[(name,) for name in PROCESSORS], do_sample=[False, True], lengths=BATCHES),
+        *every(PARTLY, processors=[(), ("prefix",), ("stateful",)], accuracy=[0.0, 1.0], repetition_penalty=[1.3]),
+        *every(PARTLY, bad_words=[((5,), (6, 7), (8, 9, 10))], no_repeat_ngram_size=[2], lengths=BATCHES),
+        *every(SAMPLED, temperature=[0.7], top_k=[20], top_p=[0.9], strategy=["oracle", "oracle_tree"]),
         *every(SAMPLED, min_p=[0.1], typical_p=[0.8], no_repeat_ngram_size=[0, 2], lengths=BATCHES),
     ],
     # Scores, logits and the returned cache of ended rows; their padding.
     "outputs": [
         *every(replace(OUTPUTS, eos_ids=END), do_sample=[False, True], processors=[(), ("prefix",)], lengths=BATCHES),
         *every(replace(OUTPUTS, do_sample=True, num_return_sequences=2), strategy=["oracle", "draft"]),
+        *every(replace(OUTPUTS, eos_ids=END), strategy=["oracle_tree", "skip"], repetition_penalty=[1.0, 1.3]),
+        *every(replace(OUTPUTS, eos_ids=END, options=("guidance",)), criteria=[(), ("any_row",)], lengths=BATCHES),
+        *every(replace(OUTPUTS, eos_ids=END, window=4), architecture=["mistral", "gemma2", "llama4_text"]),
     ],
     # A cache that a call leaves for the next turn, its own or the caller's, used by either side.
-    "next turn": every(OUTPUTS, turns=[3], cache=["none", "dynamic"], swap_caches=[False, True], lengths=BATCHES),
+    "next turn": every(
+        replace(OUTPUTS, turns=3),
+        cache=["none", "dynamic"],
+        swap_caches=[False, True],
+        lengths=BATCHES,
+        architecture=["llama", "gemma2", "mistral"],
+    ),
     # A window that is counted in cache slots instead of positions: siblings of a tree share one.
     "window": every(
         replace(TREES, max_new_tokens=24, window=4), architecture=["llama4_text", "gemma4_text", "mistral", "gemma2"]
     ),
     # Nodes behind the end of a table of positions, in rows that have ended or can draft no further.
-    "position table": every(
-        replace(PARTLY, tight_positions=True, eos_ids=END),
-        architecture=["gpt2", "opt", "llama", "gptj"],
-        strategy=["oracle", "draft", "draft_other"],
-    ),
+    "position table": [
+        *every(replace(TIGHT, strategy="draft"), architecture=["gpt2", "opt", "gptj", "llama"], lengths=BATCHES),
+        *every(replace(TIGHT, strategy="skip"), architecture=["gptj", "llama"], lengths=BATCHES, layers=[2, 3]),
+    ],
     # Token 0 generated to the end, an error for scores of a token that plain `generate` never samples.
     "broken logits": [
         *every(SAMPLED, broken_logits=BROKEN_LOGITS, processors=[(), ("row_wise",), ("prefix",)], lengths=BATCHES),
-        *every(SAMPLED, broken_logits=BROKEN_LOGITS, verification=["rejection", "typical"]),
+        *every(
+            SAMPLED, broken_logits=BROKEN_LOGITS, verification=["rejection", "typical"], processors=[(), ("prefix",)]
+        ),
+        *every(
+            replace(SAMPLED, eos_ids=END), broken_logits=["nan"], return_dict=[False, True], repetition_penalty=[1, 1.2]
+        ),
         *every(replace(TREES, strategy="ngram_tree"), broken_logits=BROKEN_LOGITS, lengths=BATCHES),
     ],
+    # Plain steps in between that a drafter does not learn of.
+    "plain steps": every(replace(PARTLY, policy="random"), strategy=["native", "skip"], lengths=BATCHES[:1]),
     # Noise drawn ahead that is not given back, a cache of the caller or a model that is left changed.
     "fault": [
         *every(
@@ -81,7 +100,7 @@ CASES: dict[str, list[Case]] = {
     ],
 }
 """By what they show; the comment names the bugs that they would catch."""
-NEVER_DRAFT = ("fault", "broken logits", "position table")
+NEVER_DRAFT = ("fault", "broken logits", "position table", "outputs")
 """Where some case ends before a draft."""
 
 

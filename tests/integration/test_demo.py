@@ -1,8 +1,8 @@
 """`hf-specgen demo`, and the workloads that demo, doctor, tuning and benchmarks share."""
 
 import copy
-from math import isnan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,7 @@ from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Sample, Total
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_PROMPTS,
-    Difference,
     domain_prompts,
-    first_difference,
     load,
     read_prompts,
     torch_dtype,
@@ -103,9 +101,17 @@ def test_embedded_models_of_the_data_package_are_found(monkeypatch: pytest.Monke
 def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     ngrams = [variant for variant in demo.variants(DemoSettings()) if variant.name in ("plain", "n-grams")]
     monkeypatch.setattr(demo, "variants", lambda *_, **__: ngrams)
-    monkeypatch.setattr(demo, "first_difference", lambda *_: Difference(0, 9, 1, 2, 0.5, 0.25))
+    measured = demo.measure_round
+
+    def disturbed(*arguments: Any) -> dict[str, Sample]:
+        samples = measured(*arguments)
+        for sample in samples.values():
+            sample.ids[0, -1] += 1 + (sample.speculation is not None)
+        return samples
+
+    monkeypatch.setattr(demo, "measure_round", disturbed)
     output = output_of("demo", "--prompt", "Hello.", "--max-new-tokens", "4", "--wide", "0", exit_code=1)
-    assert "answers differ from plain generate" in output and "first at position 9" in output
+    assert "1 of 1 answers differ from plain generate, of n-grams" in output
 
 
 @pytest.mark.parametrize("name", ["auto", "fp16", "int8", "__name__", ""])
@@ -121,12 +127,6 @@ def test_domain_prompts_of_the_embedded_file_come_in_the_order_of_the_domains() 
     found = domain_prompts(WorkloadSettings(prompts_per_domain=2))
     assert list(found) == ["math", "code", "edit", "json", "prose"] and all(len(texts) == 2 for texts in found.values())
     assert domain_prompts(WorkloadSettings(prompt=("a", "b"), prompts=EMBEDDED_PROMPTS)) == {"prompts": ["a", "b"]}
-
-
-def test_read_prompts_of_a_text_file_takes_a_prompt_from_each_line(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("first\n\nsecond\nthird\n")
-    assert read_prompts(file, 2) == {"prompts": ["first", "second"]}
 
 
 @pytest.mark.parametrize(
@@ -149,21 +149,3 @@ def test_read_prompts_of_an_empty_or_missing_file_raises(tmp_path: Path) -> None
         read_prompts(tmp_path / "empty.jsonl", 2)
     with pytest.raises(FileNotFoundError, match="No such file"):
         read_prompts(tmp_path / "none.jsonl", 2)
-
-
-def test_first_difference_is_the_earliest_position_of_any_row(reference_model) -> None:
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
-    other = ids.clone()
-    other[1, 3] = 4
-    plain, ours = Sample(4, 1.0, ids, None), Sample(4, 1.0, other, None)
-    found = first_difference(reference_model, plain, ours)
-    assert (found.row, found.position, found.plain_token, found.our_token) == (1, 3, 9, 4)
-    assert first_difference(reference_model, plain, plain) is None
-
-
-def test_first_difference_of_an_output_that_ends_early_is_at_its_end(reference_model) -> None:
-    """Would catch: an output without the last tokens, reported as identical."""
-    ids = torch.tensor([[5, 6, 7, 8]])
-    plain, ours = Sample(4, 1.0, ids, None), Sample(2, 1.0, ids[:, :2], None)
-    found = first_difference(reference_model, plain, ours)
-    assert (found.position, found.plain_token, found.our_token) == (2, 7, -1) and isnan(found.our_logit)

@@ -7,10 +7,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specgen import (
     AdaptiveDepth,
@@ -43,13 +41,6 @@ def test_draft_model_equal_to_target_after_plain_steps_all_accepted(batch: int) 
     candidates = DraftModelCandidates(model, k=5, policy=Irregular())
     statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=60)
     assert statistics.accepted == statistics.drafted > 20
-
-
-def test_native_generator_after_plain_steps_same_tokens() -> None:
-    model, inputs = tiny_model("llama"), prompts(1)
-    generator = PromptLookupCandidateGenerator(num_output_tokens=4, max_length=100)
-    ids = model.generate(**inputs, max_new_tokens=40, candidate_generator=generator, policy=Irregular())
-    assert torch.equal(ids, model.generate(**inputs, max_new_tokens=40))
 
 
 def test_adaptive_depth_rejected_drafts_of_expensive_tokens_stop() -> None:

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from hf_specgen import CombinedCandidates, EagleCandidates, FixedDepth, MedusaCandidates
-from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.runner import EagleRunner
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.eagle import Recording, predictable_pair, reread
-from tests.helpers.head_fixtures import Comparison, find_fixtures
-from tests.helpers.head_runs import Rounds
+from tests.helpers.head_fixtures import find_fixtures
 from tests.helpers.medusa import random_heads
 from tests.helpers.policies import AfterPlainSteps
 
@@ -138,29 +135,6 @@ def test_eagle_plain_steps_never_run_the_head(pair: Any) -> None:
     candidates._on(target).head.register_forward_hook(lambda *_: ran.append(1))
     target.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates, policy=FixedDepth(0))
     assert not ran
-
-
-@pytest.mark.parametrize("name", EAGLE)
-@torch.no_grad()
-def test_eagle_reader_drafts_the_chains_of_the_original(name: str) -> None:
-    """Both rounds of the fixture, through the runner that the strategy uses."""
-    fixture = EAGLE[name]
-    bound = load_head(fixture.head_folder).bind(fixture.target)
-    runner = EagleRunner(bound, len(fixture.prompts))
-    rounds = Rounds(fixture, fixture.prompts, bound, Comparison(fixture))
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number)
-        scores = bound.target_logits(runner.extend(features, [row.tolist() for row in tokens]).output)[:, 0]
-        chains: list[list[int]] = [[] for _ in fixture.prompts]
-        for _ in range(fixture.get(f"{fixture.prompts[0]}.round{number}.chain.tokens").shape[1]):
-            for chain, token in zip(chains, scores.argmax(-1).tolist(), strict=True):
-                chain.append(token)
-            scores = bound.target_logits(runner.expand(GrownTree(torch.tensor(chains)), 1).output)[:, 0]
-        for prompt, chain in zip(fixture.prompts, chains, strict=True):
-            assert chain == fixture.get(f"{prompt}.round{number}.chain.tokens").flatten().tolist()
-
-
-# Settings
 
 
 @pytest.mark.parametrize(("name", "message"), [("speculators_peagle_llama", "P-EAGLE"), ("dflash_zlab", "BlockHead")])

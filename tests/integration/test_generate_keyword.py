@@ -180,17 +180,6 @@ def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
 # State between calls
 
 
-def test_generate_second_call_equals_the_first() -> None:
-    """Would catch: a state of the call kept in the strategy; only a history is meant to last."""
-    model, inputs, ngram = tiny_model("llama"), prompts(2), NgramCandidates(k=4, tree=8)
-    counts = []
-    for _ in range(2):
-        ids = model.generate(**inputs, max_new_tokens=30, candidate_generator=ngram)
-        assert ngram.speculation is not None
-        counts.append((ids.tolist(), [[step.accepted for step in row] for row in ngram.speculation.rows]))
-    assert counts[0] == counts[1]
-
-
 def test_generate_after_exception_does_not_keep_statistics_of_the_failed_call() -> None:
     model, inputs = tiny_model("llama"), prompts(1)
     failing = FailingOracle(model.generate(**inputs, max_new_tokens=30)[:, 12:])

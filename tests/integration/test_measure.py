@@ -1,6 +1,5 @@
 """Timing: both sides the same work, chats from the cache, first tokens, memory."""
 
-import random
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from benchmarks.harness.memory import peak_memory, reset_peak_memory
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import first_turns, followups
 from hf_specgen import LayerSkipCandidates, NgramCandidates
-from hf_specgen.evaluation.measure import Variant, measure_round, speedup_interval
+from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.heads.exit_head import exit_layer_of
 from tests.helpers import tiny_model
@@ -100,36 +99,6 @@ def test_strategies_are_combined_with_plus(reference_model) -> None:
     assert family.name == "n-grams + Medusa" and set(family.settings) == {"k=2", "k=4", "k=6", "k=auto"}
     combined = family.settings["k=4"]()["candidate_generator"]
     assert [type(strategy).__name__ for strategy in combined.strategies] == ["NgramCandidates", "MedusaCandidates"]
-
-
-def test_interval_covers_the_truth() -> None:
-    """200 experiments of 40 requests whose true ratio is 1.2: a 95% interval must hold it in 90% or more.
-
-    A bootstrap over 40 requests covers a little less than it says; fewer than 178 of 200 has a probability under 1%
-    at a true coverage of 0.94.
-    """
-    generator = random.Random(1)
-    held = 0
-    for experiment in range(200):
-        plain, ours = ([generator.gauss(mean, 0.2) for _ in range(40)] for mean in (1.2, 1.0))
-        found = speedup_interval([10] * 40, ours, [10] * 40, plain, resamples=400, seed=experiment)
-        held += found.low <= 1.2 <= found.high
-    assert 178 <= held < 200
-
-
-def test_interval_is_of_sums_and_pairs_both_sides() -> None:
-    """10 tokens in 1 s and 10 in 4 s are 4 tokens/s. Prompts that differ tenfold in cost do not widen the interval."""
-    assert speedup_interval([10, 10], [1, 4], [10, 10], [5, 5]).value == 2.0
-    plain = [1.0, 10.0, 3.0, 7.0]
-    found = speedup_interval([5] * 4, [s / 2 for s in plain], [5] * 4, plain)
-    assert (found.low, found.value, found.high) == pytest.approx((2, 2, 2))
-    for columns, message in (
-        (([], [], [], []), "at least 1"),
-        (([1], [1], [1, 2], [1, 2]), "same number"),
-        (([1], [0.0], [1], [1]), "must be positive"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            speedup_interval(*columns)
 
 
 def git(folder: Path, *arguments: str) -> None:

@@ -1,8 +1,7 @@
 """Monitors: windowed figures, counters, one log line per call, and the end of a call that fails."""
 
 import logging
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import astuple
 from pathlib import Path
 from statistics import mean, median, pstdev
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from hf_specgen import Call, Monitor, MonitorSession, NgramCandidates, SpeculationMonitor, Statistics, StepRecord
-from hf_specgen.counters import RowStep
 from hf_specgen.depth import CostCurve
 from hf_specgen.monitoring.monitor import PREFIX, AcceptanceRates
 from hf_specgen.monitoring.plots import plot_monitor, plot_speedup, speedup
@@ -46,20 +44,6 @@ def test_monitor_window_covers_the_last_steps_only() -> None:
     assert "0% of draft tokens accepted" in monitor.summary()
 
 
-def test_monitor_summary_reads_the_window_under_its_lock() -> None:
-    """Would catch: RuntimeError, deque mutated during iteration, while another thread records a step."""
-
-    class Window(deque[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            assert monitor._lock.locked()
-            return super().__iter__()
-
-    monitor = SpeculationMonitor(prometheus=False)
-    monitor.window = Window([RowStep(2, 2, 1, 2)], maxlen=5)
-    assert monitor.summary().startswith("last 1 row steps: 2.00 tokens per step, 50% of draft tokens accepted")
-    assert monitor.acceptance().mean == 0.5
-
-
 def test_acceptance_rates_equal_those_of_the_statistics_module() -> None:
     """Would catch: drafts that are weighted by their length, percentiles of counts instead of drafts."""
     drafts = [(4, 1), (4, 4), (2, 0), (4, 1), (5, 3)]
@@ -73,11 +57,6 @@ def test_speedup_of_chains_by_acceptance_and_depth() -> None:
     steep = CostCurve((1, 33), (1.0, 33.0), 256, 1)
     assert speedup(1.0, 4) == 5 and speedup(0.0, 4, draft_pass=0.25) == 0.5
     assert speedup(0.5, 2, steep.relative, draft_pass=0.5) == pytest.approx(1.75 / 4)
-
-
-def test_plot_of_the_speedup_writes_an_image(tmp_path: Path) -> None:
-    plot_speedup(tmp_path / "speedup.svg", depths=(1, 5))
-    assert "<svg" in (tmp_path / "speedup.svg").read_text()
 
 
 def test_monitor_counts_in_prometheus_under_the_usual_names() -> None:
@@ -106,11 +85,13 @@ def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> Non
     assert "20 tokens" in caplog.text and repr(ngram) in caplog.text
 
 
-def test_monitor_plot_writes_an_image(tmp_path: Path) -> None:
+def test_plots_write_images(tmp_path: Path) -> None:
     monitor = SpeculationMonitor(prometheus=False)
     run_monitored(monitor)
     plot_monitor(monitor, tmp_path / "monitor.png")
     assert (tmp_path / "monitor.png").read_bytes().startswith(b"\x89PNG")
+    plot_speedup(tmp_path / "speedup.svg", depths=(1, 5))
+    assert "<svg" in (tmp_path / "speedup.svg").read_text()
 
 
 class RecordingMonitor(Monitor):

@@ -7,8 +7,8 @@ import torch
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from tests.helpers import SAMPLING, assert_same_tokens, shared_draft
-from tests.helpers.cases import ORACLES
 from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
+from tests.helpers.oracle import ORACLES
 
 
 @pytest.mark.parametrize("batch", [1, 3])

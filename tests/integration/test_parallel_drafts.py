@@ -48,10 +48,9 @@ def test_parallel_draft_beside_others_and_with_ended_rows_same_tokens(name: str)
     ("changes", "message"),
     [
         ({"pard_token": 4096}, "pard_token 4096, but the model has 128 embeddings"),
-        ({"pard2_target_dim": 64}, "64 numbers in all, but this target has 8 layers of 64"),
+        ({"pard2_target_layers": [-1, 4]}, r"has the tensors .* need a weight of \(64, 128\)"),
         ({"pard2_target_layers": [-1, 9, 4]}, r"reads layers \[-1, 9, 4\] of its target"),
         ({"pard2_target_layers": "all"}, "pard2_target_layers must be a list of layers, got 'all'"),
-        ({"pard2_proj_bias": True}, "has the tensors .* but config.json needs"),
         (None, "PARD-2 needs it"),
     ],
 )

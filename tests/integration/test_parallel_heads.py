@@ -7,12 +7,9 @@ import pytest
 import torch
 
 from hf_specgen import CombinedCandidates, DFlashCandidates, PEagleCandidates
-from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.runner import BlockRunner, PEagleRunner
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.comparison import SEED
-from tests.helpers.head_fixtures import Comparison, find_fixtures
-from tests.helpers.head_runs import Rounds
+from tests.helpers.head_fixtures import find_fixtures
 from tests.helpers.parallel import recording, reread
 from tests.helpers.policies import AfterPlainSteps
 
@@ -85,23 +82,6 @@ def test_parallel_ended_rows_leave_the_batch(name: str) -> None:
     ended = [row for row in range(3) if candidates.session.call.state.generated[row][-1] == ends["eos_token_id"]]
     assert ended and candidates.session.runner.cache.lengths
     assert len(candidates.session.runner.lengths) < 3
-
-
-@pytest.mark.parametrize("name", HEADS)
-@torch.no_grad()
-def test_parallel_reader_drafts_the_tokens_of_the_original(name: str) -> None:
-    """Both rounds of the fixture, through the runner that the strategy uses."""
-    fixture = HEADS[name]
-    bound = load_head(fixture.head_folder).bind(fixture.target)
-    rows = len(fixture.prompts)
-    runner: Any = (PEagleRunner if fixture.family == "parallel" else BlockRunner)(bound, rows)
-    rounds = Rounds(fixture, fixture.prompts, bound, Comparison(fixture))
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number)
-        expected = [fixture.get(f"{prompt}.round{number}.block.tokens").flatten() for prompt in fixture.prompts]
-        logits = runner.draft(features, [row.tolist() for row in tokens], [True] * rows, len(expected[0]))
-        for row, chain in enumerate(expected):
-            assert logits[row].argmax(-1).tolist() == chain.tolist()
 
 
 def test_parallel_long_prompt_is_read_in_chunks_of_equal_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,12 @@ from hf_specgen.heads import runner as runners
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.mtp import load_mtp
-from hf_specgen.heads.path_head import LayoutVotes, PathRunner
+from hf_specgen.heads.path_head import PathRunner
 from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.head_fixtures import Comparison, Fixture, features_of, find_fixtures
 from tests.helpers.head_runs import Rounds, captured_features
-from tests.helpers.head_sessions import LayeredMTP
+from tests.helpers.head_sessions import LayeredMTP, corrected
 
 FIXTURES = {
     fixture.folder.name: fixture for fixture in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
@@ -79,7 +79,7 @@ def test_path_runner_tree_has_the_logits_of_every_path(
         assert limited or greedy[:2].tolist() in [path for path, _ in paths]
         for path, logits in paths:
             previous = torch.tensor([[int(tokens[0][-1]), *path]])
-            expected = bound.to_target_vocabulary(head.correct(bound, blocks[-1][:1], previous).logits[0, -1])
+            expected = bound.to_target_vocabulary(corrected(bound, blocks[-1][:1], previous).logits[0, -1])
             kept = logits > -torch.inf
             if limited:
                 assert kept.sum() == min(runner.max_candidates, 10)
@@ -178,21 +178,6 @@ def recorded_drafts(monkeypatch: pytest.MonkeyPatch, of: Any) -> list[DraftTree]
     return drafts
 
 
-@pytest.mark.parametrize("name", [*HEADS, LAYERED.folder.name])
-def test_path_head_drafts_in_generate_what_the_original_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: a session that leaves out the correction, or runs another layer than that of the depth."""
-    fixture = FIXTURES[name]
-    drafts = recorded_drafts(monkeypatch, type(strategy(fixture)))
-    for prompt in fixture.prompts:
-        before = f"{prompt}.round1."
-        expected = fixture.get(f"{before}tokens" if fixture is LAYERED else f"{before}greedy.tokens")
-        text = fixture.get(f"{before}input_ids")
-        text = text[:, :-1] if fixture is LAYERED else text
-        fixture.target.generate(text, max_new_tokens=20, do_sample=False, candidate_generator=strategy(fixture, k=16))
-        assert next(draft for draft in drafts if draft.nodes).tokens.tolist() == expected.tolist()
-        drafts.clear()
-
-
 @pytest.mark.parametrize("tree", [None, 8])
 @pytest.mark.parametrize("name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", LAYERED.folder.name])
 def test_path_head_rejection_gives_q_of_every_node(
@@ -289,15 +274,6 @@ def test_layout_that_the_file_leaves_open_is_measured(first: int) -> None:
     for _ in range(2):
         assert_same_tokens(fixture.target, prompts(1), Recording(head, k=3), max_new_tokens=24)
         assert sessions[-1]._votes.first == first and sessions[-1]._votes.are_clear
-
-
-def test_layout_votes_follow_the_right_proposals() -> None:
-    votes = LayoutVotes(1)
-    votes.count([5, 6], 5)
-    assert votes.first == 0 and not votes.are_clear
-    for _ in range(5):
-        votes.count([5, 6], 6)
-    assert votes.copy().first == 1 and votes.copy().are_clear
 
 
 def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:

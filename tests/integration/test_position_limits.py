@@ -1,4 +1,4 @@
-"""At the end of a position table, behind it, and where rotary frequencies change: the tokens of plain `generate`."""
+"""Behind the end of a position table, and where rotary frequencies change; up to its end: `test_cases.py`."""
 
 from functools import partial
 from typing import Any
@@ -85,17 +85,6 @@ def test_draft_model_whose_table_ends_with_the_prompt_same_logits(architecture: 
     draft = sharp_model(architecture, 12)
     candidates = DraftModelCandidates(draft, k=3)
     assert_same_logits(sharp_model(architecture, 40), prompts(3, length=12), candidates, max_new_tokens=12)
-
-
-@pytest.mark.parametrize("batch", [1, 3, 5])
-@pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(20)), "pad_token_id": 0}], ids=["full", "eos"])
-@pytest.mark.parametrize("table", [24, 16])
-def test_draft_model_with_table_to_end_of_target_table_same_tokens(batch: int, ends: dict, table: int) -> None:
-    """Would catch: a draft behind the end of the target's table, or of the draft model's own shorter one."""
-    target, draft = tiny_model("gpt2", n_positions=24), tiny_model("gpt2", n_positions=table)
-    plain = target.generate(**prompts(batch), max_length=24, **ends)
-    candidates = DraftModelCandidates(draft, k=5)
-    assert torch.equal(plain, target.generate(**prompts(batch), max_length=24, **ends, candidate_generator=candidates))
 
 
 @pytest.mark.parametrize("max_length", [24, 25])

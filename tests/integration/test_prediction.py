@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates
-from hf_specgen.candidates.best_first import SearchLimits
 from hf_specgen.candidates.ngram import MatchOdds, RowText, outcomes
+from hf_specgen.candidates.tree_search import SearchLimits
 from hf_specgen.verification.result import accepted_path
 from tests.helpers import prompts, tiny_model
 

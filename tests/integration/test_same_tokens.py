@@ -1,6 +1,6 @@
 """The tokens of plain `generate`, whatever is proposed: every strategy by way of sampling, batch, end and depth.
 
-All architectures are in `tests/slow`; `tests/fuzz` draws from the same space at random.
+All architectures are in `tests/slow`; arguments of `generate`, by cases of `tests/fuzz`, in `test_cases.py`.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,13 @@ from tests.helpers import (
     SAMPLING,
     PrefixReader,
     RecordingStreamer,
-    RowWisePrefixReader,
     assert_same_tokens,
     fresh_model,
     prompts,
     tiny_model,
 )
-from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 from tests.helpers.comparison import answers, plain_output
+from tests.helpers.oracle import ORACLES
 from tests.helpers.policies import Irregular, padding
 from tests.helpers.strategies import ENCODER_DECODERS, FIXTURES, PARTLY_RIGHT, RANDOM_HEADS, STRATEGIES, make
 
@@ -146,51 +145,6 @@ def test_head_of_every_format_same_tokens(name: str, tree: int | None) -> None:
     assert assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=6).drafted > 0
 
 
-# Arguments of `generate`, with an oracle
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("oracle", ORACLES)
-@pytest.mark.parametrize(("sampling", "processors"), SAMPLING_AND_PROCESSORS)
-def test_generate_with_processors_same_tokens(batch: int, oracle: str, sampling: str, processors: str) -> None:
-    """Would catch: a processor that receives another prefix than in plain `generate`, noise of another step or row, a
-    stateful processor called for a rejected token, twice for a column, or out of order."""
-    arguments = {"max_new_tokens": 14, **FULL_SAMPLING[sampling], **PROCESSORS[processors]}
-    statistics = assert_same_tokens(tiny_model("llama"), prompts(batch), ORACLES[oracle], **arguments)
-    if processors != "minimum":  # there EOS may come before the first accepted or rejected token
-        assert_oracle_was_used(oracle, statistics)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"make_processors": lambda: LogitsProcessorList([RowWisePrefixReader()])},
-        {"sequence_bias": {(5,): 0.5, (6, 7): 2.0}},
-        {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": [4, 5], "pad_token_id": 0},
-        {"do_sample": True, "epsilon_cutoff": 0.005, "eta_cutoff": 0.005, "top_h": 0.6, "top_k": 0},
-    ],
-    ids=lambda arguments: next((key for key in arguments if key not in ("do_sample", "make_processors")), "row_wise"),
-)
-def test_generate_with_less_common_processors_same_tokens(batch: int, arguments: dict[str, Any]) -> None:
-    """Would catch: one of the processors that `generate` builds put into the wrong class; others: `test_cases.py`."""
-    assert_same_tokens(tiny_model("llama"), prompts(batch), ORACLES["sometimes"], max_new_tokens=14, **arguments)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_generate_with_strict_grammar_same_tokens(batch: int) -> None:
-    """Would catch: a grammar that receives a text that plain `generate` never passes to it; a trie raises then."""
-
-    def allowed(row: int, ids: Any) -> list[int]:
-        new = ids[12:].tolist()
-        return [(ids[0].item() + 7 * len(new) + row) % 90 + 1, 95] if 0 not in new else []
-
-    inputs = prompts(batch)
-    assert_same_tokens(
-        tiny_model("llama"), inputs, ORACLES["sometimes"], max_new_tokens=14, prefix_allowed_tokens_fn=allowed
-    )
-
-
 @pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.2}], ids=["score-only", "row-wise"])
 def test_generate_batch_of_rows_takes_different_numbers_of_steps(arguments: dict[str, Any]) -> None:
     """Would catch: a batch cut to its shortest accepted draft."""
@@ -198,14 +152,6 @@ def test_generate_batch_of_rows_takes_different_numbers_of_steps(arguments: dict
         tiny_model("llama"), prompts(3), ORACLES["sometimes"], max_new_tokens=40, **arguments
     )
     assert len({len(steps) for steps in statistics.rows}) > 1
-
-
-@pytest.mark.parametrize("architecture", ["llama4_text", "gemma4_text", "mistral"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_generate_window_smaller_than_text_same_tokens(architecture: str, batch: int) -> None:
-    """Would catch: a window counted in cache slots instead of positions (siblings of a tree share a position)."""
-    size = {"attention_chunk_size": 8} if architecture == "llama4_text" else {"sliding_window": 8}
-    assert_same_tokens(tiny_model(architecture, **size), prompts(batch), ORACLES["tree"], max_new_tokens=24)
 
 
 # Unusual inputs: prompts of one token, other integer types, positional arguments, lower precision

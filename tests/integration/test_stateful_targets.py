@@ -21,11 +21,10 @@ from hf_specgen import (
 )
 from hf_specgen.targets.replay import ReplayQueue
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
-from tests.helpers.cases import ORACLES
 from tests.helpers.comparison import END
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import SPEC, VOCAB, fresh_model, stateful_model
-from tests.helpers.oracle import Oracle
+from tests.helpers.oracle import ORACLES, Oracle
 from tests.helpers.policies import Irregular
 
 

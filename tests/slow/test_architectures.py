@@ -1,9 +1,5 @@
-"""The tokens of plain `generate` on every supported architecture.
+"""The tokens of plain `generate` on every supported architecture; `python -m tests.fuzz` draws all strategies there."""
 
-By default one compact case runs for each architecture; `--all-architectures` runs every strategy on each of them.
-"""
-
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +25,6 @@ from tests.helpers import (
     shared_draft,
     tiny_model,
 )
-from tests.helpers.cases import FULL_SAMPLING, ORACLES, PROCESSORS, SAMPLING_AND_PROCESSORS, assert_oracle_was_used
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import SPEC
 
@@ -71,37 +66,3 @@ def test_grouped_attention_keeps_the_tokens(
     assert torch.equal(plain, output.sequences)
     assert 0 < output.speculation.accepted < output.speculation.drafted
     assert bool(folded_calls) == (architecture not in {*SPEC["eager_only"], *UNGROUPED})
-
-
-def medusa(**shape: Any) -> Callable[[Any], Candidates]:
-    return lambda model: MedusaCandidates(random_heads(model, **shape), policy=FixedDepth())
-
-
-STRATEGIES: dict[str, Callable[[Any], Any]] = {
-    **{f"oracle, {name}": lambda model, oracle=oracle: oracle for name, oracle in ORACLES.items()},
-    "draft model": lambda model: DraftModelCandidates(shared_draft(model, noise=3.0), k=4),
-    "one layer": lambda model: LayerSkipCandidates(1, k=3),
-    "all layers but one": lambda model: LayerSkipCandidates(model.config.num_hidden_layers - 1, k=3),
-    "Medusa": medusa(reads_token=True),
-    "Hydra": medusa(num_layers=2, reads_token=True, reads_path=True),
-}
-
-
-@pytest.mark.all_architectures
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_strategy_every_architecture_same_tokens(architecture: str, strategy: str, batch: int) -> None:
-    """Would catch: a wrong mask, position, cache slot or state, a layer run twice or not at all, in any architecture.
-
-    Sampling and processors rotate with the architecture: together the cases contain all of them, with every strategy.
-    """
-    if "layer" in strategy and architecture not in DIVISIBLE:
-        return
-    model, case = tiny_model(architecture), 3 * ARCHITECTURES.index(architecture) + 2 * list(STRATEGIES).index(strategy)
-    sampling, processors = SAMPLING_AND_PROCESSORS[(case + batch) % len(SAMPLING_AND_PROCESSORS)]
-    arguments = {"max_new_tokens": 16, **FULL_SAMPLING[sampling], **PROCESSORS[processors]}
-    statistics = assert_same_tokens(model, prompts(batch), STRATEGIES[strategy](model), **arguments)
-    assert statistics.drafted > 0
-    if strategy.startswith("oracle") and processors != "minimum":  # there EOS may come before the first draft token
-        assert_oracle_was_used(strategy.removeprefix("oracle, "), statistics)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_specgen
-from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, judged
+from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, Difference, first_difference, judged
 from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import DEFAULT_PLAIN, choose
@@ -16,8 +16,7 @@ from benchmarks.harness.units import tuning_units
 from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.report import summary
 from benchmarks.workloads.domains import Domain
-from hf_specgen.evaluation.measure import Variant
-from hf_specgen.evaluation.workloads import Difference
+from hf_specgen.evaluation.measure import Sample, Variant
 from tests.helpers import tiny_model
 from tests.helpers.bench_run import SMALL
 
@@ -144,3 +143,14 @@ def test_projected_speedup_is_a_ratio_of_sums_beside_the_measured_one() -> None:
     assert row["speedup"] == pytest.approx(2.0) and row["projected speedup"] == pytest.approx(12 / 8)
     (unprojected,) = summary.speed([cell_of(seconds=[1.0], plain=[2.0])], "domain")
     assert "projected speedup" not in unprojected
+
+
+@pytest.mark.parametrize(
+    ("others", "found"), [([[5, 6, 7, 8], [5, 6, 7, 4]], (1, 3, 9, 4)), ([[5, 6], [5, 6]], (0, 2, 7, -1)), (None, None)]
+)
+def test_first_difference_is_the_earliest_position_of_any_row(others: Any, found: Any) -> None:
+    """Would catch: an output without the last tokens, reported as identical."""
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    plain, ours = (Sample(4, 1.0, one, None) for one in (ids, ids if others is None else torch.tensor(others)))
+    first = first_difference(tiny_model("llama"), plain, ours)
+    assert (first and (first.row, first.position, first.plain_token, first.our_token)) == found

@@ -85,20 +85,6 @@ def paths_down(nodes: int) -> st.SearchStrategy[list[int] | None]:
     return st.none() | paths
 
 
-def test_keep_accepted_moves_the_accepted_nodes() -> None:
-    """Would catch: nodes counted from the pending token, a row moved by another row's path. Slots before and after:
-
-    row 0: a P 0 1 2   path 1 2   ->  a P 1 2
-    row 1: P 0 1 2     path 2     ->  P 2
-    row 2: a b P 0 1 2 path []    ->  a b P
-    row 3: a P 0 1 2   None       ->  a
-    """
-    cache = filled([[1], [], [1, 2], [1]])
-    write(cache, [[10, 20, 21, 22]] * 4)
-    cache.keep_accepted((1, 0, 2, 1), [[1, 2], [2], [], None])
-    assert_holds(cache, [[1, 10, 21, 22], [10, 22], [1, 2, 10], [1]])
-
-
 def test_keep_accepted_of_chains_moves_nothing() -> None:
     """Would catch: a copy in every step of strategies that draft chains: their nodes are in place already."""
     cache = filled([[1], [1, 2]])
@@ -147,15 +133,17 @@ def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) ->
     assert layer.keys.shape[2] <= 2 * window + module.MAX_ROLLBACK + 3 * module.MIN_SPARE_SLOTS
 
 
-def test_ragged_layer_protected_length_can_be_returned_to() -> None:
-    """Would catch: a cache of the user that cannot be restored after an exception."""
-    layer = RaggedLayer(4)
-    layer.update(torch.arange(20.0).view(1, 1, 20, 1), torch.zeros(1, 1, 20, 1))
-    layer.protected = 20
-    for _ in range(800):
-        layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
-    assert layer.first <= 20 - 4 and layer.keys is not None
-    assert layer.keys[0, 0, 20 - layer.first - 4 : 20 - layer.first, 0].tolist() == [16.0, 17.0, 18.0, 19.0]
+@pytest.mark.parametrize("window", [None, 2])
+def test_shared_copy_leaves_what_the_original_holds(window: int | None) -> None:
+    """Would catch: a cache of the user that a failed call has changed, by a rollback, a move or a dropped slot."""
+    original = RaggedCache([window] * LAYERS)
+    write(original, [[1, 2, 3], [4, 5, 6]])
+    copied = original.shared_copy()
+    for number in range(700):
+        write(copied, [[number, -9, -8]] * 2)
+        copied.keep_accepted((3 + 2 * number,) * 2, [[1], [1]])
+    assert original.lengths == (3, 3) and copied.lengths == (1403, 1403)
+    assert_holds(original, [[1, 2, 3], [4, 5, 6]])
 
 
 def test_ragged_layer_unwritten_slots_are_finite() -> None:
@@ -179,6 +167,8 @@ def test_crop_drops_the_last_slots_of_every_row() -> None:
     assert_holds(cache, [[1], []])
     cache.crop(0)
     assert_holds(cache, [[1], []])
+    with pytest.raises(ValueError, match="as a negative number, got 1"):
+        cache.crop(1)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
 from hf_specgen.candidates.base import DraftCall, DraftSession
-from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch
+from hf_specgen.candidates.tree_search import SearchLimits, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from tests.helpers import assert_same_tokens, prompts, tiny_model

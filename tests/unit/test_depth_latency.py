@@ -151,3 +151,12 @@ def test_pass_is_padded_to_a_larger_size_only_where_that_is_faster() -> None:
     assert [curve(q) for q in (1, 2, 3, 7)] == [1.0, 1.6, 1.6, 1.6]
     increasing = CostCurve((1, 4, 16), (1.0, 1.2, 2.0), context=64, batch=1)
     assert [increasing.padded(q) for q in range(1, 20)] == list(range(1, 20))
+
+
+def test_shared_latency_is_the_part_of_one_row() -> None:
+    """Would catch: rows of `generate_many` that take their passes for free, or each for the whole."""
+    curve = CostCurve((1, 8, 64), (1.0, 1.6, 7.0), context=256, batch=1)
+    other = CostCurve((1, 64), (9.0, 9.0), context=256, batch=64)
+    shared = LatencyModel.from_curves(curve, other, draft_token=0.1).shared(4).at(1, 100)
+    assert [shared.target(q) for q in (1, 8)] == pytest.approx([curve(4) / 4, curve(32) / 4])
+    assert shared.drafter.draft([1]) == 0.1, "rows draft one after the other"

@@ -8,7 +8,6 @@ from hf_specgen.depth import (
     AdaptiveDepth,
     CostCurve,
     DisableWhen,
-    FixedDepth,
     LatencyModel,
     MovingWindow,
     Policy,
@@ -23,7 +22,11 @@ LATENCY = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256
     ("room", "depth"), [([9], 8), ([9] * 3, 4), ([9] * 5, 2), ([9] * 8, 0), ([9, 0, 0, 0, 0, 0, 0, 9, 9], 4)]
 )
 def test_schedule_by_batch_counts_rows_that_take_part(room: list[int], depth: int) -> None:
-    assert Schedule({1: 8, 3: 4, 5: 2, 8: 0}).start(depth_call(rows=len(room))).depths(room) == [depth] * len(room)
+    call = depth_call(rows=len(room))
+    schedule = Schedule({1: 8, 3: 4, 5: 2, 8: 0})
+    assert schedule.start(call).depths(room) == [depth] * len(room)
+    call.state.other_rows = 8
+    assert schedule.start(call).depths(room) == [0] * len(room), "rows of other calls in the same passes count"
 
 
 @pytest.mark.parametrize(("prompt", "depth"), [(10, 6), (38, 6), (39, 1), (500, 1)])
@@ -35,13 +38,6 @@ def test_moving_window_follows_the_acceptance_of_each_row() -> None:
     depths = run(MovingWindow(start=4).start(depth_call(rows=2)), 12, [99, 0])
     assert [row[0] for row in depths] == [min(16, 4 + step) for step in range(12)]
     assert [row[1] for row in depths] == [max(1, 4 - step) for step in range(12)]
-
-
-def test_moving_window_sessions_do_not_share_their_state() -> None:
-    policy = MovingWindow(start=4)
-    first, second = policy.start(depth_call()), policy.start(depth_call())
-    run(first, 12, [99])
-    assert second.depths([9]) == [4]
 
 
 @pytest.mark.parametrize(
@@ -66,28 +62,3 @@ def test_disabling_forwards_everything_of_the_policy_within() -> None:
     session, plain = DisableWhen(1.0, otherwise=policy).start(depth_call()), policy.start(depth_call())
     assert session.latency == plain.latency and session.latency is not None
     assert run(session, 12, [3]) == run(plain, 12, [3])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FixedDepth(-1), "k must be at least 0, got -1"),
-        (lambda: Schedule(), "needs by_batch or by_context"),
-        (lambda: Schedule({4: -1}), "got 4: -1"),
-        (lambda: MovingWindow(target=1.0), "between 0 and 1"),
-        (lambda: MovingWindow(window=0), "at least 1"),
-    ],
-)
-def test_bad_settings_raise(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    "policy", [FixedDepth(2), Schedule({1: 8}), MovingWindow(), DisableWhen(1.0), AdaptiveDepth(LATENCY)]
-)
-def test_policy_settings_do_not_change_in_a_call(policy: Policy) -> None:
-    """Settings are shared by calls and threads."""
-    before = repr(policy), dict(vars(policy))
-    run(policy.start(depth_call()), 12, [2])
-    assert (repr(policy), vars(policy)) == before

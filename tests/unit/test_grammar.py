@@ -12,6 +12,7 @@ from hf_specgen import DraftTree, NgramCandidates
 from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.grammar import GrammarSession, GrammarState
 from hf_specgen.verification import VerificationResult
+from tests.helpers import reference
 from tests.helpers.calls import make_call, make_state
 
 VOCAB = 8
@@ -56,7 +57,7 @@ def draft_under(table: Table, tree: DraftTree, size: Any, text: Sequence[int] = 
 
 
 def paths_of(tree: DraftTree) -> list[list[int]]:
-    return [tree.path(0, node) for node in range(len(tree.parents[0]))]
+    return [list(reference.path(tree, 0, node)) for node in range(len(tree.parents[0]))]
 
 
 def test_grammar_forced_tokens_are_drafted_with_probability_one() -> None:

@@ -74,74 +74,47 @@ def test_captured_commit_keeps_what_the_reference_keeps(seed: int, monkeypatch: 
     assert functions.is_captured
 
 
-def filled_cache(value: float) -> RaggedCache:
+def adopted(lasting: GraphBuffers, value: float) -> RaggedCache:
+    """A cache with six slots of this value, in lasting buffers."""
     cache = RaggedCache(max_slots=20)
     cache.update(torch.full((1, 2, 6, 4), value), torch.full((1, 2, 6, 4), -value), layer_idx=0)
+    for _ in range(2):  # the second time it has them already
+        assert lasting.adopt(cache) == CAPACITY_BLOCK
+    keys, values = cache.buffers()[0]
+    assert (keys[:, :, :6] == value).all() and (values[:, :, :6] == -value).all() and not keys[:, :, 6:].any()
     return cache
 
 
-def test_graph_buffers_are_used_again_by_the_next_call() -> None:
-    """Would catch: graphs that are captured anew in every call."""
+def address(cache: RaggedCache) -> int:
+    return cache.buffers()[0][0].data_ptr()
+
+
+def test_graph_buffers_serve_one_call_after_another_and_no_two_at_once() -> None:
+    """Would catch: graphs captured anew in every call, threads that write to one memory, a returned cache that the
+    next call overwrites, buffers of inference mode."""
     lasting = GraphBuffers()
-    first = filled_cache(1.0)
-    assert lasting.adopt(first) == CAPACITY_BLOCK
-    assert lasting.adopt(first) == CAPACITY_BLOCK  # has them already
-    address = first.buffers()[0][0].data_ptr()
+    with torch.inference_mode():
+        first = adopted(lasting, 1.0)
+    second, used = adopted(lasting, 2.0), address(first)
+    assert address(second) != used and (first.buffers()[0][0][:, :, :6] == 1).all()
     del first
     gc.collect()
-    second = filled_cache(2.0)
-    lasting.adopt(second)
-    keys, values = second.buffers()[0]
-    assert keys.data_ptr() == address
-    assert (keys[:, :, :6] == 2).all() and (values[:, :, :6] == -2).all() and not keys[:, :, 6:].any()
-
-
-def test_graph_buffers_of_two_calls_at_once_are_different() -> None:
-    """Would catch: two threads that write to one memory."""
-    lasting = GraphBuffers()
-    caches = filled_cache(1.0), filled_cache(2.0)
-    for cache in caches:
-        lasting.adopt(cache)
-    first, second = (cache.buffers()[0][0] for cache in caches)
-    assert first.data_ptr() != second.data_ptr()
-    assert (first[:, :, :6] == 1).all()
-
-
-def test_graph_buffers_released_cache_keeps_its_contents() -> None:
-    """Would catch: a cache, returned to the caller, that the next call overwrites."""
-    lasting = GraphBuffers()
-    cache = filled_cache(1.0)
-    lasting.adopt(cache)
-    address = cache.buffers()[0][0].data_ptr()
-    lasting.release(cache)
-    other = filled_cache(2.0)
-    lasting.adopt(other)
-    assert other.buffers()[0][0].data_ptr() == address
-    assert (cache.buffers()[0][0][:, :, :6] == 1).all()
+    third = adopted(lasting, 3.0)
+    assert address(third) == used
+    lasting.release(third)
+    assert address(adopted(lasting, 4.0)) == used and (third.buffers()[0][0][:, :, :6] == 3).all()
 
 
 def test_graph_buffers_that_an_eager_pass_outgrew_keep_what_it_wrote() -> None:
     """Would catch: keys and values of a long text between two drafts that are replaced by older ones."""
     cache, buffers = RaggedCache(), GraphBuffers()
-    first, later = (torch.randn(1, 2, length, 4) for length in (200, 90))
+    first, long, later = (torch.randn(1, 2, length, 4) for length in (200, 300, 90))
     cache.update(first, first, 0)
     assert buffers.adopt(cache) == 512
-    long = torch.randn(1, 2, 300, 4)
     cache.update(long, long, 0)
     cache.update(later, later, 0)
     buffers.adopt(cache)
     assert torch.equal(cache.buffers()[0][0][:, :, :590], torch.cat([first, long, later], dim=2))
-
-
-def test_graph_buffers_made_in_inference_mode_serve_later_calls() -> None:
-    buffers = GraphBuffers()
-    for context in (torch.inference_mode(), torch.no_grad()):
-        with context:
-            cache, states = RaggedCache(), torch.randn(1, 2, 20, 4)
-            cache.update(states, states, 0)
-            buffers.adopt(cache)
-            assert torch.equal(cache.buffers()[0][0][:, :, :20], states)
-            buffers.release(cache)
 
 
 @pytest.mark.parametrize("slots", [1, 300, 2000, 2049, 5000, 100_000])

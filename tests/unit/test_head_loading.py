@@ -30,7 +30,7 @@ from hf_specgen.heads.mtp import load_mtp
 from tests.helpers.head_fixtures import target_of
 from tests.helpers.head_sessions import LayeredMTP
 
-LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8)
+LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16, "num_aux_hidden_states": 3}
 HUGE = 10**9
 FIXTURES = Path(__file__).parents[1] / "assets" / "fixtures"
@@ -147,7 +147,7 @@ DAMAGE: list[tuple[Damage, str]] = [
     (config(rms_norm_eps="small"), "rms_norm_eps must be a positive number, got str 'small'"),
     (config(rms_norm_eps=float("nan")), "rms_norm_eps must be a positive number"),
     (config(rope_theta=-1), "rope_theta must be a positive number"),
-    (config(rope_scaling={"rope_type": "spiral"}), "unknown rope_type 'spiral'; known are default"),
+    (config(rope_scaling={"rope_type": "spiral"}), "the rotary parameters .*spiral.* cannot be used"),
     (config(rope_scaling={"rope_type": "llama3"}), "the rotary parameters .* cannot be used"),
     (config(rope_scaling=[1]), "rope_scaling must be an object"),
     (config(hidden_act="square"), "unknown activation 'square'"),

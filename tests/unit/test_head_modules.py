@@ -13,7 +13,10 @@ from hf_specgen.heads.head_file import configured_layers
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
 from tests.helpers.head_sessions import RaggedCache
 
-LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True)
+LAYER = LayerConfig(
+    hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True
+)
+BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 BLOCK: dict[str, Any] = {"block_size": 4, "mask_token_id": 1}
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "draft_vocab_size": 40, "target_hidden_size": 16}
 
@@ -73,7 +76,7 @@ def test_causal_mask_of_ragged_rows_follows_the_definition() -> None:
 def test_decoder_layer_computes_what_the_layer_of_llama_computes(rope: dict[str, Any]) -> None:
     from transformers import LlamaConfig
 
-    config = LayerConfig(16, 24, 4, 2, 8, qkv_bias=True, output_bias=True, mlp_bias=True, rope=rope)
+    config = LayerConfig(**{**LAYER.to_dict(), **BIASES, "qk_norm": False, "rope_parameters": rope})
     reference_config = LlamaConfig(
         hidden_size=16,
         intermediate_size=24,

@@ -23,9 +23,24 @@ from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.path_head import PathHead
 from tests.helpers.head_sessions import RaggedCache
 
-LAYER = LayerConfig(hidden_size=16, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=8, norm_eps=1e-5)
-QWEN3 = dataclasses.replace(LAYER, qk_norm=True)
-BIASED = dataclasses.replace(LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)
+LAYER_SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+}
+LAYER = LayerConfig(**LAYER_SIZES)
+
+
+def changed(**options: Any) -> LayerConfig:
+    """`LAYER` with other options."""
+    return LayerConfig(**LAYER_SIZES, **options)
+
+
+QWEN3 = changed(qk_norm=True)
+BIASED = changed(qkv_bias=True, output_bias=True, mlp_bias=True)
 SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16}
 EAGLE3: dict[str, Any] = SIZES | {"draft_vocab_size": 12, "num_aux_hidden_states": 3, "own_lm_head": True}
 BLOCK: dict[str, Any] = SIZES | {
@@ -48,7 +63,7 @@ EAGLE_HEADS = {
     "borrowed output matrix": EagleConfig(layer=LAYER, **(EAGLE3 | {"draft_vocab_size": 40, "own_lm_head": False})),
     "P-EAGLE": EagleConfig(layer=LAYER, **EAGLE3, mask_token_id=7, own_embeddings=True),
     "scaled positions": EagleConfig(
-        layer=dataclasses.replace(LAYER, rope={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}), **EAGLE3
+        layer=changed(rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}), **EAGLE3
     ),
 }
 EAGLE1 = EagleConfig(

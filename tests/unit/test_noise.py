@@ -119,14 +119,6 @@ def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
     assert NoiseBuffer(2, 2**30, CPU).capacity == noise.MIN_BUFFERED_STEPS == 16
 
 
-def test_check_multinomial_does_not_change_the_generator() -> None:
-    """Would catch: a check that changes the text of the first sampled call only (it is cached)."""
-    check_multinomial.cache_clear()
-    before = torch.get_rng_state()
-    check_multinomial(CPU)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("defect", ["other tokens", "more noise"])
 def test_check_multinomial_of_another_kind_raises(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
     """Would catch: a check that compares only the tokens or only the generator's state, or changes the generator."""
@@ -147,34 +139,21 @@ def test_check_multinomial_of_another_kind_raises(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# The argmax over a vocabulary is torch's, also where numpy computes it
+ARGMAX_SCORES: dict[str, torch.Tensor] = {
+    "ties": torch.randint(0, 9, (3, 2, 501), generator=torch.Generator().manual_seed(1)).float(),
+    "bfloat16": torch.randint(0, 9, (4, 64), generator=torch.Generator().manual_seed(1)).bfloat16(),
+    "nan": torch.tensor([[1.0, float("nan"), 9.0, float("nan")]]),
+    "infinite": torch.tensor([[-float("inf")] * 4]),
+    "zeros": torch.tensor([[-0.0, 0.0, -0.0]]),
+    "gradients": torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True),
+    "view": torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2))[:, 1::2, 3:30],
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 17, 501), (3, 2, 64), (4, 1)])
-def test_argmax_of_scores_with_ties_is_that_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Would catch: the last of equal maxima, another dimension."""
-    scores = torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert torch.equal(argmax(scores), scores.argmax(dim=-1))
-    assert argmax(scores).tolist() == scores.argmax(dim=-1).tolist()
-
-
-@pytest.mark.parametrize("values", [(1.0, float("nan"), 9.0, float("nan")), (-float("inf"),) * 4, (-0.0, 0.0, -0.0)])
-def test_argmax_of_special_values_is_that_of_torch(values: tuple[float, ...]) -> None:
-    scores = torch.tensor([values])
-    assert torch.equal(argmax(scores), scores.argmax(dim=-1))
-    assert argmax(scores).tolist() == scores.argmax(dim=-1).tolist()
-
-
-def test_argmax_of_scores_with_gradients_is_that_of_torch() -> None:
-    """Would catch: numpy asked for a tensor that autograd tracks, which raises."""
-    scores = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True)
-    assert argmax(scores).tolist() == [1]
-
-
-def test_argmax_of_a_view_reads_the_view_only() -> None:
-    """Would catch: the memory of a slice read as if it were contiguous."""
-    scores = torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2))[:, 1::2, 3:30]
+@pytest.mark.parametrize("name", ARGMAX_SCORES)
+def test_argmax_is_that_of_torch(name: str) -> None:
+    """Would catch: the last of equal maxima, memory of a slice read as if it were contiguous, tracked tensors."""
+    scores = ARGMAX_SCORES[name]
     assert torch.equal(argmax(scores), scores.argmax(dim=-1))
 
 

@@ -1,7 +1,6 @@
 """Token Recycling: the table, the trees grown from it, and what a session reads from the target."""
 
-from pathlib import Path
-from threading import Thread
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,15 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
-from hf_specgen import RecyclingCandidates, RecyclingTable
+from hf_specgen import RecyclingCandidates
 from hf_specgen.candidates.acceptance import EDGES, RANKS
-from hf_specgen.candidates.best_first import SearchLimits
-from hf_specgen.candidates.recycling import SUCCESSORS, recycled_tree
+from hf_specgen.candidates.recycling import SUCCESSORS, RecyclingTable
+from hf_specgen.candidates.tree_search import SearchLimits
+from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification.top_tokens import TopTokens, topk
+from hf_specgen.verification.top_tokens import TopTokens
 from tests.helpers import assert_same_tokens, prompts, tiny_model
+from tests.helpers.calls import make_call, make_state
 
 thorough = settings(max_examples=60, deadline=None, derandomize=True)
 BINS = len(EDGES) + 1
@@ -31,12 +31,13 @@ def top_tokens(rows: dict[int, list[int]]) -> TopTokens:
 
 
 def random_table(seed: int, vocab_size: int = 12) -> RecyclingTable:
-    """A table that knows the successors of two thirds of its tokens."""
+    """A table that knows the successors of two thirds of its tokens, few of some of them."""
     generator, table = np.random.default_rng(seed), RecyclingTable(vocab_size)
     known = generator.permutation(vocab_size)[: 2 * vocab_size // 3]
     successors = np.array([generator.permutation(vocab_size)[:SUCCESSORS] for _ in known])
     probabilities = -np.sort(-generator.dirichlet(np.ones(SUCCESSORS), len(known)), axis=1)
     table.update(TopTokens(known, successors, probabilities))
+    table.update(TopTokens(known[:2], successors[:2, :3], probabilities[:2, :3]))
     return table
 
 
@@ -57,14 +58,6 @@ def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
         assert np.allclose(probabilities, expected.softmax(dim=-1).numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("vocab", [9, 512, 576, 1000, 8192])
-def test_topk_by_groups_agrees_with_topk(vocab: int) -> None:
-    """Would catch: a column beyond the last whole group left out, or a group whose maximum is among the largest."""
-    values = torch.randn(50, vocab, generator=torch.Generator().manual_seed(vocab))
-    best, columns = topk(values, 8)
-    assert torch.equal(best, values.topk(8).values) and torch.equal(values.gather(1, columns), best)
-
-
 def test_generate_updates_the_table_with_what_plain_generate_expects() -> None:
     """Would catch: successors entered under another token, such as the one that follows."""
     model, inputs = tiny_model("llama"), prompts(1)
@@ -72,13 +65,13 @@ def test_generate_updates_the_table_with_what_plain_generate_expects() -> None:
     ids = model.generate(**inputs, max_new_tokens=12, candidate_generator=candidates)
     logits = model(ids).logits[0, 11:-1]
     read = ids[0, 11:-1].tolist()
-    last = {token: place for place, token in enumerate(read)}
+    last, table = {token: place for place, token in enumerate(read)}, memory.recall(model, "recycling", lambda: None)
     for token, place in last.items():
-        row = candidates.table(model).row(token)[0]
+        row = table.row(token)[0]
         assert row, "a token that was read has no successors"
         if read.count(token) == 1:  # rejected nodes may have overwritten it only if they hold the same token
             expected = logits[place].topk(SUCCESSORS).indices.tolist()
-            assert row == expected or token in candidates.table(model).row(read[place - 1])[0]
+            assert row == expected or token in table.row(read[place - 1])[0]
 
 
 # The table
@@ -89,67 +82,6 @@ def test_update_of_a_token_read_twice_keeps_the_last() -> None:
     table.update(top_tokens({3: [7, 8]}))
     table.update(TopTokens(np.array([3, 3]), np.array([[1, 2], [4, 5]]), np.full((2, 2), 0.3)))
     assert table.row(3)[0] == [4, 5]
-
-
-def test_draft_from_few_successors_has_tokens_of_the_vocabulary(tmp_path: Path) -> None:
-    """Would catch: empty places of a token with fewer successors than others, drafted as token -1."""
-    table = random_table(1)
-    table.update(TopTokens(np.arange(12), np.array([[1, 2]] * 12), np.full((12, 2), 0.3)))
-    table.save(tmp_path / "table.safetensors")
-    for one in (table, RecyclingTable.load(tmp_path / "table.safetensors")):
-        assert set(recycled_tree(one, 3, np.full((SUCCESSORS, BINS), 0.5).tolist(), 3, SearchLimits(40)).tokens) == {
-            1,
-            2,
-        }
-
-
-@pytest.mark.parametrize("vocab_size", [0, -3, 2**40])
-def test_table_of_an_impossible_vocabulary_raises(vocab_size: int) -> None:
-    with pytest.raises(ValueError, match="vocab_size must be 1 to"):
-        RecyclingTable(vocab_size)
-
-
-def test_load_of_a_saved_table_is_equal(tmp_path: Path) -> None:
-    table = random_table(1)
-    table.save(tmp_path / "table.safetensors")
-    loaded = RecyclingTable.load(tmp_path / "table.safetensors")
-    assert [loaded.row(token) for token in range(12)] == [table.row(token) for token in range(12)]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"successors": np.zeros((4, 3), dtype=np.int32)},
-        {"successors": np.full((4, SUCCESSORS), 4, dtype=np.int32)},
-        {"successors": np.array([[0, *[-1] * (SUCCESSORS - 2), 1]] * 4, dtype=np.int32)},
-        {"bins": np.full((4, SUCCESSORS), BINS, dtype=np.uint8)},
-        {"bins": np.zeros((4, SUCCESSORS), dtype=np.float32)},
-    ],
-    ids=["shape", "token outside the vocabulary", "missing successors", "bin", "type"],
-)
-def test_load_of_a_manipulated_table_raises(tmp_path: Path, change: dict[str, Any]) -> None:
-    """Would catch: a token that the target's embedding does not have."""
-    arrays = {"successors": np.zeros((4, SUCCESSORS), np.int32), "bins": np.zeros((4, SUCCESSORS), np.uint8), **change}
-    save_file(arrays, tmp_path / "x", metadata={"format": RecyclingTable.FORMAT})
-    with pytest.raises(ValueError, match="is no table of Token Recycling"):
-        RecyclingTable.load(tmp_path / "x")
-
-
-def test_table_shared_by_threads_has_whole_rows() -> None:
-    """Would catch: a row read while another thread writes it: half of its tokens from either."""
-    table, torn = RecyclingTable(50), []
-
-    def use(first: int) -> None:
-        for _ in range(300):
-            table.update(TopTokens(np.arange(50), np.full((50, SUCCESSORS), first), np.full((50, SUCCESSORS), 0.1)))
-            torn.extend(token for token in range(50) if len(set(table.row(token)[0])) != 1)
-
-    threads = [Thread(target=use, args=(first,)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not torn
 
 
 # Trees
@@ -170,12 +102,15 @@ def enumerate_nodes(
 
 @thorough
 @given(st.integers(0, 100), st.integers(0, 3), st.integers(0, 40))
-def test_recycled_tree_agrees_with_the_reference(seed: int, depth: int, count: int) -> None:
-    """Would catch: a node that is not among the most probable, a sibling lost, a wrong probability."""
-    table = random_table(seed)
+def test_search_agrees_with_the_reference(seed: int, depth: int, count: int) -> None:
+    """Would catch: a node that is not among the most probable, a sibling lost, empty places drafted as token -1."""
+    call = replace(make_call(make_state([[1, 3]])), model=tiny_model("llama"))
+    session: Any = RecyclingCandidates().start(call)
+    session._table = table = random_table(seed)
     # Acceptance falls with the rank and rises with the bin, so that siblings come in the order of their probability.
     acceptance = (np.linspace(0.05, 0.9, BINS) * np.array([[1.0], [0.8], [0.6], [0.5]])).tolist()
-    tree = recycled_tree(table, 3, acceptance, depth, SearchLimits(count))
+    session._acceptance = acceptance
+    tree = session.search(0, depth, SearchLimits(count))
     expected = enumerate_nodes(table, 3, acceptance, depth)
     paths: list[tuple[int, ...]] = []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
@@ -204,19 +139,6 @@ def test_recycling_without_memory_drafts_alike_in_equal_calls() -> None:
         model.generate(**prompts(1), max_new_tokens=30, candidate_generator=candidates, memory=False)
         accepted.append(candidates.speculation.accepted)
     assert accepted[0] == accepted[1]
-
-
-def test_recycling_keeps_a_table_for_each_target() -> None:
-    candidates = RecyclingCandidates()
-    first, second = tiny_model("llama"), tiny_model("llama", vocab_size=120)
-    assert candidates.table(first) is candidates.table(first) is not candidates.table(second)
-    assert candidates.table(second).vocab_size == 120
-
-
-def test_recycling_with_the_table_of_another_vocabulary_raises() -> None:
-    candidates = RecyclingCandidates(table=RecyclingTable(7))
-    with pytest.raises(ValueError, match="the table is for a vocabulary of 7 tokens, the target has"):
-        tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
 
 
 def test_recycling_rejection_sampling_does_not_depend_on_earlier_calls() -> None:

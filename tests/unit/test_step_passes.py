@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from hf_specgen import (
     Candidates,
@@ -16,18 +15,8 @@ from hf_specgen import (
     NgramCandidates,
 )
 from hf_specgen.counters import Statistics
-from hf_specgen.targets.inputs import step_tokens
 from tests.helpers import prompts, tiny_model
 from tests.helpers.policies import AfterPlainSteps
-
-
-@pytest.mark.parametrize("is_tensor", [False, True])
-@pytest.mark.parametrize("rows", [[[7, 8, 9], [5]], [[], []]])
-def test_step_tokens_are_the_pending_tokens_and_the_draft(rows: list[list[int]], is_tensor: bool) -> None:
-    """Would catch: a pending token of another row, or another type than that of token ids."""
-    tree, pending = DraftTree.chains(rows), torch.tensor([3, 4])
-    tokens = step_tokens(tree, pending if is_tensor else pending.tolist(), torch.device("cpu"))
-    assert torch.equal(tokens, torch.cat([pending[:, None], tree.tokens], dim=1)) and tokens.dtype == torch.long
 
 
 def counted(module: Any, call: Callable[[], Any]) -> list[int]:

@@ -8,13 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.head_sessions import best_combinations
-from hf_specgen.candidates.tree_search import LEVELS_PER_READ, TreeSize, draft_rows
+from hf_specgen.candidates.tree_search import (
+    LEVELS_PER_READ,
+    SearchLimits,
+    SearchTree,
+    TreeSize,
+    best_first,
+    draft_rows,
+)
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.tree import DraftTree
+from tests.helpers import reference
 from tests.helpers.calls import make_call, make_state
 
 probabilities = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3)
@@ -116,31 +123,31 @@ def test_growth_agrees_with_the_reference(seed: int, rows: int, width: int, size
         nodes = width if level else 1
         if level:
             tree = growth.expand(width)
-            for row, reference in enumerate(references):
-                opened = reference.open()[:width]
-                reference.frontier = opened
-                reference.expanded += opened
-                paths = [tuple(tree.path(row, node)) for node in range(tree.nodes - width, tree.nodes)]
-                assert paths[: len(opened)] == [reference.path(index) for index in opened]
+            for row, slow in enumerate(references):
+                opened = slow.open()[:width]
+                slow.frontier = opened
+                slow.expanded += opened
+                paths = [reference.path(tree, row, node) for node in range(tree.nodes - width, tree.nodes)]
+                assert paths[: len(opened)] == [slow.path(index) for index in opened]
         tokens = torch.tensor([[[next(unique) for _ in range(4)] for _ in range(nodes)] for _ in range(rows)])
         acceptance = acceptance_of(random, rows, nodes, 4)
         growth.add(tokens, acceptance.log(), torch.zeros_like(tokens))
-        for row, reference in enumerate(references):
-            used = len(reference.frontier)
-            reference.add(tokens[row].tolist()[:used], acceptance[row].tolist()[:used])
+        for row, slow in enumerate(references):
+            used = len(slow.frontier)
+            slow.add(tokens[row].tolist()[:used], acceptance[row].tolist()[:used])
     tree, _ = growth.best(max(size, growth.expanded if expanded_first else 0), expanded_first)
     _check_structure(tree)
-    for row, reference in enumerate(references):
-        chosen = {tuple(tree.path(row, node)) for node, p in enumerate(tree.probability[row]) if p > 1e-20}
+    for row, slow in enumerate(references):
+        chosen = {reference.path(tree, row, node) for node, p in enumerate(tree.probability[row]) if p > 1e-20}
         if not expanded_first:
-            assert chosen == reference.best(size)
+            assert chosen == slow.best(size)
         else:
-            assert chosen >= {reference.path(index) for index in reference.expanded}
+            assert chosen >= {slow.path(index) for index in slow.expanded}
             assert all(len(path) <= limits[row] for path in chosen)
-        known = {reference.path(index): candidate[3] for index, candidate in enumerate(reference.candidates)}
+        known = {slow.path(index): candidate[3] for index, candidate in enumerate(slow.candidates)}
         for node, p in enumerate(tree.probability[row]):
             if p > 1e-20:
-                assert p == pytest.approx(known[tuple(tree.path(row, node))], rel=1e-4)
+                assert p == pytest.approx(known[reference.path(tree, row, node)], rel=1e-4)
 
 
 def _check_structure(tree: GrownTree) -> None:
