@@ -123,6 +123,7 @@ class HeadDrafter(Drafter):
             "speculative_tokens": self.args.depth,
             "base_model": self.args.target,
             "num_target_layers": layers,
+            "trained_length": self.args.max_length,
         }
 
     def bound(self) -> BoundHead:

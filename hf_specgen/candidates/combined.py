@@ -33,8 +33,10 @@ from hf_specgen.verification.result import VerificationResult, result_for, verif
 ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
 0.3 to 0.8 tokens, below 1.4 to 3.9."""
-UNPROPOSED = 0.15
-"""Factor of the acceptance of a copied token that the network does not propose after the same path."""
+
+
+UNPROPOSED = 0.03
+"""Factor of the acceptance of a copied token that a network does not propose after the same path."""
 
 
 class CombinedCandidates(Candidates):
@@ -136,7 +138,7 @@ class _CombinedSession(DraftSession):
             for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
                 recycled = tree.tags[node].recycled
                 if self._recycling is not None and recycled is not None:
-                    self._recycling.count(recycled[0], accepted, weight=recycled[1])
+                    self._recycling.count(recycled, accepted)
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
             session.observe(result_for(result, draft))
 
@@ -154,7 +156,7 @@ class _CombinedSession(DraftSession):
             draft = self._draft_member(session, k if drafts else 0, max_depths, is_prefill)
             self.passes += _passes(session, draft)
             if draft.nodes and not self._merges:
-                self._trees, tree = [], draft
+                self._trees, tree, drafts = [], draft, False
         if self._merges and any(draft.nodes for draft in self._drafts[self._first_network :]):
             tree = self._search(max_depths, is_prefill, self.passes)
         return tree
@@ -176,13 +178,13 @@ class _CombinedSession(DraftSession):
 
 
 class _Origin(NamedTuple):
-    """Where a token comes from: the node of each draft that it stands for, None where a draft does not have it; and for
-    one of `RecyclingSession.candidate_tokens` its key, and the probability that copied text leaves to these tokens.
+    """Where a token comes from: its node in each member's draft, None where that does not have it; and what Token
+    Recycling knows of it.
     """
 
     token: int
     nodes: tuple[int | None, ...]
-    recycled: tuple[RecycledNode, float] | None = None
+    recycled: RecycledNode | None = None
 
 
 class _RowSearch:
@@ -203,32 +205,31 @@ class _RowSearch:
     def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
 
-        Estimates of several members are combined as if they were independent. A network has processed the text that the
-        others copy from, so what it does not propose is less likely.
+        Estimates of several members are combined as if they were independent. Where a network drafted, which has
+        processed the text that others copy from, other tokens are improbable.
         """
-        proposals: dict[int, tuple[float, list[int | None]]] = {}
-        by_network: set[int] = set()
-        for number, parent in enumerate(origin.nodes):
-            for child, token, acceptance in () if parent is None else self._children[number].get(parent, ()):
-                before, nodes = proposals.get(token, (0.0, [None] * len(origin.nodes)))
-                nodes[number] = child
-                proposals[token] = 1 - (1 - before) * (1 - acceptance), nodes
-                if number >= self._first_network:
-                    by_network.add(token)
-        has_network = bool(by_network)
-        for token in proposals.keys() - by_network if has_network else ():
-            proposals[token] = UNPROPOSED * proposals[token][0], proposals[token][1]
-        total = sum(value for value, _ in proposals.values())
-        scale, rest, recycled = 1 / max(1.0, total), max(0.0, 1 - total), []
-        if self._recycling is not None and not has_network and rest:
-            nowhere = (None,) * len(origin.nodes)
-            for token, acceptance, key in self._recycling.candidate_tokens(origin.token):
-                if token in proposals:
-                    proposals[token] = proposals[token][0] + rest * acceptance, proposals[token][1]
-                else:
-                    recycled.append((token, rest * acceptance, _Origin(token, nowhere, (key, rest))))
-        copied = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
-        return sorted(copied + recycled, key=lambda child: -child[1])
+        nowhere = (None,) * len(origin.nodes)
+        members = [
+            [] if parent is None else children.get(parent, [])
+            for parent, children in zip(origin.nodes, self._children, strict=False)
+        ]
+        drawn = {token for children in members[self._first_network :] for _, token, _ in children}
+        found: dict[int, tuple[float, _Origin]] = {}
+        for number, proposed in enumerate(members):
+            for child, token, acceptance in proposed:
+                before, one = found.get(token, (0.0, _Origin(token, nowhere)))
+                nodes = (*one.nodes[:number], child, *one.nodes[number + 1 :])
+                found[token] = 1 - (1 - before) * (1 - acceptance), _Origin(token, nodes)
+        if self._recycling is not None and not drawn:
+            for token, acceptance, recycled in self._recycling.candidate_tokens(origin.token):
+                before, one = found.get(token, (0.0, _Origin(token, nowhere)))
+                found[token] = 1 - (1 - before) * (1 - acceptance), one._replace(recycled=recycled)
+        values = {
+            token: value if not drawn or token in drawn else UNPROPOSED * value for token, (value, _) in found.items()
+        }
+        scale = 1 / max(1.0, sum(values.values()))
+        ranked = [(token, scale * value, found[token][1]) for token, value in values.items()]
+        return sorted(ranked, key=lambda child: -child[1])
 
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:

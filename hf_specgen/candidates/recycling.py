@@ -142,10 +142,10 @@ class RecyclingSession(SearchSession[Node]):
         nodes = list(zip(tokens, RANK_OF, bins, strict=False))
         return [(node[0], self._acceptance[node[1]][node[2]], node) for node in nodes]
 
-    def count(self, node: Node, accepted: bool, weight: float = 1.0) -> None:
-        """Count the outcome of one of `candidate_tokens`, to which others left so much probability."""
+    def count(self, node: Node, accepted: bool) -> None:
+        """Count the outcome of one of `candidate_tokens`."""
         _, rank, place = node
-        self._calibration.observe(np.array([rank]), CENTERS[[place]], np.array([accepted]), weight)
+        self._calibration.observe(np.array([rank]), CENTERS[[place]], np.array([accepted]))
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""

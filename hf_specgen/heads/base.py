@@ -35,6 +35,7 @@ class HeadConfig:
     base_model: str | None = None  # the target that it was trained for
     target_type: str | None = None  # its `model_type`
     num_target_layers: int | None = None
+    trained_length: int | None = None  # tokens of the longest texts that it was trained on
     mask_token_id: int | None = None  # input at the positions that are predicted in parallel
 
     def __post_init__(self) -> None:

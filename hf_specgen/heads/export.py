@@ -99,7 +99,9 @@ def _write(
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    return write_checkpoint(folder, config | {"dtype": dtype}, "model.safetensors", tensors)
+    length = head.config.trained_length
+    config |= {"dtype": dtype} | ({"trained_length": length} if length else {})
+    return write_checkpoint(folder, config, "model.safetensors", tensors)
 
 
 def _refuse(unsupported: Mapping[str, bool], what: str) -> None:

@@ -105,6 +105,7 @@ class HeadFile:
             "own_embeddings": "embed_tokens.weight" in self.tensors,
             "own_lm_head": "lm_head.weight" in self.tensors,
             "speculative_tokens": self.speculative_tokens(),
+            "trained_length": fields.optional_integer("trained_length", 1),
             "base_model": verifier.text("name_or_path") if verifier.get("name_or_path") else None,
         }
 

@@ -38,7 +38,7 @@ class LayeredRunner(HeadRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.extend`."""
+        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         kept = self._drop(needed)
         states = [
             torch.cat([self._features[place], new.to(self._like)])

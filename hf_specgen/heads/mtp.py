@@ -18,7 +18,6 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -180,13 +179,7 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
 def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
     layers = _parts(checkpoint, first)
     blocks = _blocks(decoder, checkpoint, layers)
-    link_of = cache(partial(_link, decoder, checkpoint))  # layers may share them
-    mtp_layers = []
-    for parts, block in zip(layers, blocks.layers, strict=True):
-        missing = [link for link in LINKS if f"{link}.weight" not in parts]
-        if missing:
-            raise ValueError(f"the MTP layer has no {missing[0]}.weight")
-        mtp_layers.append(MTPLayer({link: link_of(link, parts[f"{link}.weight"]) for link in LINKS}, block))
+    links = _links(decoder, checkpoint, layers)
     config = decoder.config
     head_config = MTPConfig(
         hidden_size=config.hidden_size,
@@ -197,6 +190,7 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
         num_target_layers=first,
         num_layers=len(layers),
     )
+    mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
     head = MTPHead(
         head_config, mtp_layers, blocks.rotary_emb, compat.attention_implementation(blocks.config) == "eager"
     )
@@ -204,18 +198,24 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
     return head.to(device=like.device).eval().requires_grad_(False)
 
 
-def _link(decoder: Any, checkpoint: Checkpoint, link: str, name: str) -> nn.Module:
-    """A norm of the target's kind, or the projection, with the checkpoint's weight."""
-    hidden = decoder.config.hidden_size
-    shape = (hidden, 2 * hidden) if link == "eh_proj" else (hidden,)
-    info = checkpoint.tensors[name]
-    if info.shape != shape or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-        raise ValueError(f"tensor {name} has shape {info.shape} and dtype {info.dtype}, but this target needs {shape}")
-    with torch.device("meta"):
-        module = nn.Linear(2 * hidden, hidden, bias=False) if link == "eh_proj" else copy.deepcopy(decoder.norm)
-    weight = checkpoint.read([name])[name].to(decoder.norm.weight.dtype)
-    module.load_state_dict({"weight": weight}, assign=True)
-    return module
+def _links(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) -> list[dict[str, nn.Module]]:
+    """The norms, of the target's kind, and the projection of each layer, which layers may share."""
+    hidden, modules = decoder.config.hidden_size, dict[str, nn.Module]()
+    for link, name in sorted({(link, parts.get(f"{link}.weight", "")) for parts in layers for link in LINKS}):
+        if not name:
+            raise ValueError(f"the MTP layer has no {link}.weight")
+        shape = (hidden, 2 * hidden) if link == "eh_proj" else (hidden,)
+        info = checkpoint.tensors[name]
+        if info.shape != shape or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+            raise ValueError(
+                f"tensor {name} has shape {info.shape} and dtype {info.dtype}, but this target needs {shape}"
+            )
+        with torch.device("meta"):
+            module = nn.Linear(2 * hidden, hidden, bias=False) if link == "eh_proj" else copy.deepcopy(decoder.norm)
+        weight = checkpoint.read([name])[name].to(decoder.norm.weight.dtype)
+        module.load_state_dict({"weight": weight}, assign=True)
+        modules[name] = module
+    return [{link: modules[parts[f"{link}.weight"]] for link in LINKS} for parts in layers]
 
 
 def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) -> Any:

@@ -41,20 +41,6 @@ class Step(NamedTuple):
     state: torch.Tensor
 
 
-class Corrected(NamedTuple):
-    """Logits along given paths.
-
-    Args:
-        base: `[paths, positions, draft_vocab]` without the correction.
-        logits: of the same shape, corrected.
-        confidence: `[paths, positions]` logits of the confidence head; None for heads without one.
-    """
-
-    base: torch.Tensor
-    logits: torch.Tensor
-    confidence: torch.Tensor | None
-
-
 class PathHead(BlockHead):
     """Base class of block heads with a correction."""
 
@@ -96,30 +82,6 @@ class PathHead(BlockHead):
     def confidence_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
         """`[...]` logits of the probability that the token proposed at a position is accepted; arguments as `step`."""
         return None
-
-    def correct(self, bound: BoundHead, hidden: torch.Tensor, tokens: torch.Tensor) -> Corrected:
-        """Logits along given paths (teacher forcing), with gradients.
-
-        Args:
-            bound: this head on its target.
-            hidden: `[paths, block, hidden]` outputs of the whole block.
-            tokens: `[paths, length]` the anchor and the tokens after it, as the target's ids; the i-th is the token
-                before what the i-th proposing position predicts.
-        """
-        first, keys = self.config.first_proposing_position, self.keys()
-        state = self.first_state(hidden, tokens[:, 0], bound.embed)
-        proposing = hidden[:, first : first + tokens.shape[1]]
-        queries = []
-        for depth in range(proposing.shape[1]):
-            query, state = self.step(proposing[:, depth], tokens[:, depth], state, depth, bound.embed)
-            queries.append(query)
-        base = bound.logits(proposing)
-        logits = base + torch.stack(queries, dim=1) @ keys.T
-        if self.max_candidates is not None:
-            kept = base.topk(min(self.max_candidates, base.shape[-1]), dim=-1).indices
-            logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
-        confidence = self.confidence_logits(proposing, tokens[:, : proposing.shape[1]])
-        return Corrected(base, logits, confidence)
 
 
 class LayoutVotes:
@@ -181,7 +143,7 @@ class PathRunner(BlockRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.extend`."""
+        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         self._drop(needed)
         tokens, anchors = self._gather(next_tokens), self._anchors(self._gather(next_tokens))
         states = [row.to(self._like) for row in self._gather(features)]

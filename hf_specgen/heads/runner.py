@@ -95,24 +95,14 @@ class EagleRunner(HeadRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        """`[batch, vocab]` logits of the first draft token; arguments as for `extend`."""
-        return self.bound.target_logits(self.extend(features, next_tokens, needed).output)[:, 0]
+        """`[batch, vocab]` logits of the first draft token after new accepted positions.
 
-    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `extend`."""
-        return self.bound.target_logits(self.expand(tree, new).output)
-
-    def extend(
-        self,
-        features: Sequence[torch.Tensor],
-        next_tokens: Sequence[Sequence[int]],
-        needed: Sequence[bool] | None = None,
-    ) -> HeadOutput:
-        """Run the head on new accepted positions: by row `[new, layers * target_hidden]`, and the next tokens.
-
-        Returns the output at the last position. Rows that are not needed are dropped, unless passes are captured.
+        Args:
+            features: of each row `[new, layers * target_hidden]`.
+            next_tokens: of each row the tokens after these positions.
+            needed: rows that are not needed any more are dropped, unless passes are captured.
         """
-        if needed is not None and self._graphs is None:  # another number of rows would be captured anew
+        if self._graphs is None:  # another number of rows would be captured anew
             kept = self._drop(needed)
             if hasattr(self, "last") and len(kept) < len(self.last.output):
                 self.last = HeadOutput(*(part[kept] for part in self.last))
@@ -128,7 +118,7 @@ class EagleRunner(HeadRunner):
             self._commit([part.stop - part.start for part in parts])
         self._keep_last(output, [part.stop - part.start for part in parts])
         self._hidden = self.last.hidden
-        return HeadOutput(*map(self._scatter, self.last))
+        return self._scatter(self.bound.target_logits(self.last.output)[:, 0])
 
     def _run(self, inputs: HeadInputs) -> HeadOutput:
         """One pass of the head, which appends to the cache; as a graph if it is short."""
@@ -164,8 +154,8 @@ class EagleRunner(HeadRunner):
             last = [torch.where(is_new, now, before) for now, before in zip(last, self.last, strict=True)]
         self.last = HeadOutput(*last)
 
-    def expand(self, tree: GrownTree, new: int) -> HeadOutput:
-        """The output `[batch, new, hidden]` at the last `new` nodes of a tree with all nodes since `extend`."""
+    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
         first, (depths, ancestors) = tree.nodes - new, tree.structure()
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
@@ -175,7 +165,7 @@ class EagleRunner(HeadRunner):
         positions, mask = depths[:, 1 + first :] + layout.starts, masks.full_mask(layout)[:, :, 1 + first :]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
-        return HeadOutput(*map(self._scatter, output))
+        return self._scatter(self.bound.target_logits(output.output))
 
 
 class ParallelRunner(HeadRunner):
@@ -184,7 +174,7 @@ class ParallelRunner(HeadRunner):
     def draft(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool], depth: int
     ) -> torch.Tensor:
-        """Process new accepted positions as `EagleRunner.extend`, and draft after them: `[batch, depth, vocab]`."""
+        """Process new accepted positions, as `EagleRunner.first_logits`, and draft: `[batch, depth, vocab]`."""
         self._drop(needed)
         states = [row.to(self._like) for row in self._gather(features)]
         output = self._outputs(states, [list(row) for row in self._gather(next_tokens)], depth)

@@ -6,7 +6,7 @@ import torch
 
 from hf_specgen.heads.head_formats import load_head
 from tests.helpers.head_fixtures import Comparison, Fixture, features_of
-from tests.helpers.head_sessions import Autoregressive, Block, Parallel
+from tests.helpers.head_sessions import Autoregressive, Block, Parallel, corrected
 
 Rows = list[torch.Tensor]
 
@@ -166,7 +166,7 @@ def check_path(rounds: Rounds, number: int, row: int, part: str, block: torch.Te
     bound, prefix = rounds.bound, f"{rounds.prompts[row]}.round{number}."
     head, path = bound.head, rounds.fixture.get(f"{prefix}{part}.tokens")
     previous = torch.cat((rounds.fixture.get(f"{prefix}next_token"), path[:, :-1]), dim=1)
-    base, logits, confidence = head.correct(bound, block, previous)
+    base, logits, confidence = corrected(bound, block, previous)
     chosen = bound.target_ids(logits.topk(2, dim=-1).indices)[0]
     best = chosen[:, 0] if part == "greedy" else torch.cat((chosen[:1, 1], chosen[1:, 0]))
     rounds.check(number, row, f"{part}.tokens", best)
@@ -224,7 +224,7 @@ def check_batch(fixture: Fixture, bound: Any, comparison: Comparison) -> None:
     blocks[:, :1] = next_tokens
     output = session.draft(blocks).output
     path = torch.cat((next_tokens, fixture.get("batch.greedy.tokens")[:, :-1]), dim=1)
-    base, logits, confidence = bound.head.correct(bound, output, path)
+    base, logits, confidence = corrected(bound, output, path)
     comparison.check("batch.block.hidden", output)
     comparison.check("batch.block.base_logits", base)
     comparison.check("batch.greedy.logits", logits)

@@ -6,12 +6,49 @@ features, drafts, and drops what it drafted, as a drafter inside the decoding lo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets.cache import RaggedCache
+
+
+class Corrected(NamedTuple):
+    """Logits along given paths.
+
+    Args:
+        base: `[paths, positions, draft_vocab]` without the correction.
+        logits: of the same shape, corrected.
+        confidence: `[paths, positions]` logits of the confidence head; None for heads without one.
+    """
+
+    base: torch.Tensor
+    logits: torch.Tensor
+    confidence: torch.Tensor | None
+
+
+def corrected(bound: BoundHead, hidden: torch.Tensor, tokens: torch.Tensor) -> Corrected:
+    """Logits of a block head with a correction along given paths (teacher forcing), with gradients.
+
+    `hidden` are the outputs `[paths, block, hidden]` of the whole block; `tokens` `[paths, length]` the anchor and the
+    tokens after it, the i-th of which is the one before what the i-th proposing position predicts.
+    """
+    head: Any = bound.head
+    first, keys = head.config.first_proposing_position, head.keys()
+    state = head.first_state(hidden, tokens[:, 0], bound.embed)
+    proposing = hidden[:, first : first + tokens.shape[1]]
+    queries = []
+    for depth in range(proposing.shape[1]):
+        query, state = head.step(proposing[:, depth], tokens[:, depth], state, depth, bound.embed)
+        queries.append(query)
+    base = bound.logits(proposing)
+    logits = base + torch.stack(queries, dim=1) @ keys.T
+    if head.max_candidates is not None:
+        kept = base.topk(min(head.max_candidates, base.shape[-1]), dim=-1).indices
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
+    return Corrected(base, logits, head.confidence_logits(proposing, tokens[:, : proposing.shape[1]]))
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:

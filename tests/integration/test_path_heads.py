@@ -23,7 +23,7 @@ from hf_specgen.tree import DraftTree
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.head_fixtures import Comparison, Fixture, features_of, find_fixtures
 from tests.helpers.head_runs import Rounds, captured_features
-from tests.helpers.head_sessions import LayeredMTP
+from tests.helpers.head_sessions import LayeredMTP, corrected
 
 FIXTURES = {
     fixture.folder.name: fixture for fixture in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
@@ -79,7 +79,7 @@ def test_path_runner_tree_has_the_logits_of_every_path(
         assert limited or greedy[:2].tolist() in [path for path, _ in paths]
         for path, logits in paths:
             previous = torch.tensor([[int(tokens[0][-1]), *path]])
-            expected = bound.to_target_vocabulary(head.correct(bound, blocks[-1][:1], previous).logits[0, -1])
+            expected = bound.to_target_vocabulary(corrected(bound, blocks[-1][:1], previous).logits[0, -1])
             kept = logits > -torch.inf
             if limited:
                 assert kept.sum() == min(runner.max_candidates, 10)

@@ -29,6 +29,7 @@ from losses import Drafts, Learnt, acceptance_counts, draft_loss, later_pairs
 from target import read_target
 from tests.helpers import VOCAB, tiny_model
 from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.head_sessions import corrected
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import HEAD_FIXTURES
 from tests.helpers.processes import run_in_ranks
@@ -91,13 +92,13 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
                 torch.testing.assert_close(bound.target_logits(state[number]), logits[step], atol=1e-4, rtol=1e-4)
             continue
         runner = EagleRunner(bound, 1)
-        outputs = [runner.extend([known], [following]).output[0, 0]]
+        outputs = [runner.first_logits([known], [following], [True])[0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
                 chain = GrownTree(torch.tensor([text[root + 2 : root + 2 + step]]))
-                outputs.append(runner.expand(chain, 1).output[0, 0])
+                outputs.append(runner.next_logits(chain, 1)[0, 0])
         for step, expected in enumerate(outputs):
-            torch.testing.assert_close(drafted[step][number], expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(bound.target_logits(drafted[step][number]), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -130,11 +131,11 @@ def test_dspark_training_corrects_by_the_true_tokens(name: str) -> None:
     block = train_dflash.block_states(bound, batch, states.features, anchors)
     for number, (row, _, text, root) in enumerate(conversations_of(batch)):
         tokens = torch.tensor([text[root + 1 : root + 1 + len(drafts.states)]])
-        corrected = head.correct(bound, block[number : number + 1], tokens)
+        expected = corrected(bound, block[number : number + 1], tokens)
         for depth in range(tokens.shape[1]):
             state = drafts.states[depth][number : number + 1]
-            torch.testing.assert_close(drafts.logits[depth](state), corrected.logits[:, depth])
-            torch.testing.assert_close(drafts.confidence(state), corrected.confidence[:, depth])
+            torch.testing.assert_close(drafts.logits[depth](state), expected.logits[:, depth])
+            torch.testing.assert_close(drafts.confidence(state), expected.confidence[:, depth])
         assert row in (0, 1)
 
 
