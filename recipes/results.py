@@ -47,7 +47,7 @@ CUSTOM_GENERATE = '''\
 from functools import lru_cache
 from typing import Any
 
-DRAFTER = {name!r}
+DRAFTER = {name}
 
 
 @lru_cache(maxsize=1)
@@ -173,7 +173,7 @@ def write_custom_generate(folder: Path, name: str) -> None:
     """Write `custom_generate/generate.py` into the folder of a drafter that is loaded from `name`."""
     path = folder / "custom_generate" / "generate.py"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(CUSTOM_GENERATE.format(name=name), encoding="utf-8")
+    path.write_text(CUSTOM_GENERATE.format(name=json.dumps(name)), encoding="utf-8")
 
 
 def _final_loss(history: list[dict[str, Any]]) -> str:

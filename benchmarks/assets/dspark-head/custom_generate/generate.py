@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Any
 
-DRAFTER = 'benchmarks/assets/dspark-head'
+DRAFTER = "benchmarks/assets/dspark-head"
 
 
 @lru_cache(maxsize=1)
