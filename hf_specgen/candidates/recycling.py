@@ -10,6 +10,8 @@ Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Larg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -142,16 +144,17 @@ class RecyclingSession(SearchSession[Node]):
         nodes = list(zip(tokens, RANK_OF, bins, strict=False))
         return [(node[0], self._acceptance[node[1]][node[2]], node) for node in nodes]
 
-    def count(self, node: Node, accepted: bool) -> None:
-        """Count the outcome of one of `candidate_tokens`."""
-        _, rank, place = node
-        self._calibration.observe(np.array([rank]), CENTERS[[place]], np.array([accepted]))
+    def count(self, outcomes: Sequence[tuple[Node, bool]]) -> None:
+        """Count which of `candidate_tokens` were accepted, in a step."""
+        if outcomes:
+            _, ranks, places = np.array([node for node, _ in outcomes]).T
+            self._calibration.observe(ranks, CENTERS[places], np.array([accepted for _, accepted in outcomes]))
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
-            for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
-                self.count(tree.tags[node], accepted)
+            verified = verified_nodes(tree.tokens, tree.parents, emitted)
+            self.count([(tree.tags[node], accepted) for node, accepted in verified])
         self._trees = []
         self._acceptance = self._calibration.table(RECYCLED_FRACTION * CENTERS).tolist()
         if result.top_tokens is not None:
