@@ -10,8 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers, block_mask
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig, eagle_layers
 from hf_specgen.heads.head_file import configured_layers
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
-from tests.helpers.head_sessions import RaggedCache
+from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding
+from hf_specgen.targets.masks import chain_mask
+from tests.helpers.head_sessions import RaggedCache, causal_mask
 
 LAYER = LayerConfig(
     hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True
@@ -52,6 +53,7 @@ def test_causal_mask_of_ragged_rows_follows_the_definition() -> None:
     lengths = [3, 0, 5]
     expected = [[[[slot <= length + query for slot in range(7)] for query in range(2)]] for length in lengths]
     assert causal_mask(lengths, 2).tolist() == expected
+    assert chain_mask(lengths, 2, torch.device("cpu")).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -116,11 +118,10 @@ def test_eagle_head_reading_in_pieces_computes_the_same_as_at_once(name: str) ->
     embeddings = torch.randn(1, 9, 16)
     hidden = head.combine(torch.randn(1, 9, 16 * head.config.num_aux_hidden_states))
     positions = torch.arange(9)[None]
-    whole = head(embeddings, hidden, positions)
-    cache = DynamicCache()
+    whole, cache = head(embeddings, hidden, positions, causal_mask([0], 9)), DynamicCache()
     pieces = [
-        head(embeddings[:, part], hidden[:, part], positions[:, part], None, cache).output
-        for part in (slice(0, 4), slice(4, 5), slice(5, 9))
+        head(embeddings[:, a:b], hidden[:, a:b], positions[:, a:b], causal_mask([a], b - a), cache).output
+        for a, b in ((0, 4), (4, 5), (5, 9))
     ]
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole.output)
 
