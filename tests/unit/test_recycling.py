@@ -16,13 +16,8 @@ from hf_specgen.candidates.recycling import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.tree_search import SearchLimits
 from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
-<<<<<<< ours
 from hf_specgen.verification.top_tokens import TopTokens
-from tests.helpers import assert_same_tokens, prompts, tiny_model
-=======
-from hf_specgen.verification.top_tokens import TopTokens, topk
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
->>>>>>> theirs
 from tests.helpers.calls import make_call, make_state
 
 thorough = settings(max_examples=60, deadline=None, derandomize=True)
