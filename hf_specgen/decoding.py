@@ -281,7 +281,7 @@ class StepTimer:
     def __init__(self) -> None:
         self._started = perf_counter()
         self.seconds = dict.fromkeys(("prefill", *STEP_PARTS, "policy"), 0.0)
-        self._before_step = dict.fromkeys(STEP_PARTS, 0.0)
+        self._step: dict[str, float] = {}
         self._part, self._began = "draft", 0.0
 
     def part(self, name: str) -> StepTimer:
@@ -293,13 +293,15 @@ class StepTimer:
         self._began = perf_counter()
 
     def __exit__(self, *exception: object) -> None:
-        self.seconds[self._part] += perf_counter() - self._began
+        seconds, part = perf_counter() - self._began, self._part
+        self.seconds[part] += seconds
+        if part in STEP_PARTS:
+            self._step[part] = self._step.get(part, 0.0) + seconds
 
     def step_seconds(self) -> dict[str, float]:
-        """Seconds of each part since the last call of this method; parts that took no time are left out."""
-        seconds, before = self.seconds, self._before_step
-        self._before_step = {part: seconds[part] for part in STEP_PARTS}
-        return {part: seconds[part] - before[part] for part in STEP_PARTS if seconds[part] > before[part]}
+        """Seconds of each part since the last call of this method."""
+        seconds, self._step = self._step, {}
+        return seconds
 
     def stop(self) -> dict[str, float]:
         """The seconds of all parts, and of the call in `total`."""

@@ -19,17 +19,10 @@ NO_NODE = -1e30
 class GrownTree(DraftTree):
     """A draft tree on the drafter's device, which the host reads at once, and only when it has to.
 
-    Args:
-        tokens: `[batch, nodes]`.
-        structure: of the trees; None for chains.
-        values: `[batch, 4, 1 + nodes]` of each row's last token, then of each node: token, feature, number, and the
-            logarithm of the path probability, very low for padding at the end of a row. Feature and number are the
-            strategy's. None for a tree that still grows.
-        level: depth of the last nodes of a tree that grows, those of the drafter's next pass.
-        above: `[batch, new]` the parent of each of these, by its index among the nodes of the pass before; None for
-            chains.
-        drafting_rows, q: as for `DraftTree`.
-        keeps_all: whether nodes that can never be accepted are kept; the host reads their token as -1.
+    `values` `[batch, 4, 1 + nodes]` are of each row's last token, then of each node: token, feature, number, and the
+    logarithm of the path probability, very low for padding at the end of a row; feature and number are the strategy's.
+    A tree that still grows has none; its last nodes, those of the drafter's next pass, are at depth `level`, and their
+    parents are `above` `[batch, new]`, by their index among the nodes of the pass before.
     """
 
     drafting_rows: int = 0
@@ -116,7 +109,9 @@ class GrownTree(DraftTree):
             structure = TreeStructure(pad(structure.depths, (0, more)), ancestors)
         tree = self.replace(tokens=pad(self.tokens, (0, more)))
         tree.nodes, tree._structure, tree._host = nodes, structure, None
-        tree._values = None if self._values is None else pad(self._values, (0, more), value=NO_NODE)
+        if self._values is not None:
+            tree._values = pad(self._values, (0, more), value=NO_NODE)
+            tree._values[:, 0, -more:] = 0  # the target reads a token there too
         tree.q = None if self.q is None else pad(self.q, (0, 0, 0, more))
         return tree
 

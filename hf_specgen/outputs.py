@@ -52,7 +52,7 @@ class OutputCollector:
 
     Attributes:
         columns: how many columns are emitted.
-        scores, logits: `[batch, vocab]` of each emitted column, if asked for.
+        kept: `[batch, vocab]` of each emitted column: "scores" and "logits", as far as they were asked for.
     """
 
     def __init__(self, call: Call, criteria: StoppingCriteriaList, streamer: BaseStreamer | None = None):
@@ -60,10 +60,9 @@ class OutputCollector:
         self._custom = StoppingCriteriaList([c for c in criteria if type(c) not in BUILT_IN_CRITERIA])
         self._streamer = streamer
         self.columns = 0
-        self.scores: list[torch.Tensor] = []
-        self.logits: list[torch.Tensor] = []
-        self._row_scores: list[deque[torch.Tensor]] = [deque() for _ in range(self._state.batch)]
-        self._row_logits: list[deque[torch.Tensor]] = [deque() for _ in range(self._state.batch)]
+        names = {"scores": call.keeps_scores, "logits": call.keeps_logits}
+        self.kept: dict[str, list[torch.Tensor]] = {name: [] for name, is_kept in names.items() if is_kept}
+        self._waiting = {name: [deque[torch.Tensor]() for _ in range(self._state.batch)] for name in self.kept}
 
     @property
     def has_custom_criteria(self) -> bool:
@@ -72,9 +71,9 @@ class OutputCollector:
 
     def add(self, result: VerificationResult) -> None:
         """Add a step whose tokens have been appended to the state, and emit the columns that it completes."""
-        for rows, values in ((self._row_scores, result.scores), (self._row_logits, result.logits)):
-            for row, new in enumerate(values):
-                rows[row].extend(new)
+        for name, rows in self._waiting.items():
+            for waiting, new in zip(rows, getattr(result, name), strict=True):
+                waiting.extend(new)
         while not self._state.all_stopped and self._column_is_complete():
             self._emit_column()
         if self._state.all_stopped:
@@ -94,12 +93,8 @@ class OutputCollector:
         if not call.config.return_dict_in_generate:
             return self.output_ids()
         assert call.model is not None
-        fields: dict[str, Any] = {
-            "sequences": self.output_ids(),
-            "scores": tuple(self.scores) if call.keeps_scores else None,
-            "logits": tuple(self.logits) if call.keeps_logits else None,
-            "past_key_values": past_key_values,
-        }
+        fields: dict[str, Any] = {name: tuple(columns) for name, columns in self.kept.items()}
+        fields |= {"sequences": self.output_ids(), "past_key_values": past_key_values}
         if not call.model.config.is_encoder_decoder:
             return SpeculativeOutput(**fields, speculation=statistics)
         output = EncoderDecoderSpeculativeOutput(**fields)
@@ -117,10 +112,8 @@ class OutputCollector:
     def _emit_column(self) -> None:
         state, column = self._state, self.columns
         self.columns += 1
-        if self._call.keeps_scores:
-            self.scores.append(_next_column(self._row_scores))
-        if self._call.keeps_logits:
-            self.logits.append(_next_column(self._row_logits))
+        for name, rows in self._waiting.items():
+            self.kept[name].append(_next_column(rows))
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
         stops = self._custom_stops()
         if self._streamer is not None:
@@ -132,13 +125,13 @@ class OutputCollector:
             state.stop(row)
             if state.pad_id is not None:
                 state.truncate(row, min(len(text), self.columns))
-                self._row_scores[row].clear()
-                self._row_logits[row].clear()
+                for rows in self._waiting.values():
+                    rows[row].clear()
 
     def _custom_stops(self) -> list[bool]:
         if not self._custom:
             return [False] * self._state.batch
-        scores: Any = tuple(self.scores) if self._call.keeps_scores else None
+        scores: Any = tuple(self.kept["scores"]) if "scores" in self.kept else None
         ids = self._state.prefix(self._state.prompt_length + self.columns)
         return self._custom(ids, scores).tolist()
 
@@ -200,7 +193,7 @@ class Padding:
         tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in missing])
         logits = self._target.forward(tree, state.pending(), [count > 0 for count in missing]).float()
         self._target.commit([list(range(count - 1)) if count else None for count in missing])
-        if (self._call.keeps_scores or self._call.keeps_logits) and not self.in_steps:
+        if self._outputs.kept and not self.in_steps:
             self._fill_in_scores(logits, missing)
 
     def _fill_in_scores(self, logits: torch.Tensor, missing: Sequence[int]) -> None:
@@ -210,10 +203,10 @@ class Padding:
             places = [column - (outputs.columns - count) for count in missing]
             nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
             column_logits = logits[rows, nodes].to(self._state.device)
-            scores = self._processors.column(column, column_logits) if self._call.keeps_scores else column_logits
+            values = {"logits": column_logits}
+            if "scores" in outputs.kept:
+                values["scores"] = self._processors.column(column, column_logits)
             for row, place in enumerate(places):
                 if place >= 0 and missing[row]:
-                    if self._call.keeps_scores:
-                        outputs.scores[column][row] = scores[row]
-                    if self._call.keeps_logits:
-                        outputs.logits[column][row] = column_logits[row]
+                    for name, columns in outputs.kept.items():
+                        columns[column][row] = values[name][row]

@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
+from transformers.utils.import_utils import is_torch_bf16_gpu_available as gpu_has_bf16
 
 Config = TypeVar("Config")
 PRESETS = Path(__file__).with_name("presets.yaml")
@@ -34,13 +35,6 @@ class Options(dict[str, Any]):
 
     def __init__(self, values: str | Mapping[str, Any] | Iterable[tuple[str, Any]] = ()):
         super().__init__(yaml.safe_load(values) if isinstance(values, str) else values)
-
-
-def machine_has_bf16() -> bool:
-    """Whether the accelerator, or the processor where there is none, computes in bfloat16."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
 
 
 @dataclass(kw_only=True)
@@ -100,7 +94,7 @@ class Arguments(DataArguments, TrainingArguments):
     lr_scheduler_type: str = option(default="cosine", help="schedule of the learning rate, as get_scheduler names it")
     warmup_steps: float = option(default=0.04, help="steps of linear warm-up; below 1: fraction of all steps")
     adam_beta2: float = option(default=0.95, help="of AdamW")
-    bf16: bool = option(default=machine_has_bf16(), help="compute in bfloat16; default: where the hardware has it")
+    bf16: bool = option(default=gpu_has_bf16(), help="compute in bfloat16; default: where the GPU has it")
     use_cpu: bool = option(default=not torch.accelerator.is_available(), help="even if there is an accelerator")
     save_steps: float = option(default=0.1, help="steps between checkpoints; below 1: fraction of all steps")
     save_total_limit: int | None = option(default=2, help="checkpoints to keep")

@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -69,6 +69,7 @@ class HeadDrafter(Drafter):
         head = self.new_head(target, rows) if args.head is None else self.loaded_head(args.head)
         if not isinstance(head, self.head_class):
             raise ValueError(f"{args.head!r} is a {type(head).__name__}, not a {self.head_class.__name__}")
+        head.config = replace(head.config, trained_length=args.max_length)
         head.requires_grad_(True)
         for frozen in (head.lm_head, head.embed_tokens):
             if frozen is not None and not self.trains_embeddings(frozen is head.embed_tokens):

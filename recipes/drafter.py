@@ -32,8 +32,6 @@ class Drafter(nn.Module):
     """Name of the script."""
     kind: ClassVar[str]
     """What the drafter is, for the card."""
-    usage: str = 'AutoCandidates.from_pretrained("{name}")'
-    """The expression that makes a candidate generator from the folder, `{name}`."""
     library: str = "transformers"
     saves_tokenizer: ClassVar[bool] = False
     layers: Sequence[int] = ()

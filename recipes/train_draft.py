@@ -53,7 +53,7 @@ class DraftArguments(Arguments):
 class ModelDrafter(Drafter):
     """A draft model in training."""
 
-    recipe, kind, usage = "train_draft", "a draft model", 'DraftModelCandidates("{name}")'
+    recipe, kind = "train_draft", "a draft model"
     saves_tokenizer = True
     args: DraftArguments
 

@@ -32,10 +32,7 @@ RANKS = 4
 
 
 class Calibration:
-    """Counts of accepted tokens by rank and confidence.
-
-    Attributes:
-        seen, accepted: `[RANKS, counts]` weight of all tokens that were counted, and of those that were accepted.
+    """Counts of accepted tokens by rank and confidence: `seen` and `accepted`, `[RANKS, counts]`.
 
     Example:
         >>> calibration = Calibration()
@@ -65,13 +62,11 @@ class Calibration:
         estimate = (self.accepted[:, COUNTED] + 6.0 * prior) / (self.seen[:, COUNTED] + 6.0)
         return np.minimum(np.minimum.accumulate(estimate, axis=0), MAX_PROBABILITY)
 
-    def observe(
-        self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_], weight: float = 1.0
-    ) -> None:
+    def observe(self, rank: NDArray[np.integer[Any]], confidence: Floats, accepted: NDArray[np.bool_]) -> None:
         """Count tokens whose parent was accepted; three `[tokens]` arrays."""
         index = np.minimum(rank, RANKS - 1), COUNTED[np.searchsorted(EDGES, confidence)]
-        np.add.at(self.seen, index, weight)
-        np.add.at(self.accepted, index, weight * accepted)
+        np.add.at(self.seen, index, 1.0)
+        np.add.at(self.accepted, index, accepted.astype(float))
 
     def copy(self) -> Calibration:
         """A copy in which old observations have a limited weight: texts differ from call to call."""

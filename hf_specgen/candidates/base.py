@@ -108,28 +108,39 @@ class DraftSession(ABC):
         """The call is over, possibly by an exception; `call.state` holds the final tokens."""
 
 
-class ChainSession(DraftSession):
-    """Reduces the drafts of a session to the leftmost chain of each row."""
+class WrappedSession(DraftSession):
+    """Changes the drafts of another session, which receives outcomes in terms of its own."""
 
     def __init__(self, session: DraftSession):
         super().__init__(session.call)
-        self._session, self._tree = session, DraftTree.empty(session.call.state.batch)
+        self._session, self._own_draft = session, DraftTree.empty(session.call.state.batch)
         self.top_tokens = session.top_tokens
 
+    @abstractmethod
+    def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+        """The draft to verify instead of the session's."""
+
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._leftmost_chain(self._session.draft(max_depths))
+        self._own_draft = self._session.draft(max_depths)
+        self.passes = self._session.passes
+        return self.change(self._own_draft, max_depths, is_prefill=False)
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._leftmost_chain(self._session.draft_at_prefill(max_depths))
+        self._own_draft = self._session.draft_at_prefill(max_depths)
+        self.passes = self._session.passes
+        return self.change(self._own_draft, max_depths, is_prefill=True)
 
     def observe(self, result: VerificationResult) -> None:
-        self._session.observe(result_for(result, self._tree))
+        self._session.observe(result_for(result, self._own_draft))
 
     def end(self) -> None:
         self._session.end()
 
-    def _leftmost_chain(self, tree: DraftTree) -> DraftTree:
-        self._tree, self.passes = tree, self._session.passes
+
+class ChainSession(WrappedSession):
+    """Reduces the drafts of a session to the leftmost chain of each row."""
+
+    def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
         return tree.leftmost_chain()
 
 

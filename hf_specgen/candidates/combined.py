@@ -33,8 +33,10 @@ from hf_specgen.verification.result import VerificationResult, result_for, verif
 ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
 0.3 to 0.8 tokens, below 1.4 to 3.9."""
-UNPROPOSED = 0.15
-"""Factor of the acceptance of a copied token that the network does not propose after the same path."""
+
+
+UNPROPOSED = 0.03
+"""Factor of the acceptance of a copied token that a network does not propose after the same path."""
 
 
 class CombinedCandidates(Candidates):
@@ -117,10 +119,10 @@ class _CombinedSession(DraftSession):
         self._recycling = next(recycling, None)
         # An early-exit target has run its first layers on the nodes of one member, and others cannot be added to its
         # draft; rejection sampling verifies every node that was drawn, and a search would leave some out.
-        draws = call.verification is not None and call.verification.wants_q
-        self._merges = not draws and not isinstance(call.target, EarlyExitTarget)
+        self._draws = call.verification is not None and call.verification.wants_q
+        self._exits_early = isinstance(call.target, EarlyExitTarget)
         self._uses_networks = call.depth is None or call.depth.affords_prefill()
-        self._drafts: list[DraftTree] = []
+        self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
         self._trees: list[SearchTree[_Origin]] = []
         self.passes: list[int] = []
 
@@ -133,10 +135,10 @@ class _CombinedSession(DraftSession):
     def observe(self, result: VerificationResult) -> None:
         """Pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
-            for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
-                recycled = tree.tags[node].recycled
-                if self._recycling is not None and recycled is not None:
-                    self._recycling.count(recycled[0], accepted, weight=recycled[1])
+            verified = verified_nodes(tree.tokens, tree.parents, emitted)
+            recycled = [(tree.tags[node].recycled, accepted) for node, accepted in verified]
+            if self._recycling is not None:
+                self._recycling.count([(one, accepted) for one, accepted in recycled if one is not None])
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
             session.observe(result_for(result, draft))
 
@@ -149,13 +151,14 @@ class _CombinedSession(DraftSession):
         for session, k in self._members[: self._first_network]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths, is_prefill)
         tree = self._search(max_depths, is_prefill)
-        drafts = self._uses_networks and not _expects(tree, ENOUGH_TOKENS)
+        drafts = self._uses_networks and (self._draws or not _expects(tree, ENOUGH_TOKENS))
         for session, k in self._members[self._first_network :]:
             draft = self._draft_member(session, k if drafts else 0, max_depths, is_prefill)
             self.passes += _passes(session, draft)
-            if draft.nodes and not self._merges:
-                self._trees, tree = [], draft
-        if self._merges and any(draft.nodes for draft in self._drafts[self._first_network :]):
+            if draft.nodes and (self._draws or self._exits_early):
+                drafts = False
+                tree = draft if self._exits_early else union(tree, draft)
+        if drafts and any(draft.nodes for draft in self._drafts[self._first_network :]):
             tree = self._search(max_depths, is_prefill, self.passes)
         return tree
 
@@ -176,13 +179,13 @@ class _CombinedSession(DraftSession):
 
 
 class _Origin(NamedTuple):
-    """Where a token comes from: the node of each draft that it stands for, None where a draft does not have it; and for
-    one of `RecyclingSession.candidate_tokens` its key, and the probability that copied text leaves to these tokens.
+    """Where a token comes from: its node in each member's draft, None where that does not have it; and what Token
+    Recycling knows of it.
     """
 
     token: int
     nodes: tuple[int | None, ...]
-    recycled: tuple[RecycledNode, float] | None = None
+    recycled: RecycledNode | None = None
 
 
 class _RowSearch:
@@ -203,32 +206,31 @@ class _RowSearch:
     def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
 
-        Estimates of several members are combined as if they were independent. A network has processed the text that the
-        others copy from, so what it does not propose is less likely.
+        Estimates of several members are combined as if they were independent. Where a network drafted, which has
+        processed the text that others copy from, other tokens are improbable.
         """
-        proposals: dict[int, tuple[float, list[int | None]]] = {}
-        by_network: set[int] = set()
-        for number, parent in enumerate(origin.nodes):
-            for child, token, acceptance in () if parent is None else self._children[number].get(parent, ()):
-                before, nodes = proposals.get(token, (0.0, [None] * len(origin.nodes)))
-                nodes[number] = child
-                proposals[token] = 1 - (1 - before) * (1 - acceptance), nodes
-                if number >= self._first_network:
-                    by_network.add(token)
-        has_network = bool(by_network)
-        for token in proposals.keys() - by_network if has_network else ():
-            proposals[token] = UNPROPOSED * proposals[token][0], proposals[token][1]
-        total = sum(value for value, _ in proposals.values())
-        scale, rest, recycled = 1 / max(1.0, total), max(0.0, 1 - total), []
-        if self._recycling is not None and not has_network and rest:
-            nowhere = (None,) * len(origin.nodes)
-            for token, acceptance, key in self._recycling.candidate_tokens(origin.token):
-                if token in proposals:
-                    proposals[token] = proposals[token][0] + rest * acceptance, proposals[token][1]
-                else:
-                    recycled.append((token, rest * acceptance, _Origin(token, nowhere, (key, rest))))
-        copied = [(token, scale * value, _Origin(token, tuple(nodes))) for token, (value, nodes) in proposals.items()]
-        return sorted(copied + recycled, key=lambda child: -child[1])
+        nowhere = (None,) * len(origin.nodes)
+        members = [
+            [] if parent is None else children.get(parent, [])
+            for parent, children in zip(origin.nodes, self._children, strict=False)
+        ]
+        drawn = {token for children in members[self._first_network :] for _, token, _ in children}
+        found: dict[int, tuple[float, _Origin]] = {}
+        for number, proposed in enumerate(members):
+            for child, token, acceptance in proposed:
+                before, one = found.get(token, (0.0, _Origin(token, nowhere)))
+                nodes = (*one.nodes[:number], child, *one.nodes[number + 1 :])
+                found[token] = 1 - (1 - before) * (1 - acceptance), _Origin(token, nodes)
+        if self._recycling is not None and not drawn:
+            for token, acceptance, recycled in self._recycling.candidate_tokens(origin.token):
+                before, one = found.get(token, (0.0, _Origin(token, nowhere)))
+                found[token] = 1 - (1 - before) * (1 - acceptance), one._replace(recycled=recycled)
+        values = {
+            token: value if not drawn or token in drawn else UNPROPOSED * value for token, (value, _) in found.items()
+        }
+        scale = 1 / max(1.0, sum(values.values()))
+        ranked = [(token, scale * value, found[token][1]) for token, value in values.items()]
+        return sorted(ranked, key=lambda child: -child[1])
 
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
@@ -243,6 +245,43 @@ def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, 
             acceptance = min(MAX_PROBABILITY, path[node] / above) if above > 0 else 0.0
         below.setdefault(parent, []).append((node, tokens[node], acceptance))
     return below
+
+
+def union(copied: DraftTree, drawn: DraftTree) -> DraftTree:
+    """All nodes of a copied draft and of a drawn one; equal paths share their nodes.
+
+    Copied nodes come first among siblings, as `verification="rejection"` assumes: a drawn node then counts as drawn
+    without replacement of the tokens before it.
+
+    Example:
+        >>> merged = union(DraftTree.chains([[5, 6]]), DraftTree.chains([[5, 7, 8]]))
+        >>> merged.tokens.tolist(), merged.parents
+        ([[5, 6, 7, 8]], ((-1, 0, 0, 2),))
+    """
+    rows, sources = [], []
+    for row in range(copied.batch):
+        tokens, parents = copied.token_lists()[row][: len(copied.parents[row])], list(copied.parents[row])
+        node_of = {key: node for node, key in enumerate(zip(parents, tokens, strict=True))}
+        merged, source = {-1: -1}, [-1] * len(tokens)
+        for node, parent in enumerate(drawn.parents[row]):
+            key = merged[parent], drawn.token_lists()[row][node]
+            if key not in node_of:
+                node_of[key] = len(tokens)
+                parents.append(key[0])
+                tokens.append(key[1])
+                source.append(node)
+            merged[node] = node_of[key]
+        rows.append((tokens, tuple(parents)))
+        sources.append(source)
+    tree = DraftTree.from_nodes(rows)
+    if drawn.q is None:
+        return tree
+    q = drawn.q.new_zeros(tree.batch, tree.nodes, drawn.q.shape[-1])
+    for row, source in enumerate(sources):
+        for node, drawn_node in enumerate(source):
+            if drawn_node >= 0:
+                q[row, node] = drawn.q[row, drawn_node]
+    return DraftTree(tree.token_lists(), tree.parents, q)
 
 
 def _expects(tree: DraftTree, tokens: float) -> bool:

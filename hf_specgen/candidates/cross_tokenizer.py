@@ -41,11 +41,7 @@ def retokenized_texts(call: DraftCall, draft: PreTrainedModel) -> tuple[list[Dra
 
 
 class DraftText:
-    """One row's text in the tokens of a draft model, which here are those of the target.
-
-    Attributes:
-        tokens: the prompt at first.
-    """
+    """One row's text in the tokens of a draft model, which here are those of the target."""
 
     def __init__(self, prompt: Sequence[int]):
         self.tokens, self._num_read = list(prompt), 0
@@ -92,13 +88,7 @@ class Codec:
 
 
 class Retokenizer(DraftText):
-    """One row's text in the tokens of a draft model with another tokenizer.
-
-    Args:
-        target, draft: of the two tokenizers.
-        prompt: the row's prompt in the target's tokens, of which the draft's tokens never change.
-        shared: the tokens that both vocabularies have.
-    """
+    """One row's text in the tokens of a draft model with another tokenizer; those of the prompt never change."""
 
     def __init__(self, target: Codec, draft: Codec, prompt: Sequence[int], shared: SharedVocabulary):
         self._target, self._draft, self._shared = target, draft, shared
@@ -147,10 +137,8 @@ class Retokenizer(DraftText):
 class SharedVocabulary:
     """The common tokens of two vocabularies.
 
-    Args:
-        draft_ids: for each token of the target, the id of the draft's token with the same text, or -1.
-        target_size: number of logits of the target.
-        draft_size: number of tokens that the draft has embeddings and logits for; its other tokens are not shared.
+    `draft_ids` has for each token of the target the id of the draft's token with the same text, or -1. The sizes are
+    numbers of logits; tokens of the draft beyond its size are not shared.
 
     Example:
         >>> shared = SharedVocabulary([2, -1, 0], target_size=4, draft_size=3)

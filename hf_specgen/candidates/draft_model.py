@@ -152,15 +152,20 @@ class DraftModelCandidates(PretrainedCandidates):
             # The target's hidden states are those of the whole text.
             window = None if parallel is not None and parallel.layers else self._window(draft, call)
         prompts = [known_tokens(text.tokens, embedding_size(draft)) for text in texts]
-        longest = max(map(len, prompts))
-        _check_prompt_length(draft, sum(window) if window is not None and window.is_exceeded_by(longest) else longest)
-        check_computation(draft, TargetRequirements(), *draft_prompt(draft, call, prompts, self.share_encoder))
+        longest, positions = max(map(len, prompts)), position_table(text_config(draft))
+        longest = sum(window) if window is not None and window.is_exceeded_by(longest) else longest
+        if longest > positions:
+            raise ValueError(
+                f"the prompt has {longest} tokens, but the draft reads at most {positions}; use another draft"
+            )
+        prompt = draft_prompt(draft, call, prompts, self.share_encoder)  # runs the draft's encoder, if it has one
+        check_computation(draft, TargetRequirements(), *prompt)
         # Captured passes run without the hook that adds the target's hidden states.
         compile: Compile = False if parallel is not None and parallel.layers else self.compile
 
         def reader(texts: list[list[int]]) -> Target:
-            prompt = draft_prompt(draft, call, texts, self.share_encoder)
-            return make_target(TargetRequirements(), draft, *prompt, compile=compile)
+            read = prompt if texts == prompts else draft_prompt(draft, call, texts, self.share_encoder)
+            return make_target(TargetRequirements(), draft, *read, compile=compile)
 
         runner = DraftRunner(call, draft, texts, reader, window)
         if parallel is not None:
@@ -255,12 +260,6 @@ def _without_wrapper(model: Any) -> PreTrainedModel:
             "forward pass adds; give a draft model without it, or with LoRA"
         )
     return cast(PreTrainedModel, model.get_base_model())
-
-
-def _check_prompt_length(draft: PreTrainedModel, longest: int) -> None:
-    table = position_table(text_config(draft))
-    if longest > table:
-        raise ValueError(f"the prompt has {longest} tokens, but the draft reads at most {table}; use another draft")
 
 
 @lru_cache(maxsize=8)

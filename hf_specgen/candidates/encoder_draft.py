@@ -80,14 +80,10 @@ def decoder_prompt(
     input_ids, mask = left_padded(prompts, compat.input_device(draft))
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-    return input_ids, _draft_config(call, input_ids.shape[1]), arguments
-
-
-def _draft_config(call: DraftCall, prompt: int) -> GenerationConfig:
-    """The generation config of a draft model: its `max_length` allows all tokens of the call after its own prompt."""
-    longest = prompt + call.max_new_tokens
+    longest = input_ids.shape[1] + call.max_new_tokens  # all tokens of the call after the draft's own prompt
+    max_length = int(longest) if isfinite(longest) else None
     chunk = call.config.prefill_chunk_size
-    return GenerationConfig(prefill_chunk_size=chunk, max_length=int(longest) if isfinite(longest) else None)
+    return input_ids, GenerationConfig(prefill_chunk_size=chunk, max_length=max_length), arguments
 
 
 def _encoder_arguments(

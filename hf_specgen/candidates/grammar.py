@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
+from hf_specgen.candidates.base import DraftCall, DraftSession, WrappedSession, vocabulary_size
 from hf_specgen.candidates.combined import node_children
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram import MatchOdds, vote
@@ -32,8 +32,6 @@ from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
 from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult
-from hf_specgen.verification.result import result_for
 
 FEW_TOKENS = 128
 """Allowed tokens up to which each of them may be drafted, without a match in the text."""
@@ -182,42 +180,26 @@ class _Node(NamedTuple):
     path: tuple[int, ...]
 
 
-class GrammarSession(DraftSession):
+class GrammarSession(WrappedSession):
     """Extends and filters the drafts of a session, whose trees have this size, by the grammar of each row."""
 
     def __init__(self, session: DraftSession, states: Sequence[GrammarState], size: Any):
-        super().__init__(session.call)
-        self._session, self._size = session, size
-        self.top_tokens = session.top_tokens
+        super().__init__(session)
         rows, tokenizer = zip(self.call.state.prompts, states, strict=True), _tokenizer_of(session.call.model)
-        self._rows = [_Row(prompt, state, tokenizer) for prompt, state in rows]
-        self._draft = DraftTree.empty(len(states))
+        self._rows, self._size = [_Row(prompt, state, tokenizer) for prompt, state in rows], size
 
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._obeying(self._session.draft(max_depths), max_depths)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._obeying(self._session.draft_at_prefill(max_depths), max_depths, is_prefill=True)
-
-    def observe(self, result: VerificationResult) -> None:
-        self._session.observe(result_for(result, self._draft))
-
-    def end(self) -> None:
-        self._session.end()
-
-    def _obeying(self, draft: DraftTree, max_depths: Sequence[int], is_prefill: bool = False) -> DraftTree:
+    def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
         """The most probable tree of what the session drafted and the grammar allows, and of what the grammar forces."""
-        self._draft, self.passes = draft, self._session.passes
-        if draft.q is not None:  # a sampled node must not be left out because of its token
-            return draft
+        if tree.q is not None:  # a sampled node must not be left out because of its token
+            return tree
         size = self._size
         if size != "auto" and not isinstance(size, int):
-            size = None if draft.is_chain else draft.nodes
+            size = None if tree.is_chain else tree.nodes
         for row, generated in zip(self._rows, self.call.state.generated, strict=True):
             row.update(generated)
 
         def search(row: int, limits: SearchLimits) -> SearchTree[_Node]:
-            return self._rows[row].search(node_children(draft, row), max_depths[row], limits)
+            return self._rows[row].search(node_children(tree, row), max_depths[row], limits)
 
         return draft_rows(self.call, size, max_depths, search, is_prefill)[0]
 

@@ -53,9 +53,6 @@ for frequent tokens: the fraction that they share of the probability of a token 
 FREQUENT = 0
 NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 0.84, 0.66
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
-AGREEMENT_OF_CHAINS = 0.3
-"""Weight of further occurrences that propose the same token, in a chain: it has no room for the continuation of the
-longest match beside that of many short ones. With 1, chains of 10 on recorded summaries are 1% shorter."""
 MAX_OCCURRENCES = 24
 """Maximum number of occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more
 steps."""
@@ -142,7 +139,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
-        for tree, emitted in zip(self._trees, result.tokens, strict=True):
+        for tree, emitted in zip(self._trees, result.tokens, strict=False):  # no trees where nothing was drafted
             self._odds.observe(outcomes(tree, emitted, self._odds))
         self._trees = []
 
@@ -227,13 +224,12 @@ class RowText:
 
     def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """The most probable continuations of the text, tagged with the occurrences that propose them."""
-        occurrences, agreement = self._occurrences(), 1.0
+        occurrences = self._occurrences()
         if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
             occurrences.sort(key=lambda one: (one[3] == 0, one[2] if one[3] else 0))
-            agreement = AGREEMENT_OF_CHAINS
 
         def children(voters: Sequence[Occurrence], depth: int) -> Iterable[tuple[int, float, Sequence[Occurrence]]]:
-            votes = vote(voters, depth, self._odds, agreement)
+            votes = vote(voters, depth, self._odds)
             return self._with_frequent(votes) if self._min_ngram == 1 and depth == 0 else votes
 
         return best_first(occurrences, children, depth, limits)
@@ -346,13 +342,10 @@ def match_class(kind: int, length: int) -> int:
     return kind * BUCKETS + BUCKET_OF_LENGTH[length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
 
 
-def vote(
-    voters: Sequence[Occurrence], depth: int, odds: MatchOdds, agreement: float = 1.0
-) -> list[tuple[int, float, list[Occurrence]]]:
+def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tuple[int, float, list[Occurrence]]]:
     """The tokens that occurrences propose, their probabilities, and who proposes them; most probable first.
 
-    An occurrence that continues along the path so far has a match that is longer by the depth. Of several that propose
-    one token, the strongest counts in full, and each other one by `agreement`.
+    An occurrence that continues along the path so far has a match that is longer by the depth.
 
     Example:
         >>> text = [1, 2, 3, 1, 2, 4, 1, 2]
@@ -367,8 +360,7 @@ def vote(
         if position + depth < end and (token := text[position + depth]) != SEPARATOR:
             value = odds.values[match_class(kind, length + depth)]
             if token in values:
-                strongest = max(value, values[token])
-                values[token] = strongest + agreement * (value + values[token] - strongest)
+                values[token] += value
                 proposers[token].append(voter)
             else:
                 values[token], proposers[token] = value, [voter]

@@ -67,11 +67,6 @@ class NgramHistory:
     def __len__(self) -> int:
         return len(self.index)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        return self.index.nbytes + len(self._is_output)
-
     def add(self, tokens: Sequence[int], prompt_length: int = 0) -> None:
         """Remember a text, given as token ids.
 

@@ -58,11 +58,6 @@ class NgramIndex:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of text, tables and links."""
-        return sum(part.itemsize * len(part) for part in (self.tokens, self._heads, self._links))
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         first = len(self.tokens)

@@ -16,7 +16,7 @@ from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
 from hf_specgen.verification.processors import LogitsPipeline
 from hf_specgen.verification.result import VerificationResult, accepted_path
-from hf_specgen.verification.sampling import INVALID
+from hf_specgen.verification.sampling import INVALID, exponential
 
 
 class Verifier(ABC):
@@ -151,6 +151,28 @@ class VerificationSession(ABC):
             [(length if is_active else earliest) + depth for depth in tree.depths(row)]
             for row, (length, is_active) in enumerate(zip(lengths, active, strict=True))
         ]
+
+
+class IndependentDraftSession(VerificationSession):
+    """A session whose draft tokens are sampled with a random generator of their own.
+
+    Acceptance tests and bonus tokens use torch's global generator; rejection sampling requires draft tokens that are
+    independent of them. The seed is drawn from the global generator, so a seeded run is reproducible.
+    """
+
+    def __init__(self, call: Call):
+        super().__init__(call)
+        self._seed = int(torch.randint(2**62, ())) if call.do_sample else 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """In descending order, a sample without replacement from `softmax(scores)`."""
+        weights, device = super().draft_weights(scores, steps), scores.device
+        if not self.call.do_sample:
+            return weights
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return weights / exponential(weights.shape, device, self._generators[device])
 
 
 class _ColumnWalk:

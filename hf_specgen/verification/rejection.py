@@ -30,8 +30,8 @@ import torch
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
-from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race
+from hf_specgen.verification.base import IndependentDraftSession, VerificationSession, Verifier
+from hf_specgen.verification.sampling import argmax, exponential, exponential_race
 
 
 class RejectionVerifier(Verifier):
@@ -45,18 +45,10 @@ class RejectionVerifier(Verifier):
         return _RejectionSession(call)
 
 
-class _RejectionSession(VerificationSession):
-    def __init__(self, call: Call):
-        super().__init__(call)
-        self._drafts = DraftSampler() if call.do_sample else None
-
+class _RejectionSession(IndependentDraftSession):
     @property
     def wants_q(self) -> bool:
         return self.call.do_sample
-
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """In descending order, a sample without replacement from `softmax(scores)`, independent of the target."""
-        return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]

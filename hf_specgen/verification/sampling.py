@@ -48,22 +48,3 @@ def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
 def exponential(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
     """Noise for `exponential_race`, in a shape whose last dimension is the vocabulary."""
     return torch.empty(tuple(shape), device=device).exponential_(generator=generator)
-
-
-class DraftSampler:
-    """Samples draft tokens with its own random generator.
-
-    Acceptance tests and bonus tokens use torch's global generator; rejection sampling requires draft tokens that are
-    independent of them. The seed is drawn from the global generator, so a seeded run is reproducible.
-    """
-
-    def __init__(self) -> None:
-        self._seed = int(torch.randint(2**62, ()))
-        self._generators: dict[torch.device, torch.Generator] = {}
-
-    def weights(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[…, vocab]` softmax(scores) / noise: in descending order, a sample without replacement."""
-        device = scores.device
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return scores.float().softmax(dim=-1) / exponential(scores.shape, device, self._generators[device])

@@ -12,8 +12,8 @@ import torch
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
-from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.sampling import DraftSampler, argmax, exponential, exponential_race
+from hf_specgen.verification.base import IndependentDraftSession, VerificationSession, Verifier
+from hf_specgen.verification.sampling import argmax, exponential, exponential_race
 
 
 class TypicalVerifier(Verifier):
@@ -42,15 +42,10 @@ class TypicalVerifier(Verifier):
         return (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)
 
 
-class _TypicalSession(VerificationSession):
+class _TypicalSession(IndependentDraftSession):
     def __init__(self, settings: TypicalVerifier, call: Call):
         super().__init__(call)
         self._settings = settings
-        self._drafts = DraftSampler() if call.do_sample else None
-
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """In descending order, a sample without replacement from `softmax(scores)`."""
-        return self._drafts.weights(scores) if self._drafts else super().draft_weights(scores, steps)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]

@@ -26,7 +26,6 @@ from hf_specgen import (
 )
 from hf_specgen.verification import TypicalVerifier
 from tests.helpers import FailingOracle, RecordingStreamer, fresh_model, prompts, tiny_model
-from tests.helpers.medusa import random_heads
 from tests.helpers.models import STATEFUL, stateful_model
 from tests.helpers.paths import HEAD_FIXTURES
 
@@ -44,12 +43,9 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: EagleCandidates("org/head", k=0), ValueError, "k must be at least 1"),
     (lambda: EagleCandidates("org/head", tree=0), ValueError, "tree must be"),
     (lambda: EagleCandidates(3), TypeError, "a loaded head, a folder or a Hub id, got 3"),
-    (lambda: MedusaCandidates("there", tree=[]), ValueError, "no paths"),
-    (lambda: MedusaCandidates("there", tree=[[0], [-1]]), ValueError, "not a list of ranks"),
-    (lambda: MedusaCandidates("there", tree=[[0], [1, 0]]), ValueError, "but not its beginning [1]"),
     (lambda: MedusaCandidates("there", tree="widest"), ValueError, 'must be "auto"'),
     (lambda: MedusaCandidates("there", tree=0), ValueError, "a positive number of nodes"),
-    (lambda: MedusaCandidates("there", tree=[0, 1]), ValueError, "is a list of paths"),
+    (lambda: MedusaCandidates("there", tree=[[0], [1]]), ValueError, 'tree must be "auto"'),
     (lambda: LayerSkipCandidates("2"), ValueError, "must be a number of layers such as 4, got '2'"),
     (lambda: LayerSkipCandidates(True), ValueError, "must be a number of layers such as 4, got True"),
     (lambda: DraftModelCandidates(None), TypeError, "a loaded model, a Hub id or a folder, got None"),
@@ -276,22 +272,7 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
         lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head", k=2),
         "a vocabulary of 128, but this target has 99",
     ),
-    (
-        "llama",
-        lambda: MedusaCandidates(heads(num_heads=2), tree=[[0], [0, 0], [0, 0, 0]]),
-        "3 deep, but there are 2 heads",
-    ),
-    ("llama", lambda: MedusaCandidates(heads(num_heads=2), tree=[[0], [99]]), "ends at 98"),
-    (
-        "llama",
-        lambda: MedusaCandidates(heads(reads_token=True, reads_path=True, own_outputs=True), tree=[[0], [0, 0]]),
-        'use tree="auto" or a number of nodes',
-    ),
 ]
-
-
-def heads(**shape: Any) -> Any:
-    return random_heads(tiny_model("llama"), **shape)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_captured_target_with_sliding_windows_same_tokens(architecture: str, lay
 def test_captured_target_returns_hidden_states(captures: list[Any]) -> None:
     """Would catch: heads that draft from the states of padding tokens or of another layer, here the embedding."""
     model = small()
-    candidates = MedusaCandidates(fitted_heads(model, prompts(2)), tree=[[0], [1], [0, 0]], policy=FixedDepth())
+    candidates = MedusaCandidates(fitted_heads(model, prompts(2)), tree=3, policy=FixedDepth())
     eager = same_tokens(model, prompts(2), candidates, compile=False)
     assert same_tokens(model, prompts(2), candidates).accepted == eager.accepted > 0
 

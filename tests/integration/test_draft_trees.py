@@ -61,16 +61,6 @@ def test_trees_accept_more_tokens_per_step_than_a_chain_of_the_same_depth(target
     assert tokens_per_step[1] > 1.1 * tokens_per_step[0]
 
 
-def test_fixed_k_drafts_a_chain(target: Any, draft: Any) -> None:
-    """Would catch: `DraftModelCandidates(k=5)` drafting anything but a chain of 5."""
-    candidates = DraftModelCandidates(draft, k=5)
-    generate(target, **inputs(1), candidate_generator=candidates)
-    assert candidates.speculation is not None
-    steps = candidates.speculation.rows[0]
-    assert steps[0].drafted == 5
-    assert all(step.drafted == step.depth <= 5 for step in steps)
-
-
 def test_trees_confidence_threshold_leaves_out_improbable_nodes(target: Any, draft: Any) -> None:
     """Would catch: a threshold that chains follow and trees do not."""
     drafted = []

@@ -114,20 +114,6 @@ def test_outcomes_are_of_the_strongest_vote_at_the_depth_of_the_node() -> None:
     assert [place for place, _, _ in found] == [match_class(OWN, 3), match_class(OWN, 4)]
 
 
-def test_outcomes_expected_is_the_probability_after_the_parent() -> None:
-    occurrence = ([1, 2, 3], 3, 1, 1, OWN)
-    tree = SearchTree([2, 3], [-1, 0], [0.5, 0.2], [[occurrence], [occurrence]])
-    assert [outcome[1:] for outcome in outcomes(tree, [2, 9], MatchOdds())] == [(0.5, True), (0.4, False)]
-
-
-def test_outcomes_are_of_children_of_what_the_text_reached() -> None:
-    """Would catch: descendants of a rejected node counted as rejected."""
-    odds = MatchOdds()
-    tree = RowText([1, 2, 3, 4, 5, 6, 1, 2, 3], odds).propose(3, CHAIN)
-    assert tree.tokens == [4, 5, 6]
-    assert [accepted for _, _, accepted in outcomes(tree, [4, 9], odds)] == [True, False]
-
-
 def test_observe_rejections_make_the_class_less_likely() -> None:
     """Would catch: odds that do not change, or of another class than the one that was tried."""
     state = make_state([[1, 2, 3, 4, 1, 2, 3]])
@@ -203,12 +189,6 @@ def test_draft_of_growing_text_finds_what_a_new_session_finds(
 def test_draft_of_periodic_text_repeats_the_period(k: int, text: list[int], expected: list[int]) -> None:
     """Would catch: a draft of one period only, because the last occurrence ends where the text ends."""
     assert ngram_draft(NgramCandidates(k=k), text) == (expected, tuple(range(-1, k - 1)))
-
-
-def test_draft_with_fixed_k_continues_the_match_to_full_depth() -> None:
-    """Would catch: a chain that stops where it is unlikely to be accepted, although its length was given."""
-    prompt = list(range(100, 200))
-    assert ngram_draft(NgramCandidates(k=30), [*prompt, 100])[0] == prompt[1:31]
 
 
 def test_draft_of_a_text_being_copied_is_40_tokens_and_more() -> None:

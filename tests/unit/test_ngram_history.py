@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from hf_specgen import Call, DraftSession, NgramCandidates, NgramHistory
 from hf_specgen.candidates.ngram_history import FORMAT
-from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
+from hf_specgen.candidates.ngram_index import SEPARATOR
 from tests.helpers.calls import make_call, make_state
 from tests.helpers.ngram import ngram_draft
 
@@ -93,10 +93,9 @@ def test_draft_never_crosses_a_separator(text: list[int], expected: list[int]) -
 def test_history_beyond_max_tokens_drops_the_older_half() -> None:
     """Would catch: a history that grows without limit, or drops the newest text."""
     history = NgramHistory(max_tokens=15)
-    memory = NgramIndex([7] * 15).nbytes + 15
     for first in range(100, 1100, 10):
         history.add([first, first + 1, first + 2, first + 3])
-        assert len(history) <= 15 and history.nbytes <= memory
+        assert len(history) == len(history._is_output) <= 15
     candidates = NgramCandidates(k=2, min_ngram=2, history=history)
     assert ngram_draft(candidates, [1090, 1091])[0] == [1092, 1093]
     assert ngram_draft(candidates, [1080, 1081])[0] == [1082, 1083]
@@ -225,16 +224,6 @@ def test_get_candidates_of_a_growing_text_keeps_its_session() -> None:
     assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8]) == [9, 5]
     assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8, 1, 2, 1]) == [2, 1]
     assert generator.sessions == 1
-
-
-@pytest.mark.parametrize("other", [[1, 2, 3, 1], [5, 6, 7, 5, 8], [5, 6], [5, 6, 7, 5, 9, 9, 1, 5]])
-def test_get_candidates_of_another_text_starts_a_new_session(other: list[int]) -> None:
-    """Would catch: drafts from another conversation; also for a text that only begins like the last one."""
-    generator = CountingCandidates(k=2)
-    candidates_for(generator, [5, 6, 7, 5])
-    candidates_for(generator, [5, 6, 7, 5, 8, 9])
-    assert candidates_for(generator, other) == candidates_for(NgramCandidates(k=2), other)
-    assert generator.sessions == 2
 
 
 @thorough
