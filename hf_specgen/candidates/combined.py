@@ -122,7 +122,7 @@ class _CombinedSession(DraftSession):
         self._draws = call.verification is not None and call.verification.wants_q
         self._exits_early = isinstance(call.target, EarlyExitTarget)
         self._uses_networks = call.depth is None or call.depth.affords_prefill()
-        self._drafts: list[DraftTree] = []
+        self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
         self._trees: list[SearchTree[_Origin]] = []
         self.passes: list[int] = []
 
