@@ -121,10 +121,11 @@ class RecyclingSession(SearchSession[Node]):
         super().__init__(call, settings.k, settings.tree)
         assert call.model is not None
         vocab_size = vocabulary_size(call.model)
+        self._table_key = ("recycling", vocab_size)
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         draws = call.verification is not None and call.verification.wants_q
         self._model = call.model if call.remembers and not draws else None
-        self._table = memory.recall(self._model, "recycling", lambda: RecyclingTable(vocab_size))
+        self._table = memory.recall(self._model, self._table_key, lambda: RecyclingTable(vocab_size))
         self._key = ("acceptance", settings.profile_key(), call.do_sample, round(call.temperature, 2))
         self._calibration = memory.recall(call.model if self.remembers else None, self._key, Calibration)
         self._acceptance = self._calibration.table(RECYCLED_FRACTION * CENTERS).tolist()
@@ -161,6 +162,6 @@ class RecyclingSession(SearchSession[Node]):
             self._table.update(result.top_tokens)
 
     def end(self) -> None:
-        memory.store(self._model, "recycling", self._table)
+        memory.store(self._model, self._table_key, self._table)
         if self.remembers:
             memory.store(self.call.model, self._key, self._calibration)
