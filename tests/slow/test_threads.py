@@ -147,5 +147,5 @@ assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[2] == {str(ids.toli
 
 def test_first_calls_of_a_process_in_eight_threads() -> None:
     """Would catch: a plain call that fails while another thread's first call imports the package."""
-    finished = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120)
+    finished = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr[-2000:]
