@@ -111,7 +111,7 @@ class Comparison:
         return self.outcome
 
     def _turn(self, inputs: dict[str, torch.Tensor], ends: Ends, caches: Caches, fault: str) -> tuple[Run, Run | None]:
-        copied = copy.deepcopy(caches[0]) if fault or self.case.broken_logits else None
+        copied = copy.deepcopy(caches[0])
         plain = self._generate(inputs, ends, caches[0])
         if not self._prepare(plain, inputs):
             return plain, None
@@ -138,12 +138,12 @@ class Comparison:
         return plain, ours
 
     def _with_valid_padding(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, ours: Run) -> Run | None:
-        """Plain `generate` again, without the broken logits of rows that have ended; None if it raises nevertheless.
+        """Plain `generate` again, without the invalid scores of rows that have ended; None if it raises nevertheless.
 
         It samples the padding of these rows too, and raises; speculation returns the tokens of the others.
         """
         statistics = self._statistics(ours)
-        if not self.case.broken_logits or statistics is None:
+        if statistics is None:
             return None
         row_ends = [inputs["input_ids"].shape[1] + length for length in statistics.lengths]
         again = self._generate(inputs, ends, cache, padding=ValidPadding(row_ends))
