@@ -27,7 +27,7 @@ SUITES: dict[str, Suite] = {
     "projected": Suite(
         Plan(
             strategies=(
-                *("ngram", "auto", "layerskip", "medusa", "dflash", "eagle", "draft", "ngram+eagle", "ngram+draft"),
+                *("ngram", "auto", "layerskip", "medusa", "dspark", "eagle", "draft", "ngram+eagle", "ngram+draft"),
             ),
             default_settings=True,
             peers=(),

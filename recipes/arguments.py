@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
+from transformers.utils.import_utils import is_torch_bf16_gpu_available as gpu_has_bf16
 
 Config = TypeVar("Config")
 PRESETS = Path(__file__).with_name("presets.yaml")
@@ -36,13 +37,6 @@ class Options(dict[str, Any]):
         super().__init__(yaml.safe_load(values) if isinstance(values, str) else values)
 
 
-def machine_has_bf16() -> bool:
-    """Whether the accelerator, or the processor where there is none, computes in bfloat16."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
-
-
 @dataclass(kw_only=True)
 class DataArguments:
     """Where conversations come from and how they are written for the model."""
@@ -53,6 +47,12 @@ class DataArguments:
     chat_template_kwargs: Options = option(
         default_factory=Options, help="for the chat template, such as {enable_thinking: false}; kept with the result"
     )
+
+    def check_at_least(self, lowest: int, *names: str) -> None:
+        """Raise a `ValueError` for a number that is lower, or no number."""
+        for name in names:
+            if not getattr(self, name) >= lowest:  # NaN is refused too
+                raise ValueError(f"{name} must be at least {lowest}, got {getattr(self, name)}")
 
 
 @dataclass(kw_only=True)
@@ -100,7 +100,7 @@ class Arguments(DataArguments, TrainingArguments):
     lr_scheduler_type: str = option(default="cosine", help="schedule of the learning rate, as get_scheduler names it")
     warmup_steps: float = option(default=0.04, help="steps of linear warm-up; below 1: fraction of all steps")
     adam_beta2: float = option(default=0.95, help="of AdamW")
-    bf16: bool = option(default=machine_has_bf16(), help="compute in bfloat16; default: where the hardware has it")
+    bf16: bool = option(default=gpu_has_bf16(), help="compute in bfloat16; default: where the GPU has it")
     use_cpu: bool = option(default=not torch.accelerator.is_available(), help="even if there is an accelerator")
     save_steps: float = option(default=0.1, help="steps between checkpoints; below 1: fraction of all steps")
     save_total_limit: int | None = option(default=2, help="checkpoints to keep")
@@ -112,12 +112,10 @@ class Arguments(DataArguments, TrainingArguments):
     remove_unused_columns: bool = option(default=False, help="columns of the data are chosen by the recipe")
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "per_device_train_batch_size", "evaluation_per_domain", "evaluation_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "seed"):
-            if not getattr(self, name) >= 0:  # NaN is refused too
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        self.check_at_least(
+            1, "max_length", "per_device_train_batch_size", "evaluation_per_domain", "evaluation_tokens"
+        )
+        self.check_at_least(0, "learning_rate", "warmup_steps", "weight_decay", "seed")
         if self.max_steps == 0:
             raise ValueError("max_steps must be at least 1, or -1 for num_train_epochs, got 0")
         if not self.loss or not set(self.loss) <= {"kl", "ce", "tv", "lk", "confidence"}:

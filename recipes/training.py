@@ -15,11 +15,10 @@ import torch
 from accelerate import PartialState
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoTokenizer, EvalPrediction, Trainer, TrainerCallback, set_seed
+from transformers import AutoTokenizer, EvalPrediction, Trainer, set_seed
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from arguments import Arguments, parse
-from cards import write_card
 from conversations import (
     ChatFormat,
     StepSampler,
@@ -32,7 +31,7 @@ from conversations import (
     rows_by_domain,
 )
 from drafter import Drafter
-from evaluation import measure, target_answers
+from results import measure, target_answers, write_card
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 
 RUN = "run.json"
@@ -156,14 +155,18 @@ class DrafterTrainer(Trainer):
             train_dataset=rows,
             eval_dataset=held_out,
             compute_metrics=acceptance_metrics,
-            callbacks=[Steps(drafter)],
         )
-        self.drafter, self.recipe_args = drafter, args
+        self.drafter, self.recipe_args, self.begins = drafter, args, list[float]()
         sized = rows.rows if isinstance(rows, StoredStates) else rows
         self.lengths: list[int] = sized["length"][:] if hasattr(rows, "__len__") else []
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return StepSampler(self.lengths, self.recipe_args.rows_per_step, self.args.seed) if self.lengths else None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.drafter.step = self.state.global_step
+        self.begins.append(time.perf_counter())
+        return super().training_step(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, self.drafter.trained(state_dict or self.drafter.state_dict()))
@@ -183,8 +186,7 @@ class DrafterTrainer(Trainer):
         steps = args.max_steps if args.max_steps > 0 else math.ceil(per_epoch * args.num_train_epochs)
         args.max_steps, args.save_strategy, args.eval_strategy, args.report_to = 4, "no", "no", []
         self.train()
-        times = next(one.ends for one in self.callback_handler.callbacks if isinstance(one, Steps))
-        seconds = (times[-1] - times[0]) / (len(times) - 1)
+        seconds = (time.perf_counter() - self.begins[args.gradient_accumulation_steps]) / 3
         tokens = rows * sum(self.lengths) / max(1, len(self.lengths))
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
         is_gpu = args.device.type == "cuda"
@@ -194,19 +196,6 @@ class DrafterTrainer(Trainer):
             f"steps: {steps:,} of {rows} rows\ntime: {seconds:.3f} s per step, {tokens / seconds:,.0f} tokens per "
             f"second, {steps * seconds / 3600:.2f} hours in all"
         )
-
-
-class Steps(TrainerCallback):
-    """Tells the drafter the step, from which it draws random positions; keeps the times of the ends of steps."""
-
-    def __init__(self, drafter: Drafter):
-        self._drafter, self.ends = drafter, list[float]()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._drafter.step = state.global_step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
 
 
 def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -229,8 +218,6 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
     if state.is_main_process:
         drafter.load_state_dict(weights, strict=False)
         drafter.eval().save(folder)
-        if drafter.saves_tokenizer:
-            chat.tokenizer.save_pretrained(folder)
         write_card(drafter, chat, trainer.state.log_history, {})
     state.wait_for_everyone()
     if prompts:

@@ -24,8 +24,8 @@ from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_ADAPTER,
-    EMBEDDED_DFLASH,
     EMBEDDED_DRAFT,
+    EMBEDDED_DSPARK,
     EMBEDDED_EAGLE,
     EMBEDDED_HEADS,
     EMBEDDED_MODEL,
@@ -46,7 +46,7 @@ SHIPPED = {
     "layerskip": str(EMBEDDED_ADAPTER),
     "medusa": str(EMBEDDED_HEADS),
     "eagle": str(EMBEDDED_EAGLE),
-    "dflash": str(EMBEDDED_DFLASH),
+    "dspark": str(EMBEDDED_DSPARK),
 }
 """The files of the embedded model."""
 
@@ -62,7 +62,7 @@ def build(
 
     Args:
         strategies: "ngram", "auto", "draft=MODEL", "layerskip=ADAPTER" (or =LAYER without one), "medusa=HEADS",
-            "eagle=HEAD", "dflash=HEAD" or "heads=HEAD" of any format (ids or folders), or several joined by "+";
+            "eagle=HEAD", "dspark=HEAD" or "heads=HEAD" of any format (ids or folders), or several joined by "+";
             without "=…" the files that ship for the embedded model.
         peers: "transformers" for the same strategies in Transformers; or empty.
         model: the target.
@@ -153,13 +153,13 @@ def _layer_skip(source: str, model: PreTrainedModel) -> Strategy:
     )
 
 
-def _heads(source: str, model: PreTrainedModel) -> Strategy:
+def _heads(source: str, model: PreTrainedModel, name: str = "") -> Strategy:
     """Medusa, EAGLE, P-EAGLE, DFlash, DSpark or JetSpec heads; for MTP the target's own checkpoint."""
     kind: Any = type(AutoCandidates.from_pretrained(source))
     if kind.__name__ not in HEAD_NAMES:
         raise StrategyError(f"{source} holds no head that reads the target's hidden states, but {kind.__name__}")
     return Strategy(
-        HEAD_NAMES[kind.__name__],
+        name or HEAD_NAMES[kind.__name__],
         f"{kind.__name__}({source!r}, {{}})",
         lambda k, policy: kind(source, k, policy=policy),
         HEAD_DEPTHS,
@@ -199,5 +199,6 @@ COPYING: dict[str, Callable[[], Strategy]] = {"ngram": _ngram, "auto": _default}
 LOADERS: dict[str, Callable[[str, PreTrainedModel], Strategy]] = {
     "draft": _draft,
     "layerskip": _layer_skip,
-    **dict.fromkeys(("medusa", "eagle", "dflash", "heads"), _heads),
+    **dict.fromkeys(("medusa", "eagle", "heads"), _heads),
+    "dspark": partial(_heads, name="DSpark"),
 }

@@ -40,7 +40,7 @@ class Plan:
     model: str = _option("", "Hub id or folder of the target; the embedded model if empty")
     strategies: tuple[str, ...] = _option(
         ("ngram", "draft", "layerskip", "medusa"),
-        "ngram, auto, draft=MODEL, layerskip=ADAPTER or =LAYER, medusa=HEADS, eagle=HEAD, dflash=HEAD, or several "
+        "ngram, auto, draft=MODEL, layerskip=ADAPTER or =LAYER, medusa=HEADS, eagle=HEAD, dspark=HEAD, or several "
         "combined with +",
     )
     default_settings: bool = _option(False, "measure strategies with their default settings instead of choosing them")

@@ -36,8 +36,8 @@ from hf_specgen.candidates.head_sessions import DEFAULT_NODES
 from hf_specgen.decoding import DecodingLoop, PolicyRunner
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import (
-    EMBEDDED_DFLASH,
     EMBEDDED_DRAFT,
+    EMBEDDED_DSPARK,
     EMBEDDED_EAGLE,
     EMBEDDED_HEADS,
     GREEDY,
@@ -72,7 +72,7 @@ STRATEGIES = (
     Strategy("n-grams k=8", lambda: NgramCandidates(k=8), 27, 4),
     Strategy("n-grams + recycling", _combined, 45, 4),
     Strategy("Medusa", lambda: MedusaCandidates(EMBEDDED_HEADS, tree=DEFAULT_NODES, policy=FixedDepth()), 60),
-    Strategy("DFlash", lambda: DFlashCandidates(EMBEDDED_DFLASH, k=7, tree=DEFAULT_NODES), 60),
+    Strategy("DSpark", lambda: DFlashCandidates(EMBEDDED_DSPARK, k=7, tree=DEFAULT_NODES), 60),
     Strategy("draft model k=5", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=5), 80),
     Strategy("draft model tree=32 k=6", lambda: DraftModelCandidates(EMBEDDED_DRAFT, k=6, tree=32), 120),
     Strategy("EAGLE-3 tree=32 k=6", lambda: EagleCandidates(EMBEDDED_EAGLE, k=6, tree=32), 120),

@@ -158,13 +158,14 @@ class DraftModelCandidates(PretrainedCandidates):
             raise ValueError(
                 f"the prompt has {longest} tokens, but the draft reads at most {positions}; use another draft"
             )
-        check_computation(draft, TargetRequirements(), *draft_prompt(draft, call, prompts, self.share_encoder))
+        prompt = draft_prompt(draft, call, prompts, self.share_encoder)  # runs the draft's encoder, if it has one
+        check_computation(draft, TargetRequirements(), *prompt)
         # Captured passes run without the hook that adds the target's hidden states.
         compile: Compile = False if parallel is not None and parallel.layers else self.compile
 
         def reader(texts: list[list[int]]) -> Target:
-            prompt = draft_prompt(draft, call, texts, self.share_encoder)
-            return make_target(TargetRequirements(), draft, *prompt, compile=compile)
+            read = prompt if texts == prompts else draft_prompt(draft, call, texts, self.share_encoder)
+            return make_target(TargetRequirements(), draft, *read, compile=compile)
 
         runner = DraftRunner(call, draft, texts, reader, window)
         if parallel is not None:

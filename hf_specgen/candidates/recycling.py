@@ -10,6 +10,8 @@ Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Larg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -119,10 +121,11 @@ class RecyclingSession(SearchSession[Node]):
         super().__init__(call, settings.k, settings.tree)
         assert call.model is not None
         vocab_size = vocabulary_size(call.model)
+        self._table_key = ("recycling", vocab_size)
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         draws = call.verification is not None and call.verification.wants_q
         self._model = call.model if call.remembers and not draws else None
-        self._table = memory.recall(self._model, "recycling", lambda: RecyclingTable(vocab_size))
+        self._table = memory.recall(self._model, self._table_key, lambda: RecyclingTable(vocab_size))
         self._key = ("acceptance", settings.profile_key(), call.do_sample, round(call.temperature, 2))
         self._calibration = memory.recall(call.model if self.remembers else None, self._key, Calibration)
         self._acceptance = self._calibration.table(RECYCLED_FRACTION * CENTERS).tolist()
@@ -142,22 +145,23 @@ class RecyclingSession(SearchSession[Node]):
         nodes = list(zip(tokens, RANK_OF, bins, strict=False))
         return [(node[0], self._acceptance[node[1]][node[2]], node) for node in nodes]
 
-    def count(self, node: Node, accepted: bool) -> None:
-        """Count the outcome of one of `candidate_tokens`."""
-        _, rank, place = node
-        self._calibration.observe(np.array([rank]), CENTERS[[place]], np.array([accepted]))
+    def count(self, outcomes: Sequence[tuple[Node, bool]]) -> None:
+        """Count which of `candidate_tokens` were accepted, in a step."""
+        if outcomes:
+            _, ranks, places = np.array([node for node, _ in outcomes]).T
+            self._calibration.observe(ranks, CENTERS[places], np.array([accepted for _, accepted in outcomes]))
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
-            for node, accepted in verified_nodes(tree.tokens, tree.parents, emitted):
-                self.count(tree.tags[node], accepted)
+            verified = verified_nodes(tree.tokens, tree.parents, emitted)
+            self.count([(tree.tags[node], accepted) for node, accepted in verified])
         self._trees = []
         self._acceptance = self._calibration.table(RECYCLED_FRACTION * CENTERS).tolist()
         if result.top_tokens is not None:
             self._table.update(result.top_tokens)
 
     def end(self) -> None:
-        memory.store(self._model, "recycling", self._table)
+        memory.store(self._model, self._table_key, self._table)
         if self.remembers:
             memory.store(self.call.model, self._key, self._calibration)

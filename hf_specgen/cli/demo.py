@@ -137,7 +137,7 @@ def variants(settings: DemoSettings) -> list[Variant]:
     if not settings.model:
         drafts = drafts or [str(workloads.EMBEDDED_DRAFT)]
         adapter = adapter or (str(workloads.EMBEDDED_ADAPTER) if settings.every else "")
-        further = (workloads.EMBEDDED_HEADS, workloads.EMBEDDED_DFLASH) if settings.every else ()
+        further = (workloads.EMBEDDED_HEADS, workloads.EMBEDDED_DSPARK) if settings.every else ()
         heads = heads or [str(folder) for folder in (workloads.EMBEDDED_EAGLE, *further)]
     found: dict[str, Candidates] = {DEFAULT: default_candidates()}
     found |= {one.name: one.candidates for one in workloads.strategies(drafts, heads, adapter, dtype=settings.dtype)}

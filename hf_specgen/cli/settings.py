@@ -52,7 +52,7 @@ class DemoSettings(ModelSettings):
     prompts: Annotated[Path | None, Option(help="JSONL rows {prompt, domain}, or a text file of prompts.")] = None
     dtype: Annotated[Dtype, Option(help="Data type of the target.")] = "float32"
     max_new_tokens: Annotated[int, Option(help="Tokens per answer, fewer if the time is short.", min=1)] = 64
-    every: Annotated[bool, Option("--all", help="Measure Medusa, DFlash and layer skip too.")] = False
+    every: Annotated[bool, Option("--all", help="Measure Medusa, DSpark and layer skip too.")] = False
     wide: Annotated[int, Option(help="Size of the second target, in million parameters; 0 for none.", min=0)] = 300
     seconds: Annotated[float, Option(help="Time for everything; at least one prompt each.", min=0)] = 75.0
 

@@ -52,7 +52,7 @@ EMBEDDED_DRAFT = ASSETS / "draft-lm"
 EMBEDDED_ADAPTER = ASSETS / "exit-adapter"
 EMBEDDED_HEADS = ASSETS / "medusa-heads"
 EMBEDDED_EAGLE = ASSETS / "eagle3-head"
-EMBEDDED_DFLASH = ASSETS / "dflash-head"
+EMBEDDED_DSPARK = ASSETS / "dspark-head"
 NOT_INSTALLED = (
     "the embedded models and prompts are a package of their own: pip install 'hf-specgen[demo]'; or give --model and "
     "--prompt"

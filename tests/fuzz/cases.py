@@ -33,7 +33,7 @@ COMBINED = (
 CALL_SETTINGS = ("no_memory", "monitor", "pack_weights", "not_compiled")
 ENTRIES = ("keyword", "custom", "custom_streamer", "attach")
 PROCESSORS = ("prefix", "row_wise", "stateful")
-BROKEN_LOGITS = ("nan", "inf", "minus_inf")
+BROKEN_LOGITS = ("nan", "inf", "minus_inf", "rounded")
 OPTIONS = (
     "allowed_tokens",
     "begin_suppress",
@@ -119,7 +119,7 @@ class Case:
     processors: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     broken_logits: str = ""
-    """Now and then the model's logits hold this: "nan", "inf" or nothing but "minus_inf"."""
+    """Now and then the model's logits hold this: "nan", "inf" or only "minus_inf"; or all are "rounded"."""
 
     return_dict: bool = False
     output_scores: bool = False

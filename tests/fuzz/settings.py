@@ -143,7 +143,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "guidance": {"guidance_scale": 1.5},
     "remove_invalid": {"remove_invalid_values": True},
     "renormalize": {"renormalize_logits": True},
-    "sequence_bias": {"sequence_bias": [[[5], 1.5], [[6, 7], 2.0], [[8], -3.0]]},
+    "sequence_bias": {"sequence_bias": [[[5], 1.5], *([[token, 7 * token % VOCAB], 4.0] for token in range(1, VOCAB))]},
     "suppress": {"suppress_tokens": list(range(60, 99))},
 }
 

@@ -20,6 +20,7 @@ from hf_specgen import (
     RecyclingCandidates,
     Schedule,
 )
+from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.memory import memory
 from tests.fuzz.cases import Case
@@ -105,7 +106,7 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
         return PromptLookupCandidateGenerator(num_output_tokens=case.k, max_matching_ngram_size=2, max_length=512)
     if name == "recycling":
         if case.accuracy > 0:
-            memory.store(model, "recycling", recycling_table(model, known.ids))
+            memory.store(model, ("recycling", vocabulary_size(model)), recycling_table(model, known.ids))
         return RecyclingCandidates(**settings, tree=tree)
     if name in CLASSES:
         heads_settings = {**settings, "tree": tree}

@@ -145,14 +145,20 @@ def time_limit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def broken_logits(model: Any, kind: str) -> Iterator[None]:
-    """Now and then the model's logits are not finite: a function of the logits alone, so that it is reproducible."""
+    """Now and then the model's logits are not finite: a function of the logits alone, so that it is reproducible.
+
+    "rounded" makes many of them equal, so that a choice depends on the order of ties.
+    """
     if not kind:
         yield
         return
-    value = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}[kind]
+    value = {"nan": float("nan"), "inf": float("inf"), "minus_inf": float("-inf")}.get(kind, 0.0)
 
     def spoil(module: Any, args: Any, output: Any) -> None:
         logits = output.logits
+        if kind == "rounded":
+            logits.copy_(logits.round())
+            return
         spoiled = logits[..., :1] > logits[..., 1:].mean(dim=-1, keepdim=True)
         places = slice(None) if kind == "minus_inf" else slice(7, 8)
         logits[..., places] = torch.where(spoiled, torch.full_like(logits[..., places], value), logits[..., places])

@@ -1,7 +1,6 @@
 """Calls in processes of their own, forked from the test's process, in which everything is imported already."""
 
 import contextlib
-import io
 import os
 import socket
 import warnings
@@ -43,13 +42,6 @@ def started(function: Callable[..., Any], *arguments: Any, environment: Mapping[
         process = get_context("fork").Process(target=_call, args=(environment, function, arguments))
         process.start()
     return process
-
-
-def printed_by(function: Callable[..., Any], *arguments: Any) -> str:
-    """What a call prints to standard output."""
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        function(*arguments)
-    return output.getvalue()
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ PLACEHOLDERS = {
     "ID": "org/model",
 }
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
+RECORDED = "<!-- tables: begin -->"
+"""Begins recorded results, whose commands are those of their commits."""
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
 """The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(#[^)]*)?\)")
@@ -87,7 +89,8 @@ def test_navigation_names_every_page() -> None:
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each command, without placeholders, comments and what another program prints."""
-    for block, inline in COMMANDS.findall(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8").split(RECORDED)[0]
+    for block, inline in COMMANDS.findall(text):
         for line in (block or inline.replace("\n", " ")).replace("\\\n", " ").split("\n"):
             words = shlex.split(line, comments=True)
             while words and "=" in words[0]:  # variables of the environment

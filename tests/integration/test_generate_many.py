@@ -78,7 +78,7 @@ HEADS = {
     "medusa": lambda: MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads")),
     "eagle": lambda: AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "eagle3-head")),
     "dflash and n-grams": lambda: CombinedCandidates(
-        [NgramCandidates(), AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "dflash-head"))]
+        [NgramCandidates(), AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "dspark-head"))]
     ),
     "draft model": lambda: DraftModelCandidates(str(DRAFT_LM)),
 }

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hf_specgen import AdaptiveDepth, AutoCandidates, CombinedCandidates, NgramCandidates
-from hf_specgen.evaluation.workloads import EMBEDDED_DFLASH, EMBEDDED_EAGLE
+from hf_specgen.evaluation.workloads import EMBEDDED_DSPARK, EMBEDDED_EAGLE
 from tests.helpers import SAMPLING, assert_same_tokens
 
-HEADS = [folder for folder in (EMBEDDED_EAGLE, EMBEDDED_DFLASH) if folder.exists()]
+HEADS = [folder for folder in (EMBEDDED_EAGLE, EMBEDDED_DSPARK) if folder.exists()]
 PROMPTS = ("def add(x, y):", "Once upon a time, in a small town", "1, 2, 3,")
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
 SHAPES: dict[str, dict[str, Any]] = {

@@ -1,12 +1,11 @@
 """Transformers' own clients of `generate`: `pipeline`, streamers, scripts in a model's folder."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer, pipeline
+from transformers import pipeline
 
 import hf_specgen
 from hf_specgen.counters import CallTotals
@@ -27,17 +26,6 @@ def test_pipeline_batch_of_chats_same_text(model: Any, tokenizer: Any, prompt: s
     with hf_specgen.attached(model) as totals:
         assert ask(chats, batch_size=3) == expected
     assert totals.calls == 1 and totals.drafted > 0
-
-
-def test_streamer_in_a_thread_same_text(model: Any, tokenizer: Any, prompt: str) -> None:
-    inputs = tokenizer(prompt, return_tensors="pt")
-    expected = tokenizer.decode(model.generate(**inputs, max_new_tokens=24)[0, inputs["input_ids"].shape[1] :])
-    hf_specgen.attach(model)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=model.generate, kwargs={**inputs, "streamer": streamer, "max_new_tokens": 24})
-    thread.start()
-    assert "".join(streamer) == expected
-    thread.join()
 
 
 def test_generate_script_of_a_model_folder_same_text(

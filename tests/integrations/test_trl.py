@@ -71,12 +71,3 @@ def test_grpo_with_continuous_batching_speculates_with_changing_weights(
     totals = hf_specgen.statistics(model)
     assert len(plain) == 2 and ours == plain
     assert totals.calls >= 2 and totals.accepted > 0 and totals.plain_calls == {}
-
-
-def test_strategy_in_generation_kwargs_raises_and_names_attach(tokenizer: Any, model: Any) -> None:
-    """TRL builds a GenerationConfig of them, where the strategy would be ignored."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(max_new_tokens=4, **{"candidate_generator": NgramCandidates()})
-    with pytest.raises(ValueError, match=r"hf_specgen\.attach"):
-        model.generate(**tokenizer("Hello", return_tensors="pt"), generation_config=config)

@@ -15,7 +15,6 @@ from benchmarks.harness.runner import DEFAULT_PLAIN, choose
 from benchmarks.harness.units import tuning_units
 from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.report import summary
-from benchmarks.suites import SUITES
 from benchmarks.workloads.domains import Domain
 from hf_specgen.evaluation.measure import Sample, Variant
 from tests.helpers import tiny_model
@@ -144,21 +143,6 @@ def test_projected_speedup_is_a_ratio_of_sums_beside_the_measured_one() -> None:
     assert row["speedup"] == pytest.approx(2.0) and row["projected speedup"] == pytest.approx(12 / 8)
     (unprojected,) = summary.speed([cell_of(seconds=[1.0], plain=[2.0])], "domain")
     assert "projected speedup" not in unprojected
-
-
-@pytest.mark.parametrize("name", sorted(SUITES))
-def test_suite_names_tables_that_exist(name: str) -> None:
-    known = {"by domain", "speed", "acceptance", "batch", "memory"}
-    known |= {f"projected by {column}" for column in ("domain", "batch", "temperature")}
-    assert {SUITES[name].table, *SUITES[name].tables} <= known and SUITES[name].plan.quick()
-
-
-def test_repeats_of_a_prompt_are_one_request() -> None:
-    """Ten repeats of the same two prompts say no more about other prompts than two do."""
-    once = cell_of(seconds=[1.0, 2.0], plain=[2.0, 2.0])
-    often = summary.Cell("c", "ours", once.records * 10, once.plain * 10)
-    assert often.requests == 2
-    assert often.speedup.low == pytest.approx(once.speedup.low)
 
 
 @pytest.mark.parametrize(

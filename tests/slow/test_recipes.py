@@ -91,12 +91,13 @@ def test_any_target_gets_a_drafter_from_conversations(
     assert "AutoCandidates" in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
 
 
-class Interrupted(training.Steps):
+class Interrupted(training.DrafterTrainer):
     """Ends a run in the step after the last checkpoint, like a killed process."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 13:
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.global_step == 13:
             raise KeyboardInterrupt
+        return super().training_step(*args, **kwargs)
 
 
 def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder: Path, monkeypatch: Any) -> None:
@@ -105,7 +106,7 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
     more += ["--eval-strategy", "steps", "--eval-steps", "8", "--evaluation-tokens", "4"]
     train_eagle.main(arguments(folder, "whole", *more))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "Steps", Interrupted)
+        patch.setattr(training, "DrafterTrainer", Interrupted)
         train_eagle.main(arguments(folder, "resumed", *more))
     with pytest.raises(ValueError, match=r"checkpoint of an earlier run: continue it with --resume true"):
         train_eagle.main(arguments(folder, "resumed", *more))
@@ -260,7 +261,7 @@ def test_the_hub_is_asked_before_training_and_gets_the_result_without_checkpoint
     train_draft.main(arguments(folder, "pushed", "--layers", "0", *hub, "user/draft"))
     assert calls[:2] == ["other/head", "user/draft"] and calls[2][0] == "user/draft" and calls[2][2] == "checkpoint*"
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training.json"} <= calls[2][1]
-    assert 'DraftModelCandidates("user/draft"' in (folder / "pushed" / "README.md").read_text()
+    assert 'AutoCandidates.from_pretrained("user/draft")' in (folder / "pushed" / "README.md").read_text()
 
 
 def test_dry_run_and_simulation_print_what_to_expect(folder: Path, capsys: Any) -> None:

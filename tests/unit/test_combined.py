@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
 from hf_specgen.candidates.base import DraftCall, DraftSession
-from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch
+from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch, union
 from hf_specgen.candidates.tree_search import SearchLimits, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
@@ -85,6 +86,25 @@ def test_drafts_without_estimates_and_with_zeros_are_merged() -> None:
     tree = best_first(search.root, search.children, 9, SearchLimits(9))
     assert (tree.tokens, tree.parents) == ([5, 6], [-1, 0])
     assert tree.probability == pytest.approx([0.6, 0.36])
+
+
+@settings(max_examples=80, deadline=None)
+@given(tries, tries)
+def test_union_has_exactly_the_paths_of_both_drafts_and_q_of_the_drawn_ones(
+    copied: dict[Path, float], drawn: dict[Path, float]
+) -> None:
+    """Would catch: a path lost or present twice, q of another node, drawn siblings before copied ones."""
+    (first, known), (second, others) = draft_of(copied), draft_of(drawn)
+    q = torch.rand(1, second.nodes, 4)
+    merged = union(first, DraftTree(second.token_lists(), second.parents, q))
+    paths: list[Path] = []
+    for token, parent in zip(merged.token_lists()[0], merged.parents[0], strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert sorted(paths) == sorted({*known, *others}) and paths[: len(known)] == [*known]
+    assert merged.q is not None
+    for node, path in enumerate(paths):
+        expected = torch.zeros(4) if path in known else q[0, [*others].index(path)]
+        assert torch.equal(merged.q[0, node], expected)
 
 
 class Scripted(Candidates):

@@ -1,24 +1,25 @@
-"""The modules of draft heads: masks, caches whose rows differ in length, and what padding must not change."""
+"""The modules of draft heads: masks, layers, and which of the target's hidden states they read.
+
+What heads compute in ragged batches is compared with the originals in `test_head_fixtures.py`.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers, block_mask
-from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig, eagle_layers
+from hf_specgen.heads.block import BlockAttention, block_layers, block_mask
+from hf_specgen.heads.eagle import eagle_layers
 from hf_specgen.heads.head_file import configured_layers
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
-from tests.helpers.head_sessions import RaggedCache
+from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding
+from hf_specgen.targets.masks import chain_mask
+from tests.helpers.head_sessions import causal_mask
 
 LAYER = LayerConfig(
     hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True
 )
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
-BLOCK: dict[str, Any] = {"block_size": 4, "mask_token_id": 1}
-SIZES: dict[str, Any] = {"hidden_size": 16, "vocab_size": 40, "draft_vocab_size": 40, "target_hidden_size": 16}
 
 
 def sees(kind: BlockAttention, length: int, query: int, slot: int, block: int) -> bool:
@@ -52,6 +53,7 @@ def test_causal_mask_of_ragged_rows_follows_the_definition() -> None:
     lengths = [3, 0, 5]
     expected = [[[[slot <= length + query for slot in range(7)] for query in range(2)]] for length in lengths]
     assert causal_mask(lengths, 2).tolist() == expected
+    assert chain_mask(lengths, 2, torch.device("cpu")).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -100,82 +102,6 @@ def test_decoder_layer_computes_what_the_layer_of_llama_computes(rope: dict[str,
     )
     actual = ours(states, RotaryEmbedding(config)(states, positions), mask, None)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-
-
-def heads() -> dict[str, Any]:
-    torch.manual_seed(0)
-    eagle1 = Eagle1Head(EagleConfig(layer=LAYER, num_aux_hidden_states=1, num_layers=2, **SIZES))
-    eagle3 = Eagle3Head(EagleConfig(layer=LAYER, num_aux_hidden_states=3, num_layers=2, **SIZES))
-    return {"EAGLE-1": eagle1, "EAGLE-3": eagle3}
-
-
-@pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-3"])
-@torch.no_grad()
-def test_eagle_head_reading_in_pieces_computes_the_same_as_at_once(name: str) -> None:
-    head = heads()[name]
-    embeddings = torch.randn(1, 9, 16)
-    hidden = head.combine(torch.randn(1, 9, 16 * head.config.num_aux_hidden_states))
-    positions = torch.arange(9)[None]
-    whole = head(embeddings, hidden, positions)
-    cache = DynamicCache()
-    pieces = [
-        head(embeddings[:, part], hidden[:, part], positions[:, part], None, cache).output
-        for part in (slice(0, 4), slice(4, 5), slice(5, 9))
-    ]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole.output)
-
-
-@pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-3"])
-@torch.no_grad()
-def test_eagle_head_is_not_changed_by_what_padding_holds(name: str) -> None:
-    head = heads()[name]
-    results = []
-    for padding in (0.0, 1e4):
-        torch.manual_seed(1)
-        cache = RaggedCache()
-        embeddings, features = torch.randn(2, 5, 16), torch.randn(2, 5, 16 * head.config.num_aux_hidden_states)
-        embeddings[1, 3:], features[1, 3:] = padding, padding  # the second row has three positions only
-        head(embeddings, head.combine(features), torch.arange(5).expand(2, -1), causal_mask([0, 0], 5), cache)
-        cache.set_lengths([5, 3])
-        lengths = torch.tensor([[5], [3]])
-        step = head(torch.randn(2, 1, 16), torch.randn(2, 1, 16), lengths, causal_mask([5, 3], 1), cache)
-        results.append(step.output)
-    assert torch.equal(*results)
-
-
-@torch.no_grad()
-def test_block_head_extending_in_pieces_computes_the_same_as_at_once() -> None:
-    torch.manual_seed(0)
-    attention = (BlockAttention(), BlockAttention(causal=True, window=3))
-    head = BlockHead(
-        BlockConfig(layer=LAYER, attention=attention, num_aux_hidden_states=2, block_size=4, mask_token_id=1, **SIZES)
-    )
-    features, block = torch.randn(1, 9, 32), torch.randn(1, 4, 16)
-    outputs = []
-    for parts in ([slice(0, 9)], [slice(0, 4), slice(4, 5), slice(5, 9)]):
-        cache = DynamicCache()
-        for part in parts:
-            head.extend(features[:, part], torch.arange(9)[None, part], cache)
-        outputs.append(head(block, 9 + torch.arange(4)[None], cache).output)
-    torch.testing.assert_close(*outputs)
-
-
-@torch.no_grad()
-def test_causal_block_head_predicts_the_same_whatever_follows_in_the_block() -> None:
-    torch.manual_seed(0)
-    attention = (BlockAttention(causal=True),) * 2
-    head = BlockHead(
-        BlockConfig(layer=LAYER, attention=attention, num_aux_hidden_states=1, block_size=4, mask_token_id=1, **SIZES)
-    )
-    features, block = torch.randn(1, 5, 16), torch.randn(1, 4, 16)
-    outputs = []
-    for last in (0.0, 7.0):
-        block[:, 3] = last
-        cache = DynamicCache()
-        head.extend(features, torch.arange(5)[None], cache)
-        outputs.append(head(block, 5 + torch.arange(4)[None], cache).output)
-    torch.testing.assert_close(outputs[0][:, :3], outputs[1][:, :3])
-    assert not torch.allclose(outputs[0][:, 3], outputs[1][:, 3])
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from hf_specgen import RecyclingCandidates
 from hf_specgen.candidates.acceptance import EDGES, RANKS
+from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.recycling import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.tree_search import SearchLimits
 from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.top_tokens import TopTokens
-from tests.helpers import assert_same_tokens, prompts, tiny_model
+from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.calls import make_call, make_state
 
 thorough = settings(max_examples=60, deadline=None, derandomize=True)
@@ -65,7 +66,8 @@ def test_generate_updates_the_table_with_what_plain_generate_expects() -> None:
     ids = model.generate(**inputs, max_new_tokens=12, candidate_generator=candidates)
     logits = model(ids).logits[0, 11:-1]
     read = ids[0, 11:-1].tolist()
-    last, table = {token: place for place, token in enumerate(read)}, memory.recall(model, "recycling", lambda: None)
+    last = {token: place for place, token in enumerate(read)}
+    table: Any = memory.recall(model, ("recycling", vocabulary_size(model)), lambda: RecyclingTable(0))
     for token, place in last.items():
         row = table.row(token)[0]
         assert row, "a token that was read has no successors"
@@ -129,6 +131,15 @@ def test_recycling_accepts_tokens_in_later_calls() -> None:
     model, candidates = tiny_model("llama"), RecyclingCandidates(k=4, tree=16)
     accepted = [assert_same_tokens(model, prompts(1), candidates, max_new_tokens=30).accepted for _ in range(2)]
     assert accepted[1] > accepted[0]
+
+
+def test_recycling_of_a_target_whose_vocabulary_was_resized_starts_anew() -> None:
+    """Would catch: successors looked up for tokens that the table of an earlier call does not have."""
+    model, candidates = fresh_model("llama"), RecyclingCandidates(k=4, tree=16)
+    size = vocabulary_size(model)
+    for vocab_size in (size, size + 8):
+        model.resize_token_embeddings(vocab_size)
+        model.generate(torch.tensor([[5, vocab_size - 1]]), max_new_tokens=8, candidate_generator=candidates)
 
 
 def test_recycling_without_memory_drafts_alike_in_equal_calls() -> None:

@@ -1,6 +1,5 @@
 """A drafter's tree pass: reading a tree level by level equals reading each of its paths alone."""
 
-import random
 import threading
 from collections.abc import Iterator
 
@@ -9,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig
 
 from hf_specgen.targets.attention import without_cudnn_attention
-from hf_specgen.targets.replay import ReplayQueue
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
@@ -83,60 +81,6 @@ def test_grow_then_commit_keeps_a_path_per_row(model: torch.nn.Module) -> None:
     for row, path in enumerate(paths):
         text = [*ids[row][mask[row].bool()].tolist(), *(TREES[row][0][node] for node in path), 20 + row]
         torch.testing.assert_close(logits[row], model(torch.tensor([text])).logits[0, -1], atol=1e-5, rtol=1e-4)
-
-
-# Rows with one common length in the cache: what each pass reads, and what lies in the cache afterwards
-
-
-class SimulatedCache:
-    """One list of slots for each row; a pass writes what it reads, and padding, from its start on."""
-
-    def __init__(self, rows: int):
-        self.slots: list[list[int]] = [[] for _ in range(rows)]
-
-    def write(self, start: int, reads: list[list[int]]) -> None:
-        width = max(map(len, reads))
-        for slots, read in zip(self.slots, reads, strict=True):
-            assert len(slots) >= start, "a pass begins behind the end of the cache"
-            slots[start:] = read + [-1] * (width - len(read))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_cache_holds_the_texts_after_any_sequence_of_steps(seed: int) -> None:
-    """Would catch: a row whose slots were overwritten while it took no part, and that counts them as cached."""
-    choose, rows = random.Random(seed), 3
-    texts, cache, token = ReplayQueue(rows, common_start=True), SimulatedCache(rows), 0
-    expected: list[list[int]] = [[] for _ in range(rows)]
-    for _ in range(30):
-        new: list[list[int] | None] = []
-        for _ in range(rows):
-            count = choose.randint(1, 4) if choose.random() < 0.7 else 0
-            new.append(list(range(token, token + count)) or None)
-            token += count
-        if not any(new):
-            continue
-        starts, reads = texts.next_pass([tokens or [] for tokens in new], [tokens is not None for tokens in new])
-        cache.write(starts[0], reads)
-        counts = [choose.randint(0, len(tokens or ())) for tokens in new]
-        texts.commit(counts)
-        for row, (tokens, count) in enumerate(zip(new, counts, strict=True)):
-            expected[row] += (tokens or [])[:count]
-            kept = texts.cached[row]
-            assert texts.texts[row] == expected[row]
-            assert cache.slots[row][:kept] == expected[row][:kept]
-            assert kept == len(expected[row]) or tokens is None
-        if choose.random() < 0.1:
-            lengths = [choose.randint(0, len(text)) for text in expected]
-            for row, length in enumerate(lengths):
-                texts.cut(row, length)
-            expected = [text[:length] for text, length in zip(expected, lengths, strict=True)]
-
-
-def test_one_row_reads_nothing_twice() -> None:
-    texts = ReplayQueue(1, common_start=True)
-    assert texts.next_pass([[1, 2, 3]], [True]) == ([0], [[1, 2, 3]])
-    texts.commit([2])
-    assert texts.next_pass([[4]], [True]) == ([2], [[4]])
 
 
 # Tests that cuDNN's attention is off in passes on a GPU, and on again afterwards
