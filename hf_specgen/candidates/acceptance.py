@@ -48,16 +48,11 @@ class Calibration:
         self.seen: Floats = np.zeros((RANKS, COUNTED[-1] + 1))
         self.accepted: Floats = np.zeros((RANKS, COUNTED[-1] + 1))
 
-    def acceptance(self, confidence: Floats, prior: Floats | None = None) -> Floats:
-        """`[…, children]` acceptance probabilities of siblings: not increasing, with a sum of at most 1.
-
-        Most preferred first; the prior are probabilities measured on other texts, or else the confidences.
-        """
-        weight = 6.0 if prior is None else 50.0  # in observations
-        prior = confidence if prior is None else prior
+    def acceptance(self, confidence: Floats) -> Floats:
+        """`[…, children]` acceptance of siblings, most preferred first: not increasing, with a sum of at most 1."""
         rank = np.minimum(np.arange(confidence.shape[-1]), RANKS - 1)
         index = rank, COUNTED[np.searchsorted(EDGES, confidence)]
-        estimate = (self.accepted[index] + weight * prior) / (self.seen[index] + weight)
+        estimate = (self.accepted[index] + 6.0 * confidence) / (self.seen[index] + 6.0)
         estimate = np.minimum.accumulate(estimate, axis=-1)
         before = np.cumsum(estimate, axis=-1) - estimate
         return np.minimum(estimate, np.clip(1.0 - before, 0.0, 1.0))

@@ -145,10 +145,9 @@ class HeadCandidates(PretrainedCandidates):
         self._name = type(head_or_path).__qualname__ if self._head is not None else str(head_or_path)
         self._bound: BoundModules[BoundHead] = BoundModules()
 
-    def check(self, head: DraftHead) -> None:
-        """Raise a `ValueError` unless the strategy can draft with this head."""
-        if not isinstance(head, self.head_classes):
-            raise self._refusal(head)
+    def accepts(self, head: DraftHead) -> bool:
+        """Whether the strategy can draft with this head."""
+        return isinstance(head, self.head_classes)
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         """The session of a call."""
@@ -189,15 +188,13 @@ class HeadCandidates(PretrainedCandidates):
 
     def _bind(self, model: PreTrainedModel) -> BoundHead:
         head = self.load(model)
-        self.check(head)
+        if not self.accepts(head):
+            raise ValueError(
+                f"{self._name!r} is a {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
+                "which chooses the strategy"
+            )
         weight = output_matrix(model).weight
         return head.to(device=weight.device, dtype=weight.dtype).eval().bind(model, self.aux_hidden_state_layers)
-
-    def _refusal(self, head: DraftHead) -> ValueError:
-        return ValueError(
-            f"{self._name!r} is a {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
-            "which chooses the strategy"
-        )
 
     def __repr__(self) -> str:
         window = None if self.draft_window == "auto" else self.draft_window
@@ -221,14 +218,10 @@ class EagleCandidates(HeadCandidates):
     max_depth = 16
     """With the depth 8 of EAGLE-3's trees the projected speed of the bundled head is 4.92x of plain decoding, with 16
     it is 5.47x, as text that the head is nearly sure of deserves deep drafts."""
-    head_classes, expected = (Eagle1Head, Eagle3Head), "an EAGLE head"
+    head_classes, expected = (Eagle1Head, Eagle3Head), "an EAGLE head without a mask token (P-EAGLE)"
 
-    def check(self, head: DraftHead) -> None:
-        super().check(head)
-        if head.config.mask_token_id is not None:
-            raise ValueError(
-                f"{self._name!r} is a P-EAGLE head, which drafts all tokens in one pass; use PEagleCandidates"
-            )
+    def accepts(self, head: DraftHead) -> bool:
+        return super().accepts(head) and head.config.mask_token_id is None
 
 
 class PEagleCandidates(HeadCandidates):
@@ -248,10 +241,8 @@ class PEagleCandidates(HeadCandidates):
     """Published heads were trained to draft 5 to 8 tokens."""
     head_classes, expected = (Eagle3Head,), "a P-EAGLE head"
 
-    def check(self, head: DraftHead) -> None:
-        super().check(head)
-        if head.config.mask_token_id is None:
-            raise self._refusal(head)
+    def accepts(self, head: DraftHead) -> bool:
+        return super().accepts(head) and head.config.mask_token_id is not None
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         runner = PEagleRunner(bound, call.state.batch)

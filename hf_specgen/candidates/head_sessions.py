@@ -327,7 +327,9 @@ class IndependentHeadsSession(CalibratedSession):
         if max(depths) == 0:
             return self.not_drafted(len(max_depths))
         scores, ranked, confidence = self.ranked_tokens(self.depth_logits(max(depths)))
-        size, acceptance = self.tree_size(depths), self.acceptance(confidence)
+        size = tree_size(default_size(self.call, self._size), self.call, depths)
+        each = [one.acceptance(confidence[:, depth]) for depth, one in enumerate(self.calibrations[: max(depths)])]
+        acceptance = np.stack(each, axis=1)
         trees = [best_combinations(ranked[row], acceptance[row], depth, size) for row, depth in enumerate(depths)]
         nodes = size.best_size([tree.probability for tree in trees])
         draft, tags = draft_of(trees, nodes), [np.array(tree.tags[:nodes], dtype=int).reshape(-1, 2) for tree in trees]
@@ -338,10 +340,6 @@ class IndependentHeadsSession(CalibratedSession):
             draft = with_q(draft, [(tag[:, 0] - 1).tolist() for tag in tags], scores)
         self._tree = draft
         return draft
-
-    def tree_size(self, depths: Sequence[int]) -> TreeSize:
-        """How large the trees become; without a latency model "auto" stands for `DEFAULT_NODES`."""
-        return tree_size(default_size(self.call, self._size), self.call, depths)
 
     def ranked_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, NDArray[np.integer[Any]], Floats]:
         """The most preferred tokens of each depth.
@@ -365,11 +363,6 @@ class IndependentHeadsSession(CalibratedSession):
         # In one transfer; token ids below 2**24 are exact.
         read = torch.cat([tokens, probability], dim=-1).cpu().numpy().astype(np.float64)
         return scores, read[..., : self.ranks].astype(int), read[..., self.ranks :]
-
-    def acceptance(self, confidence: Floats) -> Floats:
-        """`[batch, depths, ranks]` acceptance probabilities of confidences."""
-        calibrations = self.calibrations[: confidence.shape[1]]
-        return np.stack([one.acceptance(confidence[:, depth]) for depth, one in enumerate(calibrations)], axis=1)
 
 
 def best_combinations(

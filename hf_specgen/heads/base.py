@@ -77,7 +77,7 @@ class DraftHead(nn.Module):
 
     `forward` of heads that draft step by step takes, each `[batch, length, …]`, embeddings of the tokens *after* the
     positions, combined features (or `HeadOutput.hidden` of the parents) and positions; then a mask, True where a query
-    sees a slot of the cache (None: causal, all rows equally long), and the cache for keys and values.
+    sees a slot of the cache (None: all of them), and the cache for keys and values.
     """
 
     lm_head: nn.Module | None

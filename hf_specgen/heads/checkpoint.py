@@ -30,20 +30,6 @@ DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.t
 """Files of a repository that are downloaded: configs, tensors and tokenizers; no code."""
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """Form of a repository id: "name" or "owner/name"."""
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 Names = dict[str, str]
 """Names of a head's own tensors, each with the name in the file."""
 
@@ -233,13 +219,8 @@ def tensor_infos(path: Path) -> dict[str, TensorInfo]:
             return {name: TensorInfo(tuple(tensor.shape), tensor.dtype, path) for name, tensor in tensors}
         with safe_open(path, framework="pt") as file:
             views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-            unknown = {name: view.get_dtype() for name, view in views.items() if view.get_dtype() not in DTYPES}
-            if unknown:
-                raise ValueError(f"unknown dtypes {unknown}")
-            return {
-                name: TensorInfo(tuple(view.get_shape()), DTYPES[view.get_dtype()], path)
-                for name, view in views.items()
-            }
+            empty = {name: view[:0] if view.get_shape() else file.get_tensor(name) for name, view in views.items()}
+            return {name: TensorInfo(tuple(view.get_shape()), empty[name].dtype, path) for name, view in views.items()}
 
 
 def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:

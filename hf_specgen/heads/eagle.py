@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint
 from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding, causal_default
+from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,9 @@ class Eagle1Head(DraftHead):
     ) -> HeadOutput:
         """One pass; see `DraftHead.forward`."""
         states = self.fc(torch.cat((embeddings, hidden), dim=-1))
-        rotary, mask = self.rotary(states, position_ids), causal_default(attention_mask, states, cache)
+        rotary = self.rotary(states, position_ids)
         for layer in self.layers:
-            states = layer(states, rotary, mask, cache)
+            states = layer(states, rotary, attention_mask, cache)
         return HeadOutput(states, states)
 
 
@@ -127,11 +127,10 @@ class Eagle3Head(DraftHead):
         cache: Cache | None = None,
     ) -> HeadOutput:
         """One pass over known positions, one draft step, or one level of a draft tree; see `DraftHead.forward`."""
-        rotary, mask = self.rotary(hidden, position_ids), causal_default(attention_mask, hidden, cache)
-        first, *rest = self.layers
-        states = first(embeddings, hidden, rotary, mask, cache)
+        rotary, (first, *rest) = self.rotary(hidden, position_ids), self.layers
+        states = first(embeddings, hidden, rotary, attention_mask, cache)
         for layer in rest:
-            states = layer(states, rotary, mask, cache)
+            states = layer(states, rotary, attention_mask, cache)
         normed = self.norm(states)
         return HeadOutput(normed if self.config.norm_output else states, normed)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,19 +41,7 @@ LAYER_FIELDS = (
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
     """Write Medusa heads in our format, and EAGLE and block heads as vLLM reads them; returns the files."""
-    if isinstance(head, MedusaHeads):
-        return write_checkpoint(folder, *medusa_file(head, "", None))
-    if isinstance(head, Eagle3Head):
-        config = speculators_eagle(head)
-    elif isinstance(head, BlockHead):
-        config = speculators_block(head) if fits_speculators(head) else zlab_block(head)
-    elif isinstance(head, Eagle1Head):
-        config = original_eagle1(head)
-    else:
-        raise ValueError(
-            f"{type(head).__name__} has no format of its own; it stays in the checkpoint that it came from"
-        )
-    return _write(head, folder, config, {})
+    return _written(head, folder, "" if isinstance(head, MedusaHeads) else "vllm")
 
 
 def export_head(head: DraftHead, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
@@ -70,21 +59,30 @@ def export_head(head: DraftHead, folder: str | Path, to: str, target: PreTrained
         raise ValueError(f"unknown export {to!r} of a {type(head).__name__}; there are {', '.join(programs)}")
     if (Path(folder) / "config.json").exists():
         raise ValueError(f"{folder} holds a config.json already; export to a folder of its own")
+    return _written(head, folder, to, target)
+
+
+def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
     if isinstance(head, MedusaHeads):
         return write_checkpoint(folder, *medusa_file(head, to, target))
-    if to == "vllm":
-        return save_head(head, folder)
     if isinstance(head, Eagle1Head):
-        return _write(head, folder, original_eagle1(head), {})
+        return _write(head, folder, original_eagle1(head))
     if isinstance(head, Eagle3Head):
+        if to == "vllm":
+            return _write(head, folder, speculators_eagle(head))
         return _write(head, folder, flat_eagle3(head, to), {"layers.0.": "midlayer."}, mapping=to == "sglang")
-    if isinstance(head, BlockHead) and to == "sglang":
-        return _write(head, folder, zlab_block(head), {})
-    raise ValueError(f"there is no layout of {type(head).__name__} for {to!r}; use 'vllm'")
+    if isinstance(head, BlockHead) and to != "eagle":
+        is_nested = to == "vllm" and fits_speculators(head)
+        return _write(head, folder, speculators_block(head) if is_nested else zlab_block(head))
+    raise ValueError(f"there is no layout of {type(head).__name__} for {to!r}")
 
 
 def _write(
-    head: DraftHead, folder: str | Path, config: Config, renamed: Mapping[str, str], mapping: bool = False
+    head: DraftHead,
+    folder: str | Path,
+    config: Config,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    mapping: bool = False,
 ) -> list[Path]:
     """Write config and tensors; `mapping` writes the mapping of the vocabulary even if it is the identity."""
     tensors = {}
@@ -158,20 +156,14 @@ def speculators_eagle(head: Eagle3Head) -> Config:
     _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
     parallel = config.mask_token_id is not None
     kind, architecture = ("peagle", "PEagleDraftModel") if parallel else ("eagle3", "Eagle3DraftModel")
-    own = {
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+    norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    own = {name: getattr(config, name) for name in norms} | {
         "eagle_aux_hidden_state_layer_ids": _layer_ids(head),
         "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
         "embed_requires_grad": parallel,
     }
-    return (
-        _speculators(head, kind, architecture, _layer_config(head), 5)
-        | own
-        | ({"mask_token_id": config.mask_token_id} if parallel else {})
-    )
+    own |= {"mask_token_id": config.mask_token_id} if parallel else {}
+    return _speculators(head, kind, architecture, _layer_config(head), 5) | own
 
 
 SPECULATORS_TYPES: Mapping[type, tuple[str, str]] = {

@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.layers import causal_mask
 from hf_specgen.heads.mtp import MTPConfig
 from hf_specgen.heads.runner import HeadRunner, padded
+from hf_specgen.targets import masks
 
 
 class LayeredRunner(HeadRunner):
@@ -88,7 +88,7 @@ class LayeredRunner(HeadRunner):
         head: Any = self.bound.head
         hidden = padded(states, parts)
         device, count = self._like.device, hidden.shape[1]
-        positions, mask = self._positions(count, device), causal_mask(self.lengths, count, device)
+        positions, mask = self._positions(count, device), masks.chain_mask(self.lengths, count, device)
         outputs = []
         for layer in range(self.layers):
             ahead = [row[part.start + layer : part.stop + layer] for row, part in zip(tokens, parts, strict=True)]

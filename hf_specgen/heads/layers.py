@@ -7,7 +7,7 @@ tensors, because published configs are wrong about them; where the config has th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -137,24 +137,6 @@ class DecoderLayer(nn.Module):
     def add_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         """The second half of the layer."""
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-def causal_mask(lengths: Sequence[int], queries: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """`[batch, 1, queries, max(lengths) + queries]` bool: a causal mask after cached tokens of each row."""
-    slots = torch.arange(max(lengths) + queries, device=device)
-    own = torch.tensor(lengths, device=device)[:, None] + torch.arange(queries, device=device)
-    return (slots <= own[..., None])[:, None]
-
-
-def causal_default(
-    mask: torch.Tensor | None, states: torch.Tensor, cache: Cache | None, layer_index: int = 0
-) -> torch.Tensor | None:
-    """The given mask; if None, a causal one after the cached tokens, or None for a single query."""
-    batch, queries = states.shape[:2]
-    if mask is not None or queries == 1:
-        return mask
-    cached = cache.get_seq_length(layer_index) if cache is not None else 0
-    return causal_mask([cached] * batch, queries, states.device)
 
 
 def layer_fields(values: Mapping[str, Any]) -> Fields:

@@ -29,7 +29,7 @@ from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, open_checkpoint
 from hf_specgen.heads.head_file import Format, speculators_format
-from hf_specgen.heads.layers import causal_default
+from hf_specgen.targets import masks
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 """Norms of embedding and state, projection of both and final norm, by their names in DeepSeek-V3."""
@@ -90,9 +90,9 @@ class MTPHead(DraftHead):
         layer = cast(Any, self.layers[index])
         both = torch.cat((layer.embedding_norm(embeddings), layer.hidden_norm(hidden)), dim=-1)
         states = layer.projection(both)
-        mask = causal_default(attention_mask, states, cache, index)
+        mask = attention_mask
         if mask is not None and self.float_masks:
-            mask = torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
+            mask = masks.additive(mask, states.dtype)
         states = layer.block(
             states,
             position_embeddings=self.rotary(states, position_ids),

@@ -19,7 +19,6 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
-from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache, padded_width
 from hf_specgen.targets.graphs import captured_functions
@@ -215,7 +214,7 @@ class PEagleRunner(ParallelRunner):
         states = pad_sequence([torch.cat([states[part], unknown]) for states, _, part in rows], batch_first=True)
         read = pad_sequence([torch.tensor([*row[part], *mask_tokens], dtype=torch.long) for _, row, part in rows], True)
         positions = self._positions(read.shape[1], self._like.device)
-        mask = causal_mask(self.lengths, read.shape[1], self._like.device)
+        mask = masks.chain_mask(self.lengths, read.shape[1], self._like.device)
         output = head(self.bound.embed(read), head.combine(states), positions, mask, self.cache).output
         self._commit([part.stop - part.start for part in parts])
         return cast(torch.Tensor, output)

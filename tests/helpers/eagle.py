@@ -9,9 +9,9 @@ from hf_specgen import Call, DraftSession, EagleCandidates
 from hf_specgen.candidates.head_sessions import EagleSession
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets.cache import RaggedCache
 from tests.helpers.head_fixtures import Fixture, features_of
+from tests.helpers.head_sessions import causal_mask
 from tests.helpers.models import SHARED
 
 CONTEXT = 0.3

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_specgen.heads.base import BoundHead, HeadOutput
-from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets.cache import RaggedCache
 
 
@@ -49,6 +48,13 @@ def corrected(bound: BoundHead, hidden: torch.Tensor, tokens: torch.Tensor) -> C
         kept = base.topk(min(head.max_candidates, base.shape[-1]), dim=-1).indices
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
     return Corrected(base, logits, head.confidence_logits(proposing, tokens[:, : proposing.shape[1]]))
+
+
+def causal_mask(lengths: Sequence[int], queries: int) -> torch.Tensor:
+    """`[batch, 1, queries, max(lengths) + queries]` bool: a causal mask after cached tokens of each row."""
+    slots = torch.arange(max(lengths) + queries)
+    own = torch.tensor(lengths)[:, None] + torch.arange(queries)
+    return (slots <= own[..., None])[:, None]
 
 
 def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,9 +7,9 @@ import torch
 
 from hf_specgen import Call, DraftSession
 from hf_specgen.candidates.draft_heads import HeadCandidates
-from hf_specgen.heads.layers import causal_mask
 from hf_specgen.targets.cache import RaggedCache
 from tests.helpers.head_fixtures import features_of
+from tests.helpers.head_sessions import causal_mask
 
 RAISED = 50.0
 """Added to the logit of a token that is to be drafted."""

@@ -12,7 +12,7 @@ from hf_specgen.heads.head_formats import load_head
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.eagle import Recording, predictable_pair, reread
 from tests.helpers.head_fixtures import find_fixtures
-from tests.helpers.medusa import random_heads
+from tests.helpers.medusa import fitted_heads
 from tests.helpers.policies import AfterPlainSteps
 
 FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
@@ -55,7 +55,7 @@ def pair_of_each_kind(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 def test_eagle_beside_medusa_same_tokens(pair_of_each_kind: Any, sampling: str) -> None:
     """Would catch: heads that read different hidden states of one target, each given the states of both."""
     target, head = pair_of_each_kind
-    medusa = MedusaCandidates(random_heads(target), tree=6)
+    medusa = MedusaCandidates(fitted_heads(target, prompts(3), **SAMPLING[sampling]), tree=6)
     candidates = CombinedCandidates([EagleCandidates(head, k=3), medusa], policy=FixedDepth(4))
     assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
 

@@ -12,7 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from hf_specgen.heads.block import BlockAttention, block_layers, block_mask
 from hf_specgen.heads.eagle import eagle_layers
 from hf_specgen.heads.head_file import configured_layers
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding, causal_mask
+from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding
+from hf_specgen.targets.masks import chain_mask
+from tests.helpers.head_sessions import causal_mask
 
 LAYER = LayerConfig(
     hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True
@@ -51,6 +53,7 @@ def test_causal_mask_of_ragged_rows_follows_the_definition() -> None:
     lengths = [3, 0, 5]
     expected = [[[[slot <= length + query for slot in range(7)] for query in range(2)]] for length in lengths]
     assert causal_mask(lengths, 2).tolist() == expected
+    assert chain_mask(lengths, 2, torch.device("cpu")).tolist() == expected
 
 
 @pytest.mark.parametrize(

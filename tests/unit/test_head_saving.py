@@ -21,7 +21,7 @@ from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.path_head import PathHead
-from tests.helpers.head_sessions import RaggedCache
+from tests.helpers.head_sessions import RaggedCache, causal_mask
 
 LAYER_SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -137,7 +137,7 @@ def outputs(head: Any) -> list[torch.Tensor]:
         return [hidden, output, vocabulary]
     if config.mask_token_id is not None:
         features = torch.cat((features[:, :5], head.mask_hidden), dim=1)
-    return [*head(embeddings, head.combine(features), positions, None, cache), vocabulary]
+    return [*head(embeddings, head.combine(features), positions, causal_mask([0], 6), cache), vocabulary]
 
 
 def assert_same(loaded: DraftHead, head: DraftHead) -> None:
