@@ -146,9 +146,9 @@ def _known_positions(
 ) -> tuple[Any, torch.Tensor]:
     """The head's pass over all positions, and `[batch, anchors, length]` which of them each anchor sees."""
     head: Any = bound.head
-    mask, slots = same_conversation(batch), torch.arange(batch["input_ids"].shape[1], device=roots.device)
-    if mask is not None:
-        mask = (mask & (slots <= slots[:, None]))[:, None]
+    same, slots = same_conversation(batch), torch.arange(batch["input_ids"].shape[1], device=roots.device)
+    causal = (slots <= slots[:, None])[None]
+    mask = (causal if same is None else same & causal)[:, None]
     following = bound.embed(batch["input_ids"].roll(-1, dims=1))
     output = head(following, head.combine(features), positions_of(batch), mask, cache)
     return output, visible_positions(batch, roots)
