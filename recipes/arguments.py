@@ -48,6 +48,12 @@ class DataArguments:
         default_factory=Options, help="for the chat template, such as {enable_thinking: false}; kept with the result"
     )
 
+    def check_at_least(self, lowest: int, *names: str) -> None:
+        """Raise a `ValueError` for a number that is lower, or no number."""
+        for name in names:
+            if not getattr(self, name) >= lowest:  # NaN is refused too
+                raise ValueError(f"{name} must be at least {lowest}, got {getattr(self, name)}")
+
 
 @dataclass(kw_only=True)
 class Arguments(DataArguments, TrainingArguments):
@@ -106,12 +112,10 @@ class Arguments(DataArguments, TrainingArguments):
     remove_unused_columns: bool = option(default=False, help="columns of the data are chosen by the recipe")
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "per_device_train_batch_size", "evaluation_per_domain", "evaluation_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "seed"):
-            if not getattr(self, name) >= 0:  # NaN is refused too
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        self.check_at_least(
+            1, "max_length", "per_device_train_batch_size", "evaluation_per_domain", "evaluation_tokens"
+        )
+        self.check_at_least(0, "learning_rate", "warmup_steps", "weight_decay", "seed")
         if self.max_steps == 0:
             raise ValueError("max_steps must be at least 1, or -1 for num_train_epochs, got 0")
         if not self.loss or not set(self.loss) <= {"kl", "ce", "tv", "lk", "confidence"}:

@@ -51,8 +51,7 @@ class HeadArguments(Arguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.anchors, self.depth) < 1:
-            raise ValueError(f"anchors and depth must be at least 1, got {self.anchors} and {self.depth}")
+        self.check_at_least(1, "anchors", "depth")
         if self.lora is not None and self.head is None:
             raise ValueError("lora trains an adapter on an existing head; give it as --head")
 
@@ -72,16 +71,12 @@ class HeadDrafter(Drafter):
         head.config = replace(head.config, trained_length=args.max_length)
         head.requires_grad_(True)
         for frozen in (head.lm_head, head.embed_tokens):
-            if frozen is not None and not self.trains_embeddings(frozen is head.embed_tokens):
+            if frozen is not None:
                 frozen.requires_grad_(False)
         self.adapted = _with_lora(head, args) if args.lora is not None else None
         self.head: Any = head.to(output_matrix(target).weight.device)
         self.layers = head.bind(target).aux_hidden_state_layers
         self.copied = () if args.head else self.sources(target)
-
-    def trains_embeddings(self, is_embedding: bool) -> bool:
-        """Whether the head's own embeddings, or its own output matrix, are trained; by default neither."""
-        return False
 
     @classmethod
     def check(cls, args: Any, target: PreTrainedModel) -> None:

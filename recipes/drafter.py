@@ -33,7 +33,6 @@ class Drafter(nn.Module):
     kind: ClassVar[str]
     """What the drafter is, for the card."""
     library: str = "transformers"
-    saves_tokenizer: ClassVar[bool] = False
     layers: Sequence[int] = ()
     """Indices of the target's `hidden_states` that are read."""
     copied: Sequence[int] = ()
@@ -180,3 +179,10 @@ def visible_positions(batch: Batch, roots: torch.Tensor) -> torch.Tensor:
     if (together := same_conversation(batch)) is not None:
         visible = visible & together.gather(1, roots[..., None].expand(-1, -1, length))
     return visible
+
+
+def block_mask(batch: Batch, roots: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """`[batch, 1, anchors * block, length + anchors * block]`: a block sees what its anchor does, and itself."""
+    context = visible_positions(batch, roots).repeat_interleave(len(inside), dim=1)
+    own = torch.block_diag(*[inside] * roots.shape[1]).bool().to(roots.device)
+    return torch.cat([context, own.expand(len(roots), -1, -1)], dim=-1)[:, None]

@@ -68,9 +68,7 @@ class AnswerArguments(DataArguments):
     seed: int = option(default=0, help="of the choice of prompts and of sampling")
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.check_at_least(1, "max_new_tokens", "batch_size")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from arguments import launch, option
 from conversations import Batch
 from draft_heads import HeadArguments, HeadDrafter, copy_layers, new_layer, start_from_state
-from drafter import Anchors, choose_anchors, positions_of, visible_positions
+from drafter import Anchors, block_mask, choose_anchors, positions_of
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers
 from hf_specgen.targets.model_parts import decoder_layers
@@ -90,13 +90,11 @@ def block_states(bound: BoundHead, batch: Batch, features: torch.Tensor, anchors
 
 
 def _training_mask(kind: BlockAttention, batch: Batch, roots: torch.Tensor, block: int) -> torch.Tensor:
-    """`[batch, 1, anchors * block, length + anchors * block]`: a block sees itself and what precedes its anchor."""
+    """The mask of a kind of attention, as `block_mask`."""
     if kind.window is not None:
         raise ValueError("training heads with sliding windows is not supported; continue with a head without them")
-    context = visible_positions(batch, roots).repeat_interleave(block, dim=1)
-    inside = torch.ones(block, block, dtype=torch.bool, device=roots.device)
-    own = torch.block_diag(*[inside.tril() if kind.causal else inside] * roots.shape[1]).bool().to(roots.device)
-    return torch.cat([context, own.expand(len(roots), -1, -1)], dim=-1)[:, None]
+    inside = torch.ones(block, block, dtype=torch.bool)
+    return block_mask(batch, roots, inside.tril() if kind.causal else inside)
 
 
 main = partial(run, BlockDrafter, BlockArguments, __doc__)

@@ -54,7 +54,6 @@ class ModelDrafter(Drafter):
     """A draft model in training."""
 
     recipe, kind = "train_draft", "a draft model"
-    saves_tokenizer = True
     args: DraftArguments
 
     def __init__(self, args: DraftArguments, target: PreTrainedModel, rows: Any):
@@ -89,6 +88,7 @@ class ModelDrafter(Drafter):
         return super().settings(with_tree and not keeps_state(self.model.config.get_text_config()))
 
     def save(self, folder: Path) -> None:
+        AutoTokenizer.from_pretrained(self.args.target).save_pretrained(folder)
         if self.adapted is not None and not self.args.merge:
             self.adapted.save_pretrained(folder)
             return

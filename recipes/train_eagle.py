@@ -36,7 +36,7 @@ from draft_heads import (
     new_layer,
     start_from_state,
 )
-from drafter import Anchors, choose_anchors, positions_of, same_conversation, visible_positions
+from drafter import Anchors, block_mask, choose_anchors, positions_of, same_conversation, visible_positions
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig, eagle_layers
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
@@ -104,7 +104,7 @@ def training_time_test(
     """Draft `depth` tokens from chosen positions; returns for each depth `[anchors, hidden]`."""
     head: Any = bound.head
     cache, (roots, valid, _) = DynamicCache(), anchors
-    output, visible = _known_positions(bound, batch, features, cache, roots)
+    output, visible = _known_positions(bound, batch, features, cache), visible_positions(batch, roots)
     ids = batch["input_ids"]
     row, length = torch.arange(len(ids), device=ids.device)[:, None], ids.shape[1]
     positions = positions_of(batch).gather(1, roots)
@@ -124,34 +124,28 @@ def parallel_drafts(
     """The same for a P-EAGLE head: all mask positions of all anchors in one pass."""
     head: Any = bound.head
     cache, (roots, valid, _) = DynamicCache(), anchors
-    output, visible = _known_positions(bound, batch, features, cache, roots)
+    output = _known_positions(bound, batch, features, cache)
     (rows, count), masked = roots.shape, depth - 1
     states = [output.output.gather(1, roots[..., None].expand(-1, -1, output.output.shape[-1]))[valid]]
     if not masked:
         return states
     device = roots.device
-    steps = torch.arange(1, depth, device=device)
-    positions = (positions_of(batch).gather(1, roots)[..., None] + steps).flatten(1)
-    chain = torch.ones(masked, masked, dtype=torch.bool, device=device).tril()
-    own = torch.block_diag(*[chain] * count).bool().to(device).expand(rows, -1, -1)
-    mask = torch.cat([visible.repeat_interleave(masked, dim=1), own], dim=-1)
+    positions = (positions_of(batch).gather(1, roots)[..., None] + torch.arange(1, depth, device=device)).flatten(1)
+    mask = block_mask(batch, roots, torch.ones(masked, masked, dtype=torch.bool).tril())
     tokens = bound.embed(torch.full((rows, count * masked), head.config.mask_token_id, device=device))
     hidden = head.combine(head.mask_hidden.expand(rows, count * masked, -1))
-    drafted = head(tokens, hidden, positions, mask[:, None], cache).output.view(rows, count, masked, -1)[valid]
+    drafted = head(tokens, hidden, positions, mask, cache).output.view(rows, count, masked, -1)[valid]
     return [*states, *drafted.unbind(1)]
 
 
-def _known_positions(
-    bound: BoundHead, batch: Batch, features: torch.Tensor, cache: DynamicCache, roots: torch.Tensor
-) -> tuple[Any, torch.Tensor]:
-    """The head's pass over all positions, and `[batch, anchors, length]` which of them each anchor sees."""
+def _known_positions(bound: BoundHead, batch: Batch, features: torch.Tensor, cache: DynamicCache) -> Any:
+    """The head's pass over all positions."""
     head: Any = bound.head
-    mask, slots = same_conversation(batch), torch.arange(batch["input_ids"].shape[1], device=roots.device)
-    if mask is not None:
-        mask = (mask & (slots <= slots[:, None]))[:, None]
+    same, slots = same_conversation(batch), torch.arange(batch["input_ids"].shape[1], device=features.device)
+    causal = (slots <= slots[:, None])[None]
+    mask = (causal if same is None else same & causal)[:, None]
     following = bound.embed(batch["input_ids"].roll(-1, dims=1))
-    output = head(following, head.combine(features), positions_of(batch), mask, cache)
-    return output, visible_positions(batch, roots)
+    return head(following, head.combine(features), positions_of(batch), mask, cache)
 
 
 main = partial(run, EagleDrafter, EagleArguments, __doc__)

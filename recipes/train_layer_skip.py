@@ -39,8 +39,7 @@ class ExitArguments(Arguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.exit_layer, self.rank) < 1:
-            raise ValueError(f"exit_layer and rank must be at least 1, got {self.exit_layer} and {self.rank}")
+        self.check_at_least(1, "exit_layer", "rank")
 
 
 class ExitDrafter(Drafter):

@@ -49,11 +49,8 @@ class MedusaArguments(Arguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.num_heads, self.num_layers) < 1 or self.lora_rank < 0:
-            raise ValueError(
-                f"num_heads and num_layers must be at least 1 and lora_rank at least 0, got {self.num_heads}, "
-                f"{self.num_layers} and {self.lora_rank}"
-            )
+        self.check_at_least(1, "num_heads", "num_layers")
+        self.check_at_least(0, "lora_rank")
 
 
 class MedusaDrafter(Drafter):

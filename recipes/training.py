@@ -218,8 +218,6 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
     if state.is_main_process:
         drafter.load_state_dict(weights, strict=False)
         drafter.eval().save(folder)
-        if drafter.saves_tokenizer:
-            chat.tokenizer.save_pretrained(folder)
         write_card(drafter, chat, trainer.state.log_history, {})
     state.wait_for_everyone()
     if prompts:
