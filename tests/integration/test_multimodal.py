@@ -23,12 +23,18 @@ def test_generate_with_image_or_audio_same_tokens(kind: str, batch: int) -> None
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_draft_model_with_image_same_tokens(kind: str) -> None:
-    """Would catch: a draft that cannot read the placeholders of a prompt, or rows that end early and are dropped."""
-    model, inputs = multimodal_model(kind), multimodal_prompts(kind, 3)
+    """Would catch: a draft that cannot read the placeholders of a prompt, or positions of rows that end early.
+
+    The first row has no image where positions have several axes, so that its axes differ from those of the others.
+    """
+    model, inputs = multimodal_model(kind), multimodal_prompts(kind, 6, length=30)
+    if kind != "llava":
+        inputs["input_ids"][0] %= 90
+        inputs["mm_token_type_ids"][0] = 0
+        inputs |= {"pixel_values": inputs["pixel_values"][16:], "image_grid_thw": inputs["image_grid_thw"][1:]}
     draft = DraftModelCandidates(shared_draft(model, noise=0.3), k=3)
-    end = {"eos_token_id": list(range(30, 40)), "pad_token_id": 0}
-    statistics = assert_same_tokens(model, inputs, draft, max_new_tokens=20, **end)
-    assert statistics.drafted > 0
+    end = {"eos_token_id": list(range(30, 36)), "pad_token_id": 0}
+    assert assert_same_tokens(model, inputs, draft, max_new_tokens=20, **end).drafted > 0
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
