@@ -141,9 +141,9 @@ def parallel_drafts(
 def _known_positions(bound: BoundHead, batch: Batch, features: torch.Tensor, cache: DynamicCache) -> Any:
     """The head's pass over all positions."""
     head: Any = bound.head
-    mask, slots = same_conversation(batch), torch.arange(batch["input_ids"].shape[1], device=features.device)
-    if mask is not None:
-        mask = (mask & (slots <= slots[:, None]))[:, None]
+    same, slots = same_conversation(batch), torch.arange(batch["input_ids"].shape[1], device=features.device)
+    causal = (slots <= slots[:, None])[None]
+    mask = (causal if same is None else same & causal)[:, None]
     following = bound.embed(batch["input_ids"].roll(-1, dims=1))
     return head(following, head.combine(features), positions_of(batch), mask, cache)
 

@@ -43,6 +43,7 @@ from hf_specgen.tree import DraftTree, Parents, chain_parents
 logger = logging.getLogger("hf_specgen")
 OUTPUT_STATE = -1
 """Stands for the input of the output matrix (after the final norm)."""
+RANDOM = "its forward pass draws random numbers, as dropout does, so that two passes differ"
 STEPS = 5
 """Generated tokens per row, of which the last one is not processed."""
 
@@ -234,7 +235,7 @@ def _refusal(
     one_row_works: bool = False,
 ) -> ValueError:
     what, remedy = "verify draft tokens", "call generate() without candidate_generator="
-    if model.training:
+    if model.training and RANDOM in reason:
         remedy = "call model.eval() before generate(), or leave candidate_generator= out"
     elif one_row_works:
         remedy = "give one prompt at a time, without padding, or leave candidate_generator= out"
@@ -293,10 +294,7 @@ def compare(
     random_state = _random_state(input_ids.device)
     plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, "past_key_values": cache})
     if not torch.equal(_random_state(input_ids.device), random_state):
-        mode = "in training mode " if model.training else ""
-        raise DifferenceError(
-            f"{mode}its forward pass draws random numbers, as dropout does, so that two passes differ"
-        )
+        raise DifferenceError(f"in training mode {RANDOM}" if model.training else RANDOM)
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
     pairs = zip(plain, _decode_drafts(target(requirements), tokens), strict=True)
