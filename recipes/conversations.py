@@ -85,7 +85,7 @@ def messages_of(row: Row) -> Messages:
 
     Example:
         >>> messages_of({"conversations": [{"from": "human", "value": "Hi"}]})
-        [{'role': 'user', 'content': 'Hi'}]
+        [{'content': 'Hi', 'role': 'user'}]
     """
     given = next((row[name] for name in LISTS if row.get(name) is not None), None)
     if given is None and row.get("prompt") is not None:

@@ -45,7 +45,8 @@ class CombinedCandidates(Candidates):
     Args:
         strategies: the members. Left out, they are n-grams and Token Recycling, which need no model and no training.
         tree: how many draft tokens are verified: "auto", also if left out, the tree with the highest expected tokens
-            per second, or all that is proposed if the policy has no latency model; a number is the size of every tree.
+            per second, or as many likely ones as the draft may be deep if the policy has no latency model; a number is
+            the size of every tree.
         prediction: the expected output, for the n-grams among the members; see `NgramCandidates`.
         policy: chooses the depth of all members, step by step.
 

@@ -123,6 +123,8 @@ class HeadCandidates(PretrainedCandidates):
     head_classes: tuple[type[DraftHead], ...] = (DraftHead,)
     expected = "a head"
     """Which heads the strategy drafts with, as classes and in words."""
+    latency_kind = "head"
+    """Under which name a latency file has the passes of the head."""
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class HeadCandidates(PretrainedCandidates):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; a head that was given loaded is identified by the object, as its name is only that of its class."""
         name = self._name if self._head is None else f"{self._name} {number_of(self._head)}"
-        return ("head", name, self.k, str(self.tree), str(self.aux_hidden_state_layers), str(self.draft_window))
+        return (self.latency_kind, name, self.k, str(self.tree), str(self.aux_hidden_state_layers), str(self.draft_window))
 
     def _on(self, model: PreTrainedModel) -> BoundHead:
         """The head on its target, in its dtype on its device."""
@@ -348,6 +350,7 @@ class MedusaCandidates(HeadCandidates):
     max_depth = 8
     """Published sets have at most 5 heads."""
     head_classes, expected = (MedusaHeads,), "a set of Medusa heads"
+    latency_kind = "medusa"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         assert call.model is not None

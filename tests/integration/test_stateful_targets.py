@@ -75,7 +75,7 @@ def test_strategies_draft_chains_for_stateful_targets(kind: str, strategy: str) 
         "tree": NgramCandidates(k=3, tree=9),
         "draft": draft,
         "medusa": MedusaCandidates(random_heads(model), policy=FixedDepth()),
-        "combined": CombinedCandidates([NgramCandidates(k=3, tree=6), draft], policy=FixedDepth()),
+        "combined": CombinedCandidates([NgramCandidates(k=3, tree=6), draft], tree=8, policy=FixedDepth()),
     }[strategy]
     statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=14, **END)
     assert statistics.drafted > 0

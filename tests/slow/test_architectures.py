@@ -46,7 +46,8 @@ def test_strategies_every_architecture_same_tokens(architecture: str) -> None:
     """Would catch: a wrong mask, position, cache slot or hidden state in any architecture, in ragged batches."""
     model = tiny_model(architecture)
     tree = NgramCandidates(k=3, tree=6)
-    merged = CombinedCandidates([tree, DraftModelCandidates(shared_draft(model, noise=3.0), k=3)], policy=FixedDepth())
+    draft = DraftModelCandidates(shared_draft(model, noise=3.0), k=3)
+    merged = CombinedCandidates([tree, draft], tree=8, policy=FixedDepth())
     statistics = assert_same_tokens(model, prompts(3), merged, max_new_tokens=10)
     assert statistics.drafted > 0
     own = self_drafting(architecture, model)

@@ -172,6 +172,7 @@ def test_a_lora_draft_is_merged_or_saved_as_an_adapter(folder: Path) -> None:
     assert weights.keys() == before.keys() and changed and all("_proj" in name for name in changed)
     train_draft.main(arguments(folder, "adapter", *given, "--merge", "false"))
     adapted: Any = AutoModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
+    assert type(AutoCandidates.from_pretrained(folder / "adapter")).__name__ == "DraftModelCandidates"
     merged: Any = AutoModelForCausalLM.from_pretrained(folder / "lora", dtype=torch.float32)
     ids = torch.arange(5, 15)[None]
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-4)
@@ -417,7 +418,6 @@ def test_a_lora_head_is_saved_and_loaded_as_an_adapter(folder: Path, caplog: Any
         folder / "lora-head", tokenizer=tokenizer, chat_template_kwargs={"enable_thinking": False}
     )
     assert not caplog.text
-    assert type(AutoCandidates.from_pretrained(folder / "adapter")).__name__ == "DraftModelCandidates"
 
 
 def test_the_notebook_trains_a_head_that_drafts(capsys: Any, monkeypatch: Any) -> None:
