@@ -207,8 +207,9 @@ class _RowSearch:
     def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
 
-        Estimates of several members are combined as if they were independent. Where a network drafted, which has
-        processed the text that others copy from, other tokens are improbable.
+        Estimates of several members are combined as if they were independent; Token Recycling gets the probability
+        that they leave. Where a network drafted, which has processed the text that others copy from, other tokens are
+        improbable.
         """
         nowhere = (None,) * len(origin.nodes)
         members = [
@@ -223,9 +224,11 @@ class _RowSearch:
                 nodes = (*one.nodes[:number], child, *one.nodes[number + 1 :])
                 found[token] = 1 - (1 - before) * (1 - acceptance), _Origin(token, nodes)
         if self._recycling is not None and not drawn:
+            rest = max(0.0, 1 - sum(value for value, _ in found.values()))
             for token, acceptance, recycled in self._recycling.candidate_tokens(origin.token):
                 before, one = found.get(token, (0.0, _Origin(token, nowhere)))
-                found[token] = 1 - (1 - before) * (1 - acceptance), one._replace(recycled=recycled)
+                value = before + rest * acceptance if before else min(rest, acceptance)
+                found[token] = value, one._replace(recycled=recycled)
         values = {
             token: value if not drawn or token in drawn else UNPROPOSED * value for token, (value, _) in found.items()
         }
