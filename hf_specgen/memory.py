@@ -45,7 +45,7 @@ class Memory:
 
 
 def _copied(learnt: T) -> T:
-    """What has a method `copy` is copied by it, for a call that learns on its own; other values never change."""
+    """A copy for a call that learns on its own, of what has a method `copy`; other values are shared."""
     return getattr(learnt, "copy", lambda: learnt)()
 
 

@@ -182,7 +182,14 @@ class HeadCandidates(PretrainedCandidates):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """By name; a head that was given loaded is identified by the object, as its name is only that of its class."""
         name = self._name if self._head is None else f"{self._name} {number_of(self._head)}"
-        return (self.latency_kind, name, self.k, str(self.tree), str(self.aux_hidden_state_layers), str(self.draft_window))
+        return (
+            self.latency_kind,
+            name,
+            self.k,
+            str(self.tree),
+            str(self.aux_hidden_state_layers),
+            str(self.draft_window),
+        )
 
     def _on(self, model: PreTrainedModel) -> BoundHead:
         """The head on its target, in its dtype on its device."""

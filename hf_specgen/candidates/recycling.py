@@ -40,7 +40,8 @@ Node = tuple[int, int, int]
 class RecyclingTable:
     """The `SUCCESSORS` most likely tokens after each token, and how probable they were.
 
-    Takes 40 bytes for each token of the vocabulary: 5 MB at 128,000.
+    Takes 40 bytes for each token of the vocabulary: 5 MB at 128,000. Calls that run at the same time share it; each
+    reads a row at once.
 
     Example:
         >>> table = RecyclingTable(vocab_size=100)
@@ -68,12 +69,6 @@ class RecyclingTable:
         successors, bins = self._successors[token].tolist(), self._bins[token].tolist()
         count = successors.index(-1) if successors[-1] < 0 else SUCCESSORS
         return successors[:count], bins[:count]
-
-    def copy(self) -> RecyclingTable:
-        """A copy for another call."""
-        table = RecyclingTable(0)
-        table._successors, table._bins = self._successors.copy(), self._bins.copy()
-        return table
 
 
 class RecyclingCandidates(Candidates):
@@ -124,8 +119,9 @@ class RecyclingSession(SearchSession[Node]):
         self._table_key = ("recycling", vocab_size)
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         draws = call.verification is not None and call.verification.wants_q
-        self._model = call.model if call.remembers and not draws else None
-        self._table = memory.recall(self._model, self._table_key, lambda: RecyclingTable(vocab_size))
+        model = call.model if call.remembers and not draws else None
+        self._table = memory.recall(model, self._table_key, lambda: RecyclingTable(vocab_size))
+        memory.store(model, self._table_key, self._table)  # now, so that requests side by side share it
         self._key = ("acceptance", settings.profile_key(), call.do_sample, round(call.temperature, 2))
         self._calibration = memory.recall(call.model if self.remembers else None, self._key, Calibration)
         self._acceptance = self._calibration.table(RECYCLED_FRACTION * CENTERS).tolist()
@@ -162,6 +158,5 @@ class RecyclingSession(SearchSession[Node]):
             self._table.update(result.top_tokens)
 
     def end(self) -> None:
-        memory.store(self._model, self._table_key, self._table)
         if self.remembers:
             memory.store(self.call.model, self._key, self._calibration)

@@ -19,7 +19,9 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
     """
     # What numpy can read in place.
     if scores.is_cpu and scores.dtype == torch.float32 and not scores.requires_grad:
-        return torch.from_numpy(np.asarray(scores.numpy().argmax(axis=-1)))
+        tokens = torch.empty(scores.shape[:-1], dtype=torch.int64)
+        np.argmax(scores.numpy(), axis=-1, out=tokens.numpy())
+        return tokens
     return scores.argmax(dim=-1)
 
 

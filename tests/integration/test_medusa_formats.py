@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cards import write_custom_generate
 from hf_specgen import MedusaCandidates
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.heads import export_head, load_head, save_head
 from hf_specgen.heads.medusa import MedusaRunner
+from results import write_custom_generate
 from tests.helpers import VOCAB, assert_same_tokens, prompts, tiny_model
 from tests.helpers.medusa import random_heads
 
