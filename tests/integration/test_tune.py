@@ -31,7 +31,7 @@ def test_tune_writes_a_latency_file_that_a_policy_reads(folder: Path, tmp_path: 
     printed = run("tune", str(folder / "target"), *options)
     assert "T(8)" in printed and f"AdaptiveDepth(latency='{latency}')" in printed.replace(" ", "")  # long lines wrap
     (one,) = LatencyModel.load(latency).buckets
-    assert (one.target.batch, one.target.context) == (1, 40) and "head" in one.drafters
+    assert (one.target.batch, one.target.context) == (1, 40) and "medusa" in one.drafters
     policy, inputs = AdaptiveDepth(latency=latency), prompts(1)
     ours = model.generate(**inputs, max_new_tokens=8, candidate_generator=NgramCandidates(policy=policy))
     assert torch.equal(ours, model.generate(**inputs, max_new_tokens=8))
