@@ -158,7 +158,7 @@ class EagleRunner(HeadRunner):
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
         first, (depths, ancestors) = tree.nodes - new, tree.structure()
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
-        layout = masks.StepLayout(roots, depths, ancestors, None, max(self.lengths) + tree.nodes)
+        layout = masks.StepLayout(roots, depths, ancestors, None)
         embeddings = self.bound.embed(tree.input_tokens(depths.device)[:, first:])
         hidden = tree.of_parents(self._hidden)
         positions, mask = depths[:, 1 + first :] + layout.starts, masks.full_mask(layout)[:, :, 1 + first :]

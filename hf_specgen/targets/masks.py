@@ -40,7 +40,11 @@ class StepLayout:
     depths: torch.Tensor
     ancestors: torch.Tensor
     visible: torch.Tensor | None
-    width: int
+
+    @property
+    def width(self) -> int:
+        """Slots that attention reads: those up to the last token of the longest row."""
+        return max(self.lengths) + self.depths.shape[1]
 
     @property
     def starts(self) -> int | torch.Tensor:
@@ -116,7 +120,7 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
 def chain_mask(lengths: Sequence[int], queries: int, device: torch.device) -> torch.Tensor:
     """`full_mask` of chains: query i of a row sees its slots 0 to `length + i`."""
     structure = TreeStructure.of_chains(len(lengths), queries - 1, device)
-    return full_mask(StepLayout(lengths, *structure, None, max(lengths) + queries))
+    return full_mask(StepLayout(lengths, *structure, None))
 
 
 class StepMasks:
@@ -158,7 +162,7 @@ class StepMasks:
             is_chain, device = tree.is_chain, self._device
             structure = TreeStructure.of_chains(tree.batch, tree.nodes, device) if is_chain else tree.structure()
             visible = None if self._visible is None else self._visible.to(structure.depths.device)
-            layout = StepLayout(lengths, *structure, visible, max(lengths) + queries)
+            layout = StepLayout(lengths, *structure, visible)
             for kind in masked:
                 mask = self._of_tree(kind, layout).to(self._device)
                 masks[kind] = self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)

@@ -21,36 +21,34 @@ def layout(
     lengths: Sequence[int],
     parents: Sequence[Sequence[int]],
     visible: Sequence[Sequence[bool]] | None = None,
-    spare: int = 0,
 ) -> StepLayout:
-    """A step of rows with equally many nodes, `spare` slots wider than the longest row needs."""
+    """A step of rows with equally many nodes."""
     return StepLayout(
-        lengths=torch.tensor(lengths),
+        lengths=lengths,
         depths=torch.tensor([[reference.depth(row, node) for node in range(-1, len(row))] for row in parents]),
         ancestors=torch.tensor([reference.ancestor_matrix(row) for row in parents], dtype=torch.bool),
         visible=None if visible is None else torch.tensor(visible, dtype=torch.bool),
-        width=max(lengths) + 1 + len(parents[0]) + spare,
     )
 
 
 @st.composite
-def any_step(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]], list[list[bool]] | None, int]:
-    """Lengths, parents, padding (left, never the whole prompt) and spare width of a batch."""
+def any_step(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]], list[list[bool]] | None]:
+    """Lengths, parents, and padding (left, never the whole prompt) of a batch."""
     batch, nodes = draw(st.integers(1, 3)), draw(st.integers(0, 5))
     lengths = draw(st.lists(st.integers(1, 9), min_size=batch, max_size=batch))
     parents = [draw(reference.any_parents(st.just(nodes))) for _ in range(batch)]
     prompt = draw(st.integers(1, min(lengths)))
     paddings = [draw(st.integers(0, prompt - 1)) for _ in range(batch)]
     visible = [[slot >= padding for slot in range(prompt)] for padding in paddings]
-    return lengths, parents, draw(st.sampled_from([None, visible])), draw(st.integers(0, 2))
+    return lengths, parents, draw(st.sampled_from([None, visible]))
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "chunk"])
 @thorough
 @given(step=any_step(), size=st.integers(1, 8))
 def test_masks_agree_with_the_reference(kind: str, step: tuple, size: int) -> None:
-    lengths, parents, visible, spare = step
-    fast = layout(lengths, parents, visible, spare)
+    lengths, parents, visible = step
+    fast = layout(lengths, parents, visible)
     mask = {"full": full_mask, "window": sliding_mask, "chunk": chunked_mask}[kind]
     limits = {} if kind == "full" else {kind: size}
     slow = [
