@@ -29,11 +29,9 @@ from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, 
 from hf_specgen.candidates.head_sessions import (
     EagleSession,
     LastStateSession,
-    MedusaSession,
-    ParallelSession,
     PathSession,
-    default_size,
 )
+from hf_specgen.candidates.independent_heads import MedusaSession, ParallelSession, default_size
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead

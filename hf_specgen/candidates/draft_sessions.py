@@ -25,7 +25,8 @@ from hf_specgen.candidates.base import DraftCall, Tree, vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
-from hf_specgen.candidates.head_sessions import FeatureQueue, IndependentHeadsSession
+from hf_specgen.candidates.head_sessions import FeatureQueue
+from hf_specgen.candidates.independent_heads import IndependentHeadsSession
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import Fields, Source, read_tensors, tensor_infos
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS

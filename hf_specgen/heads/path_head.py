@@ -91,8 +91,8 @@ class LayoutVotes:
         first: the position that has proposed the right next token most often, 0 or 1.
     """
 
-    def __init__(self, guess: int):
-        self.first, self._hits = guess, [0, 0]
+    def __init__(self, assumed: int):
+        self.first, self._hits = assumed, [0, 0]
 
     @property
     def are_clear(self) -> bool:
