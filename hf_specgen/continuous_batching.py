@@ -173,5 +173,5 @@ def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[A
     if compiled or any(config.cuda_graph_booleans):
         yield "drafts change the shape of every step, so that CUDA graphs and compilation do not work; leave them out"
     kinds = [type(one) for one in processors if not compat.is_per_request(one)]
-    if unread := ", ".join(kind.__name__ for kind in kinds if kind not in SCORE_ONLY):
-        yield f"continuous batching does not pass the text to {unread}; leave this logits processor out"
+    if prefix_readers := ", ".join(kind.__name__ for kind in kinds if kind not in SCORE_ONLY):
+        yield f"continuous batching does not pass the text to {prefix_readers}; leave this logits processor out"

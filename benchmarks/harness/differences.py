@@ -52,7 +52,7 @@ def first_difference(
     return Difference(row, position, *tokens, *(nan if t == NO_TOKEN else float(logits[t]) for t in tokens))
 
 
-def judged(
+def explain_difference(
     model: PreTrainedModel,
     plain: Sample,
     difference: Difference,

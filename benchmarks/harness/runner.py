@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.harness.differences import first_difference, judged
+from benchmarks.harness.differences import explain_difference, first_difference
 from benchmarks.harness.journal import Journal, Record, read
 from benchmarks.harness.loading import build
 from benchmarks.harness.memory import measure_memory
@@ -143,7 +143,7 @@ class Bench:
             difference = None if found["identical"] else first_difference(self.model, plain, sample, mask)
             found["difference"] = asdict(difference) if difference else None
             if difference and not unit.followups:  # the noise of a later turn follows that of the turns before
-                found["difference"] |= judged(self.model, plain, difference, unit.generation, seed, mask)
+                found["difference"] |= explain_difference(self.model, plain, difference, unit.generation, seed, mask)
             rows = sample.speculation.rows
             found["steps"] = [[s.drafted, s.depth, s.accepted, s.emitted] for row in rows for s in row]
             if self.profile is not None:

@@ -163,7 +163,7 @@ def cost(curve: CostCurve) -> Rows:
 
 
 def differences(records: Sequence[Record]) -> Rows:
-    """The first token that differs from plain decoding in each unit, by what decides it; see `differences.judged`."""
+    """The first token that differs from plain decoding in each unit, by what decides it (`explain_difference`)."""
     columns = ("position", "plain_token", "our_token", "decided by", "margin", "explained")
     return [
         {"unit": r["unit"], "variant": r["variant"]}

@@ -59,7 +59,7 @@ class _RandomDepthsSession(PolicySession):
     def __init__(self, random: Random, k: int):
         self._random, self._k = random, k
 
-    def depths(self, room: Sequence[int]) -> list[int]:
+    def depths(self, limits: Sequence[int]) -> list[int]:
         if self._random.random() < 0.2:
-            return [0] * len(room)
-        return [self._random.choice((0, 1, 2, self._k, self._k)) for _ in room]
+            return [0] * len(limits)
+        return [self._random.choice((0, 1, 2, self._k, self._k)) for _ in limits]

@@ -113,15 +113,15 @@ def run_assistant(fixture: Fixture, prompts: list[str], comparison: Comparison) 
 def run_medusa(fixture: Fixture, prompts: list[str], comparison: Comparison) -> None:
     """Medusa heads on the target's last state."""
     heads: Any = load_head(fixture.head_folder)
-    taps = fixture.expected["taps_hf_tuple_index"]
+    layers = fixture.expected["taps_hf_tuple_index"]
     for prompt in prompts:
         for number in (1, 2):
             prefix = f"{prompt}.round{number}."
             text = fixture.get(f"{prefix}input_ids")
             text = text if number == 1 else text[:, :-1]
             rows = fixture.get(f"{prefix}features").shape[1]
-            states, logits = captured_features(fixture, {"output_hidden_states": taps}, text, rows)
-            features = torch.cat([states[tap] for tap in taps], dim=-1)
+            states, logits = captured_features(fixture, {"output_hidden_states": layers}, text, rows)
+            features = torch.cat([states[layer] for layer in layers], dim=-1)
             comparison.check(f"{prefix}features", features)
             comparison.check(f"{prefix}target_logits", logits)
             hidden = heads(features[0])

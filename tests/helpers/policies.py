@@ -27,9 +27,9 @@ class Irregular(Policy):
 class _IrregularSession(PolicySession):
     step = 0
 
-    def depths(self, room: Sequence[int]) -> list[int]:
+    def depths(self, limits: Sequence[int]) -> list[int]:
         self.step += 1
-        return [Irregular.pattern[(self.step + 5 * row) % 12] if self.step % 4 else 0 for row in range(len(room))]
+        return [Irregular.pattern[(self.step + 5 * row) % 12] if self.step % 4 else 0 for row in range(len(limits))]
 
 
 class AfterPlainSteps(Policy):
@@ -46,7 +46,7 @@ class _AfterPlainStepsSession(PolicySession):
     def __init__(self, tokens: int, call: Call):
         self._tokens, self._call = tokens, call
 
-    def depths(self, room: Sequence[int]) -> list[int]:
+    def depths(self, limits: Sequence[int]) -> list[int]:
         state = self._call.state
         active = [len(text) for row, text in enumerate(state.generated) if not state.has_ended(row)]
-        return [4 if min(active, default=0) > self._tokens else 0] * len(room)
+        return [4 if min(active, default=0) > self._tokens else 0] * len(limits)

@@ -138,7 +138,7 @@ def ngram_nodes(
     max_voters: int,
     prefix: tuple[int, ...] = (),
 ) -> dict[tuple[int, ...], float]:
-    """The joint probability of every path that occurrences in the row's own text propose.
+    """The path probability of every path that occurrences in the row's own text propose.
 
     Args:
         tokens: the text.
@@ -162,8 +162,8 @@ def ngram_nodes(
     nodes = {}
     for token, vote in votes.items():
         nodes[(*prefix, token)] = vote / total
-        for path, joint in ngram_nodes(tokens, voters[token], odds, depth, max_voters, (*prefix, token)).items():
-            nodes[path] = vote / total * joint
+        for path, probability in ngram_nodes(tokens, voters[token], odds, depth, max_voters, (*prefix, token)).items():
+            nodes[path] = vote / total * probability
     return nodes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hf_specgen
-from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, Difference, first_difference, judged
+from benchmarks.harness.differences import ROUNDING, UNEXPLAINED, Difference, explain_difference, first_difference
 from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import DEFAULT_PLAIN, choose
@@ -76,10 +76,10 @@ def test_comparison_that_is_not_level_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_difference_is_judged_by_what_decides_it(sampled: bool) -> None:
+def test_difference_is_explained_by_what_decides_it(sampled: bool) -> None:
     """A token nearly as good as plain decoding's is rounding; one that its noise makes far worse is an error.
 
-    Would catch: sampled tokens judged by their logits, which do not decide between them.
+    Would catch: sampled tokens explained by their logits, which do not decide between them.
     """
     model = tiny_model("llama").bfloat16()
     prompt, seed, temperature = torch.arange(6)[None], 3, 0.7
@@ -93,7 +93,7 @@ def test_difference_is_judged_by_what_decides_it(sampled: bool) -> None:
 
     def judge(token: int, place: int = 6) -> dict[str, Any]:
         difference = Difference(0, place, order[0], token, 0.0, 0.0)
-        return judged(model, plain, difference, generation, seed, torch.ones_like(prompt))
+        return explain_difference(model, plain, difference, generation, seed, torch.ones_like(prompt))
 
     same, far = judge(order[0]), judge(order[-1])
     assert same["decided by"] == ("p over noise" if sampled else "logits")

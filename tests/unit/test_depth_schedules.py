@@ -19,14 +19,14 @@ LATENCY = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256
 
 
 @pytest.mark.parametrize(
-    ("room", "depth"), [([9], 8), ([9] * 3, 4), ([9] * 5, 2), ([9] * 8, 0), ([9, 0, 0, 0, 0, 0, 0, 9, 9], 4)]
+    ("limits", "depth"), [([9], 8), ([9] * 3, 4), ([9] * 5, 2), ([9] * 8, 0), ([9, 0, 0, 0, 0, 0, 0, 9, 9], 4)]
 )
-def test_schedule_by_batch_counts_rows_that_take_part(room: list[int], depth: int) -> None:
-    call = depth_call(rows=len(room))
+def test_schedule_by_batch_counts_rows_that_take_part(limits: list[int], depth: int) -> None:
+    call = depth_call(rows=len(limits))
     schedule = Schedule({1: 8, 3: 4, 5: 2, 8: 0})
-    assert schedule.start(call).depths(room) == [depth] * len(room)
+    assert schedule.start(call).depths(limits) == [depth] * len(limits)
     call.state.other_rows = 8
-    assert schedule.start(call).depths(room) == [0] * len(room), "rows of other calls in the same passes count"
+    assert schedule.start(call).depths(limits) == [0] * len(limits), "rows of other calls in the same passes count"
 
 
 @pytest.mark.parametrize(("prompt", "depth"), [(10, 6), (38, 6), (39, 1), (500, 1)])

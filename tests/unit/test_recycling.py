@@ -90,13 +90,18 @@ def test_update_of_a_token_read_twice_keeps_the_last() -> None:
 
 
 def enumerate_nodes(
-    table: RecyclingTable, token: int, acceptance: Any, depth: int, joint: float = 1.0, path: tuple[int, ...] = ()
+    table: RecyclingTable,
+    token: int,
+    acceptance: Any,
+    depth: int,
+    probability: float = 1.0,
+    path: tuple[int, ...] = (),
 ) -> dict[tuple[int, ...], float]:
-    """Every path by the table, with its joint probability."""
+    """Every path by the table, with its path probability."""
     nodes: dict[tuple[int, ...], float] = {}
     for rank, (successor, place) in enumerate(zip(*table.row(token), strict=True)):
         if len(path) < depth:
-            value = joint * acceptance[min(rank, RANKS - 1)][place]
+            value = probability * acceptance[min(rank, RANKS - 1)][place]
             nodes[(*path, successor)] = value
             nodes.update(enumerate_nodes(table, successor, acceptance, depth, value, (*path, successor)))
     return nodes

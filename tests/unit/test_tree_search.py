@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.head_sessions import best_combinations
+from hf_specgen.candidates.independent_heads import best_combinations
 from hf_specgen.candidates.tree_search import (
     LEVELS_PER_READ,
     SearchLimits,
@@ -33,7 +33,7 @@ def descending(values: list[float]) -> list[float]:
     return [value / max(1.0, sum(ordered)) for value in ordered]
 
 
-def marginal_trees(marginals: list[list[float]], size: int) -> float:
+def best_expected_length(acceptance: list[list[float]], size: int) -> float:
     """Slow reference: the highest expected length of all trees of at most `size` nodes, by trying every one."""
 
     def best(places: list[tuple[int, ...]], left: int) -> float:
@@ -41,22 +41,22 @@ def marginal_trees(marginals: list[list[float]], size: int) -> float:
         if not places or not left:
             return 0.0
         path, *others = places
-        below = [(*path, rank) for rank in range(len(marginals[len(path)]))] if len(path) < len(marginals) else []
-        joint = float(np.prod([marginals[depth][rank] for depth, rank in enumerate(path)]))
-        return max(best(others, left), joint + best([*others, *below], left - 1))
+        below = [(*path, rank) for rank in range(len(acceptance[len(path)]))] if len(path) < len(acceptance) else []
+        probability = float(np.prod([acceptance[depth][rank] for depth, rank in enumerate(path)]))
+        return max(best(others, left), probability + best([*others, *below], left - 1))
 
-    return best([(rank,) for rank in range(len(marginals[0]))], size)
+    return best([(rank,) for rank in range(len(acceptance[0]))], size)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(probabilities, min_size=1, max_size=3), st.integers(1, 5))
-def test_best_combinations_any_size_has_the_highest_expected_length(marginals: list[list[float]], size: int) -> None:
+def test_best_combinations_any_size_has_the_highest_expected_length(acceptance: list[list[float]], size: int) -> None:
     """Would catch: a heap that forgets siblings or children, so that likelier nodes are left out."""
-    ranks = min(map(len, marginals))
-    marginals = [descending(values[:ranks]) for values in marginals]
-    tokens = np.arange(len(marginals) * ranks).reshape(len(marginals), ranks)
-    tree = best_combinations(tokens, np.array(marginals), len(marginals), TreeSize(size))
-    assert sum(tree.probability) == pytest.approx(marginal_trees(marginals, size), rel=1e-6)
+    ranks = min(map(len, acceptance))
+    acceptance = [descending(values[:ranks]) for values in acceptance]
+    tokens = np.arange(len(acceptance) * ranks).reshape(len(acceptance), ranks)
+    tree = best_combinations(tokens, np.array(acceptance), len(acceptance), TreeSize(size))
+    assert sum(tree.probability) == pytest.approx(best_expected_length(acceptance, size), rel=1e-6)
 
 
 @dataclass
@@ -203,23 +203,25 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     size = TreeSize(None, latency=latency)
     growth = _grown(new_growth([6], 4), size, [0.5, 0.2, 0.1, 0.05], passes)
     spent = latency.drafter.draft([1, *passes])
-    joint = growth.read().sorted_probability(64)[0]
-    rates = [(1 + joint[:n].sum()) / (latency.target.seconds_of(1.0 + n) + spent) for n in range(len(joint) + 1)]
+    probability = growth.read().sorted_probability(64)[0]
+    rates = [
+        (1 + probability[:n].sum()) / (latency.target.seconds_of(1.0 + n) + spent) for n in range(len(probability) + 1)
+    ]
     assert size.nodes(growth) == int(np.argmax(rates))
 
 
-@pytest.mark.parametrize("joint", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
+@pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
 @pytest.mark.parametrize("drafting", [0.0, 0.5])
 def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
-    joint: list[list[float]], drafting: float
+    probability: list[list[float]], drafting: float
 ) -> None:
     """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice."""
     latency = curve(0.05, 0.1).at(1, 100)
     rates = []
-    for count in range(max(map(len, joint)) + 1):
-        tokens = len(joint) + sum(sum(row[:count]) for row in joint)
-        rates.append(tokens / (latency.target.seconds_of(len(joint) * (1.0 + count)) + drafting))
-    count = TreeSize(None, latency=latency, rows=len(joint)).best_size(joint, drafting)
+    for count in range(max(map(len, probability)) + 1):
+        tokens = len(probability) + sum(sum(row[:count]) for row in probability)
+        rates.append(tokens / (latency.target.seconds_of(len(probability) * (1.0 + count)) + drafting))
+    count = TreeSize(None, latency=latency, rows=len(probability)).best_size(probability, drafting)
     assert count == int(np.argmax(rates))
 
 
