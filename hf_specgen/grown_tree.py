@@ -162,7 +162,7 @@ class _HostTree(NamedTuple):
             parents = tuple(chain_parents(size) for size in sizes)
         else:
             is_parent = values[:, PARENT, 1:, None] == values[:, NUMBER, None]
-            places = is_parent.argmax(axis=2) - 1
+            places = (is_parent & (values[:, NUMBER, None] >= 0)).argmax(axis=2) - 1
             parents = tuple(tuple(row[:size]) for row, size in zip(places.tolist(), sizes, strict=True))
         known = values[:, :PATH, 1:].transpose(0, 2, 1)
         return cls(

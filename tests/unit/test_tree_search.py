@@ -298,14 +298,20 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     assert tree.probability[0] == pytest.approx((0.5, 0.25, 0.125))
 
 
-@pytest.mark.parametrize("children", [1, 3])
-def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int) -> None:
+@pytest.mark.parametrize(("children", "expanded_first"), [(1, False), (3, False), (3, True)])
+def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int, expanded_first: bool) -> None:
     """Would catch: padding that is no token, which the target cannot embed; padding that counts as nodes."""
-    tree, _ = _grown(new_growth([2], children), TreeSize(4, children), [0.5, 0.3, 0.1][:children]).best(4)
+    growth = _grown(new_growth([2], children), TreeSize(4, children), [0.5, 0.3, 0.1][:children])
+    tree, _ = growth.best(4, expanded_first)
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))
     assert inputs.tolist() == [[3, *tree.tokens[0].tolist(), *[0] * (9 - tree.nodes)]]
-    assert (padded.parents, padded.probability, padded.nodes) == (tree.parents, tree.probability, 9)
+    assert (
+        padded.nodes == 9
+        and padded.parents[0][:4] == tree.parents[0]
+        and padded.probability[0][:4] == tree.probability[0]
+    )
+    assert padded.parents[0][4:] == ((-1,) * 5 if expanded_first else ())
 
 
 def test_tree_without_nodes_can_be_read() -> None:
