@@ -124,7 +124,7 @@ def run_medusa(fixture: Fixture, prompts: list[str], comparison: Comparison) -> 
             features = torch.cat([states[layer] for layer in layers], dim=-1)
             comparison.check(f"{prefix}features", features)
             comparison.check(f"{prefix}target_logits", logits)
-            hidden = heads(features[0])
+            hidden = torch.stack([heads.head_state(head, features[0]) for head in range(heads.config.num_heads)], dim=1)
             matrices = heads.lm_heads if heads.config.own_outputs else [fixture.target.lm_head] * hidden.shape[1]
             own = torch.stack([matrix(hidden[:, head]) for head, matrix in enumerate(matrices)])
             comparison.check(f"{prefix}heads.logits", own)

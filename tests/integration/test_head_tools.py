@@ -37,7 +37,7 @@ def test_export_command_refuses_what_a_layout_cannot_express(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("eagle1_original", "EAGLE"), ("jetspec_causal", "DFlash"), ("medusa_v1", "Medusa")]
+    ("name", "expected"), [("eagle1_original", "EAGLE"), ("jetspec_causal", "block head"), ("medusa_v1", "Medusa")]
 )
 def test_strategies_heads_of_every_format_are_named_by_kind(name: str, expected: str) -> None:
     found = strategies(heads=[str(FIXTURES[name].head_folder)])

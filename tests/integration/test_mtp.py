@@ -37,6 +37,19 @@ def test_mtp_committed_cache_equals_reading_from_scratch(name: str) -> None:
         torch.testing.assert_close(runner.last.output[place, 0], output, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", NATIVE)
+def test_mtp_rotary_frequencies_of_a_half_precision_target_are_its_own(name: str) -> None:
+    """Would catch: frequencies rounded to bfloat16 with the head, which are too coarse for late positions."""
+    fixture = NATIVE[name]
+    model = type(fixture.target).from_pretrained(fixture.target_folder, dtype=torch.bfloat16)
+    head = MTPCandidates(str(fixture.checkpoint_folder))._on(model).head
+    assert next(head.parameters()).dtype == torch.bfloat16
+    position_ids = torch.tensor([[5000, 100_001]])
+    own = model.get_decoder().rotary_emb(torch.zeros(1, dtype=torch.float32), position_ids)
+    ours = head.rotary(torch.zeros(1, dtype=torch.float32), position_ids)
+    assert all(torch.equal(*pair) for pair in zip(ours, own, strict=True))
+
+
 def test_mtp_without_a_checkpoint_uses_where_the_target_was_loaded_from() -> None:
     fixture = NATIVE["mtp_transformers_glm4_moe"]
     fixture.target.config.name_or_path = str(fixture.target_folder)

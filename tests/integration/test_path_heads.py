@@ -47,7 +47,7 @@ def grow(first: torch.Tensor, logits_after: Any, widths: list[int]) -> list[tupl
         tree = growth.expand(width)
         logits = logits_after(tree, width)
         add(logits)
-        above, tokens = tree.above[0].tolist(), tree.tokens[0, -width:].tolist()
+        above, tokens = tree.above[0].tolist(), tree.tokens[0].tolist()
         level = [[*level[parent], token] for parent, token in zip(above, tokens, strict=True)]
         found += zip(level, logits[0], strict=True)
     return found
