@@ -150,7 +150,7 @@ class HeadFile:
         try:
             with torch.device("meta"):
                 head = head_class(config)
-        except RuntimeError as error:  # such as an overflow of the sizes
+        except Exception as error:  # such as an overflow of the sizes, or whatever Transformers raises
             raise ValueError(f"config.json describes a head that cannot be built ({first_line(error)})") from None
         expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
         missing, unknown = (
