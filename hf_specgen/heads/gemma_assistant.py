@@ -209,10 +209,10 @@ class AssistantRunner:
         logits = self._run(torch.tensor([[pending[row]] for row in rows]), states[rows][:, None].to(self._like))
         return spread_rows(logits[:, 0], rows, len(pending))
 
-    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes of a tree; as for `EagleRunner.next_logits`."""
+    def next_logits(self, tree: GrownTree) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes of a tree; as for `EagleRunner.next_logits`."""
         active = tree.select(self._target.rows)
-        logits = self._run(active.input_tokens(self._like.device)[:, -new:], active.of_parents(self._hidden))
+        logits = self._run(active.input_tokens(self._like.device), active.of_parents(self._hidden))
         return spread_rows(logits, self._target.rows, tree.batch)
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

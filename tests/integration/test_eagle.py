@@ -12,7 +12,7 @@ from hf_specgen.heads.head_formats import load_head
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.eagle import Recording, predictable_pair, reread
 from tests.helpers.head_fixtures import find_fixtures
-from tests.helpers.medusa import fitted_heads
+from tests.helpers.medusa import fitted_heads, random_heads
 from tests.helpers.policies import AfterPlainSteps
 
 FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
@@ -58,6 +58,17 @@ def test_eagle_beside_medusa_same_tokens(pair_of_each_kind: Any, sampling: str) 
     medusa = MedusaCandidates(fitted_heads(target, prompts(3), **SAMPLING[sampling]), tree=6)
     candidates = CombinedCandidates([EagleCandidates(head, k=3), medusa], policy=FixedDepth(4))
     assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
+
+
+def test_eagle_beside_heads_that_are_never_right_loses_few_steps() -> None:
+    """Would catch: confident wrong tokens that displace right ones for longer than their acceptance takes to count."""
+    target, head = predictable_pair(EAGLE["eagle1_original"])
+    alone, beside = EagleCandidates(head, k=3), MedusaCandidates(random_heads(target), tree=6)
+    both = CombinedCandidates([EagleCandidates(head, k=3), beside], policy=FixedDepth(4))
+    arguments = {**prompts(1), "max_new_tokens": 40, "eos_token_id": None}
+    for candidates in (alone, both):
+        target.generate(**arguments, candidate_generator=candidates)
+    assert alone.speculation.accepted > 15 and both.speculation.steps <= alone.speculation.steps + 2
 
 
 def test_eagle_ended_rows_leave_the_batch(pair: Any) -> None:

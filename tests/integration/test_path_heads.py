@@ -45,7 +45,7 @@ def grow(first: torch.Tensor, logits_after: Any, widths: list[int]) -> list[tupl
     level: list[list[int]] = [[]]
     for width in widths:
         tree = growth.expand(width)
-        logits = logits_after(tree, width)
+        logits = logits_after(tree)
         add(logits)
         above, tokens = tree.above[0].tolist(), tree.tokens[0].tolist()
         level = [[*level[parent], token] for parent, token in zip(above, tokens, strict=True)]
