@@ -124,6 +124,7 @@ class AssistantHead(DraftHead):
             position_ids=position_ids,
             attention_mask=masks,
             shared_kv_states=dict(keys_values),
+            logits_to_keep=torch.arange(embeddings.shape[1]),  # with a number the layers would leave out positions
             use_cache=False,
         ).last_hidden_state
         return HeadOutput(self.post_projection(output), output)

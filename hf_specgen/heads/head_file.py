@@ -147,6 +147,8 @@ class HeadFile:
         Tensors whose names end with `optional` are zeros if they are missing.
         """
         names, checkpoint = self.names, self.checkpoint
+        if (method := self.fields.nested("quantization_config").get("quant_method")) is not None:
+            raise ValueError(f"the head is quantised by {str(method)[:40]!r}, which is not read; load one that is not")
         try:
             with torch.device("meta"):
                 head = head_class(config)

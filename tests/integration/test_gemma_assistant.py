@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_specgen import AutoCandidates, GemmaAssistantCandidates
+from hf_specgen.heads import load_head
 from tests.helpers import assert_same_tokens, prompts
 from tests.helpers.head_fixtures import find_fixtures
 
@@ -42,11 +43,34 @@ def test_gemma_assistant_drafts_the_tokens_of_the_original(name: str) -> None:
     assert first.tokens.tolist() == [chain[: first.nodes] for chain in expected]
 
 
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_gemma_assistant_pass_over_several_nodes_is_that_over_each(name: str) -> None:
+    """Would catch: nodes of a level that see each other, or positions that the layers leave out."""
+    fixture = ASSISTANTS[name]
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    head: Any = bound.head
+    random = torch.Generator().manual_seed(3)
+    layers = [layer.self_attn for layer in head.model.layers]
+    shared = {
+        layer.layer_type: tuple(torch.randn(2, 2, 12, layer.head_dim, generator=random) for _ in range(2))
+        for layer in layers
+    }
+    embeddings, hidden = (torch.randn(2, 3, head.config.hidden_size, generator=random) for _ in range(2))
+    lengths, padding = torch.tensor([12, 9]), torch.tensor([0, 4])
+    rest = shared, lengths, padding, dict.fromkeys(shared, 0)
+    positions = (lengths - padding)[:, None].expand(2, 3)
+    together = bound.target_logits(head(embeddings, hidden, positions, *rest).output)
+    for node in range(3):
+        one = slice(node, node + 1)
+        alone = bound.target_logits(head(embeddings[:, one], hidden[:, one], positions[:, one], *rest).output)
+        torch.testing.assert_close(together[:, one], alone, atol=1e-4, rtol=1e-4)  # other kernels
+
+
 def test_gemma_assistant_ended_rows_same_tokens() -> None:
     fixture = ASSISTANTS["gemma4_assistant"]
     inputs = prompts(3)
     texts = fixture.target.generate(**inputs, max_new_tokens=10)[:, inputs["input_ids"].shape[1] :].tolist()
-    candidates = GemmaAssistantCandidates(fixture.head_folder, k=2)
+    candidates = GemmaAssistantCandidates(fixture.head_folder, k=2, tree=6)
     assert_same_tokens(fixture.target, inputs, candidates, max_new_tokens=10, eos_token_id=texts[0][3], pad_token_id=0)
 
 
