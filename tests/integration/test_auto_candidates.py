@@ -11,8 +11,10 @@ from hf_specgen import (
     DFlashCandidates,
     DraftModelCandidates,
     EagleCandidates,
+    GemmaAssistantCandidates,
     LayerSkipCandidates,
     MedusaCandidates,
+    MTPCandidates,
     PEagleCandidates,
 )
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
@@ -31,6 +33,9 @@ FIXTURES = Path(__file__).parents[1] / "assets" / "fixtures"
         (FIXTURES / "speculators_dflash_full" / "head", DFlashCandidates),
         (FIXTURES / "speculators_peagle_llama" / "head", PEagleCandidates),
         (FIXTURES / "medusa_v1" / "head", MedusaCandidates),
+        (FIXTURES / "gemma4_assistant" / "head", GemmaAssistantCandidates),
+        *((FIXTURES / name / "target", MTPCandidates) for name in ("mtp_qwen3_5_native", "mtp_transformers_glm4_moe")),
+        (FIXTURES / "speculators_mtp_qwen3" / "head", MTPCandidates),
         (BENCHMARK_ASSETS / "medusa-heads", MedusaCandidates),
         (BENCHMARK_ASSETS / "exit-adapter", LayerSkipCandidates),
         (DRAFT_LM, DraftModelCandidates),

@@ -21,6 +21,19 @@ SAMPLED = replace(PARTLY, do_sample=True)
 TIGHT = replace(PARTLY, tight_positions=True, eos_ids=tuple(range(3, 13)))
 BATCHES = ((12,), (12, 8, 4))
 END = tuple(range(3, 23))
+LATER_NODE = Case(
+    **{"seed": 4600, "architecture": "smollm3", "window": 4, "lengths": (9,), "repetitive": True, "draft_tree": 8},
+    **{"strategy": "draft_reencoded", "k": 4, "accuracy": 0.0, "policy": "random", "do_sample": True, "top_p": 0.5},
+    **{
+        "temperature": 0.7,
+        "min_p": 0.1,
+        "max_new_tokens": 10,
+        "eos_ids": (3, 4, 5),
+        "criteria": ("any_row", "max_time"),
+    },
+    **{"broken_logits": "nan", "entry": "custom", "return_dict": True, "output_scores": True, "cache": "dynamic"},
+)
+"""Tokens before a stop where a later node has invalid scores, which plain `generate` never samples."""
 
 
 def every(case: Case, **values: Sequence[Any]) -> list[Case]:
@@ -67,7 +80,7 @@ CASES: dict[str, list[Case]] = {
         cache=["none", "dynamic"],
         swap_caches=[False, True],
         lengths=BATCHES,
-        architecture=["llama", "gemma2", "mistral"],
+        architecture=["llama", "gemma2", "mistral", "llama4_text"],
     ),
     # A window that is counted in cache slots instead of positions: siblings of a tree share one.
     "window": every(
@@ -88,6 +101,7 @@ CASES: dict[str, list[Case]] = {
             replace(SAMPLED, eos_ids=END), broken_logits=["nan"], return_dict=[False, True], repetition_penalty=[1, 1.2]
         ),
         *every(replace(TREES, strategy="ngram_tree"), broken_logits=BROKEN_LOGITS, lengths=BATCHES),
+        LATER_NODE,
     ],
     # Plain steps in between that a drafter does not learn of.
     "plain steps": every(replace(PARTLY, policy="random"), strategy=["native", "skip"], lengths=BATCHES[:1]),

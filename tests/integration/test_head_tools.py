@@ -11,10 +11,8 @@ from typer.testing import CliRunner
 from hf_specgen.cli.app import app
 from hf_specgen.evaluation.workloads import strategies
 from hf_specgen.heads.head_formats import load_head
-from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.head_fixtures import FIXTURES
 
-ROOT = Path(__file__).parents[1] / "assets" / "fixtures"
-FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(ROOT)}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

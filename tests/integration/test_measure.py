@@ -1,12 +1,8 @@
 """Timing: both sides the same work, chats from the cache, first tokens, memory."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
-from benchmarks.harness import provenance
 from benchmarks.harness.loading import StrategyError, build
 from benchmarks.harness.memory import peak_memory, reset_peak_memory
 from benchmarks.harness.variants import PLAIN
@@ -91,31 +87,3 @@ def test_bad_strategies(strategies: list[str], peers: list[str], message: str) -
     """The embedded draft (8,192 tokens) cannot draft for a target of 99."""
     with pytest.raises(StrategyError, match=message):
         build(strategies, peers, tiny_model("llama"))
-
-
-def test_strategies_are_combined_with_plus(reference_model) -> None:
-    """Each setting of the last one, with the same depth for all of them."""
-    (family,) = build(["ngram+medusa"], [], reference_model)
-    assert family.name == "n-grams + Medusa" and set(family.settings) == {"k=2", "k=4", "k=6", "k=auto"}
-    combined = family.settings["k=4"]()["candidate_generator"]
-    assert [type(strategy).__name__ for strategy in combined.strategies] == ["NgramCandidates", "MedusaCandidates"]
-
-
-def git(folder: Path, *arguments: str) -> None:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def test_provenance_names_the_commit_and_changes_of_a_checkout(tmp_path: Path, monkeypatch) -> None:
-    package = tmp_path / "hf_specgen"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    git(tmp_path, "init")
-    monkeypatch.setattr(provenance, "PACKAGE", package)
-    assert provenance.provenance()["commit"] is None, "the package is not tracked"
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "ours")
-    commit = provenance.provenance()["commit"]
-    assert commit is not None and len(commit) == 40
-    (tmp_path / "new.py").touch()
-    assert provenance.provenance()["commit"] == f"{commit}+changes"

@@ -31,22 +31,6 @@ def test_second_turn_reads_only_what_is_new() -> None:
     assert 4 <= read[0] <= 4 + 4  # the second prompt, the last token of the first turn, and tokens drafted behind them
 
 
-def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
-    """Plain `generate` keeps the last chunk only. Would catch: masks for slots that the cache no longer holds."""
-    model = tiny_model("llama4_text", attention_chunk_size=8)
-    expected, ours = (
-        model.generate(
-            torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1),
-            past_key_values=first.past_key_values,
-            max_new_tokens=12,
-            **arguments,
-        )
-        for arguments in ({}, {"candidate_generator": NgramCandidates(k=4, tree=8)})
-        for first in [model.generate(**prompts(1), max_new_tokens=8, return_dict_in_generate=True)]
-    )
-    assert torch.equal(expected, ours)
-
-
 def test_cache_made_in_inference_mode_continues_outside() -> None:
     """Would catch: an in-place write to an inference tensor."""
     model, inputs = tiny_model("llama"), prompts(1)

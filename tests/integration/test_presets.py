@@ -1,7 +1,5 @@
 """Presets: the strategy that each chooses for a target, and the tokens of plain `generate`."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,9 +7,8 @@ from transformers import AutoModelForCausalLM
 from hf_specgen import attached, speculate
 from hf_specgen.candidates.presets import PresetCandidates
 from tests.helpers import prompts, tiny_model
-from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.head_fixtures import FIXTURES
 
-FIXTURES = {one.folder.name: one for one in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")}
 CHOSEN = {
     "auto": "CombinedCandidates([NgramCandidates(",
     "latency": "CombinedCandidates([NgramCandidates(",

@@ -109,24 +109,6 @@ def test_readme_shows_the_recorded_results(tmp_path: Path) -> None:
     assert readme.read_text() == (ROOT / "benchmarks" / "README.md").read_text()
 
 
-def page_of(found: dict[str, Any], **changes: Any) -> str:
-    """The page with another speedup of the first of our variants over all domains, and no other tables."""
-    base = next(row for row in found["tables"]["speed"] if "speedup" in row and row["domain"] == "all")
-    row = {**base, "variant": next(iter(found["ours"])), **changes}
-    tables = {"speed": [row], "by domain": [{"variant": row["variant"], "all": row["speedup"]}]}
-    return report.html({**found, "tables": tables}, {})
-
-
-def test_an_interval_that_includes_1_is_printed_as_no_difference(finished) -> None:
-    _, found, _ = finished
-    interval, ratio, shown = {"speedup": 1.13, "low": 0.9, "high": 1.2}, "1.13\u00d7", "0.90\u20131.20"
-    unsure = page_of(found, **interval, verdict="no difference", identical=True)
-    assert f'<td class="same">no difference<small>{shown}</small></td>' in unsure
-    sure = page_of(found, **interval, verdict="faster", identical=True)
-    assert f'<td class="faster">{ratio}<small>{shown}</small></td>' in sure
-    assert f"{ratio} \u2260" in page_of(found, **interval, verdict="faster", identical=False)
-
-
 def test_page_escapes_texts(finished) -> None:
     """Would catch: markup from a model's answer or from an option that becomes part of the page."""
     _, found, _ = finished

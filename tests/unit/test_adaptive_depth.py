@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -47,45 +46,6 @@ def test_adaptive_depth_where_drafts_fail_tries_again_when_the_loss_is_made_up_f
     depths = [depth for (depth,) in run(AdaptiveDepth(STEEP).start(depth_call()), 300, [0])]
     trials = [step for step, depth in enumerate(depths) if depth][-3:]
     assert [depths[step] for step in trials] == [1, 1, 1] and trials[2] - trials[1] == trials[1] - trials[0] == 51
-
-
-@pytest.mark.parametrize("speedup", [0.7, 1.15, 2.0])
-@pytest.mark.parametrize("cost", [1.5, 3.0])
-def test_adaptive_depth_of_short_calls_is_near_the_better_of_drafting_and_plain(speedup: float, cost: float) -> None:
-    """Drafts of a tree of 6 levels by chance, 64 tokens a call, on machines where a draft costs a little or a lot.
-
-    Would catch: single rejections that turn drafting off where it is faster on average, and trials that lose 7% of
-    every call where it is slower.
-    """
-    acceptance = bisect(lambda a: sum(a**i for i in range(7)) >= speedup * cost)
-    ratios = [ratio for seed in range(8) for ratio in chance_calls(acceptance, cost, seed)]
-    assert sum(ratios) / len(ratios) > (0.95 if speedup < 1 else 0.92 * speedup)
-
-
-def bisect(reached: Callable[[float], bool]) -> float:
-    """The smallest acceptance rate at which this holds."""
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        low, high = (low, (low + high) / 2) if reached((low + high) / 2) else ((low + high) / 2, high)
-    return high
-
-
-def chance_calls(acceptance: float, cost: float, seed: int) -> list[float]:
-    """Tokens over cost of five calls, with a memory."""
-    random, model, speeds = Random(seed), Model(), []
-    curve = CostCurve((1, 64), (1.0, 1.0), 256, 1)
-    for _ in range(5):
-        session = AdaptiveDepth().start(depth_call(model=model, k=6, negligible_cost=False, sizes_trees=True))
-        session.known = LatencyModel.from_curves(curve, draft_step=cost - 1)
-        tokens = seconds = 0.0
-        while tokens < 64:
-            (depth,) = session.depths([99])
-            accepted = next((level for level in range(depth) if random.random() > acceptance), depth)
-            session.observe(StepRecord([depth], [RowStep(depth, depth, accepted, accepted + 1)], 1 + depth, {}, ()))
-            tokens, seconds = tokens + accepted + 1, seconds + (cost if depth else 1.0)
-        speeds.append(tokens / seconds)
-    memory.clear()
-    return speeds
 
 
 def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
