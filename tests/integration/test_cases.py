@@ -54,6 +54,13 @@ CASES: dict[str, list[Case]] = {
         *every(replace(OUTPUTS, accuracy=1.0), criteria=[(name,) for name in CRITERIA], eos_ids=[(), (98,)]),
         *every(replace(PARTLY, accuracy=1.0), criteria=[(name,) for name in CRITERIA if name != "scores"]),
         *every(replace(PARTLY, accuracy=1.0, max_new_tokens=24), stop_string_column=[0, 9], lengths=BATCHES),
+        # A recurrent state that cannot return so far, where a criterion cuts a row that is ahead.
+        *every(
+            replace(OUTPUTS, strategy="oracle", architecture="qwen3_5_text", policy="random"),
+            criteria=[("after",), ("any_row",)],
+            eos_ids=[(), (98,)],
+            output_scores=[False, True],
+        ),
     ],
     # Columns behind the stop, several columns in one chunk, a stream without its prompt or end.
     "streamer": every(replace(PARTLY, streamer=True, eos_ids=END), entry=ENTRIES, lengths=BATCHES, return_dict=[True]),
@@ -81,7 +88,8 @@ CASES: dict[str, list[Case]] = {
         swap_caches=[False, True],
         lengths=BATCHES,
         architecture=["llama", "gemma2", "mistral", "llama4_text"],
-    ),
+    )
+    + every(replace(OUTPUTS, strategy="oracle", turns=2), lengths=BATCHES, architecture=["lfm2", "falcon_h1"]),
     # A window that is counted in cache slots instead of positions: siblings of a tree share one.
     "window": every(
         replace(TREES, max_new_tokens=24, window=4), architecture=["llama4_text", "gemma4_text", "mistral", "gemma2"]
@@ -102,6 +110,13 @@ CASES: dict[str, list[Case]] = {
         ),
         *every(replace(TREES, strategy="ngram_tree"), broken_logits=BROKEN_LOGITS, lengths=BATCHES),
         LATER_NODE,
+        # A criterion that ends the text before a column with invalid scores.
+        *every(
+            replace(SAMPLED, accuracy=1.0, k=8, broken_logits="nan", criteria=("after",)),
+            processors=[(), ("row_wise",), ("prefix",)],
+            seed=[1, 2, 3],
+            lengths=BATCHES,
+        ),
     ],
     # Plain steps in between that a drafter does not learn of.
     "plain steps": every(replace(PARTLY, policy="random"), strategy=["native", "skip"], lengths=BATCHES[:1]),

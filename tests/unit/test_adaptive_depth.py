@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from hf_specgen.counters import RowStep, StepRecord
-from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel
+from hf_specgen.depth import (
+    AdaptiveDepth,
+    Bucket,
+    CostCurve,
+    DisableWhen,
+    DraftLatency,
+    LatencyModel,
+    MovingWindow,
+    Policy,
+    Schedule,
+)
 from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS
 from hf_specgen.memory import memory
 from tests.helpers.depth import Model, depth_call, run
@@ -129,3 +139,55 @@ def test_adaptive_depth_after_a_pause_counts_what_the_drafter_has_to_catch_up_on
     session = prompt_call(10, 10**6)
     run(session, 3, [0])
     assert not any(depth for (depth,) in run(session, 400, [0])), "the longer the pause, the more there is to process"
+
+
+# Policies by rule
+
+
+LATENCY = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1))
+
+
+@pytest.mark.parametrize(
+    ("limits", "depth"), [([9], 8), ([9] * 3, 4), ([9] * 5, 2), ([9] * 8, 0), ([9, 0, 0, 0, 0, 0, 0, 9, 9], 4)]
+)
+def test_schedule_by_batch_counts_rows_that_take_part(limits: list[int], depth: int) -> None:
+    call = depth_call(rows=len(limits))
+    schedule = Schedule({1: 8, 3: 4, 5: 2, 8: 0})
+    assert schedule.start(call).depths(limits) == [depth] * len(limits)
+    call.state.other_rows = 8
+    assert schedule.start(call).depths(limits) == [0] * len(limits), "rows of other calls in the same passes count"
+
+
+@pytest.mark.parametrize(("prompt", "depth"), [(10, 6), (38, 6), (39, 1), (500, 1)])
+def test_schedule_by_context_counts_tokens_of_the_longest_row(prompt: int, depth: int) -> None:
+    assert Schedule(by_context={0: 6, 40: 1}).start(depth_call(prompt=prompt)).depths([9]) == [depth]
+
+
+def test_moving_window_follows_the_acceptance_of_each_row() -> None:
+    depths = run(MovingWindow(start=4).start(depth_call(rows=2)), 12, [99, 0])
+    assert [row[0] for row in depths] == [min(16, 4 + step) for step in range(12)]
+    assert [row[1] for row in depths] == [max(1, 4 - step) for step in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "off"),
+    [
+        (DisableWhen(temperature_above=1.0), {"temperature": 1.3}, True),
+        (DisableWhen(temperature_above=1.0), {"temperature": 1.0}, False),
+        (DisableWhen(temperature_above=0.0), {"temperature": 0.0}, False),
+        (DisableWhen(new_tokens_below=16), {"max_new_tokens": 15}, True),
+        (DisableWhen(new_tokens_below=16), {"max_new_tokens": 16}, False),
+        (DisableWhen(new_tokens_below=16), {}, False),
+        (DisableWhen(1.0, otherwise=DisableWhen(new_tokens_below=61)), {"max_new_tokens": 60}, True),
+    ],
+)
+def test_disabled_calls_draft_nothing(policy: Policy, settings: dict[str, Any], off: bool) -> None:
+    assert policy.start(depth_call(**settings)).depths([9]) == ([0] if off else [16])
+
+
+def test_disabling_forwards_everything_of_the_policy_within() -> None:
+    """B10: around a controller, the latency model by which heads size their trees got lost."""
+    policy = AdaptiveDepth(LATENCY)
+    session, plain = DisableWhen(1.0, otherwise=policy).start(depth_call()), policy.start(depth_call())
+    assert session.latency == plain.latency and session.latency is not None
+    assert run(session, 12, [3]) == run(plain, 12, [3])
