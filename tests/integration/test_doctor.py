@@ -92,10 +92,12 @@ def exchange_two_tokens(folder: Path) -> None:
 def test_draft_with_another_tokenizer_and_template_is_a_warning(tmp_path: Path) -> None:
     """Would catch: a supported pair called bad, so that nothing is measured; sizes alone do not show it."""
     shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
-    exchange_two_tokens(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    report = checked(draft=(str(tmp_path),))
-    assert results(report)["tokenizers"] == results(report)["chat template"] == "warning" and report.recommendation
+    report = results(checked(draft=(str(tmp_path),)))
+    assert (report["tokenizers"], report["chat template"]) == ("good", "warning")
+    exchange_two_tokens(tmp_path)
+    other = checked(draft=(str(tmp_path),))
+    assert results(other)["tokenizers"] == "warning" and other.recommendation
 
 
 def test_memory_estimate_equals_the_bytes_of_weights_and_cache() -> None:
