@@ -57,7 +57,8 @@ class HiddenStateTarget(Target):
 
     def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         logits = super().forward(tree, pending, active)
-        states = torch.cat(self._returned_states, dim=-1)
+        returned = self._returned_states
+        states = returned[0] if len(returned) == 1 else torch.cat(returned, dim=-1)
         self.pass_states = self._step_states = self._of_pass(states, tree.batch, 1 + tree.nodes)
         return logits
 

@@ -49,6 +49,8 @@ STEPS = 5
 
 _lock = threading.Lock()
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
+_logged: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+"""Why passes of a model are not captured, as far as it was logged."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ def make_target(
     if graphs and (problem := _capture_problem(requirements, model, config, model_kwargs, graphs)) is not None:
         if graphs == "graphs":
             raise ValueError(f'{problem}; leave compile="graphs" out')
-        logger.info("no CUDA graphs: %s", problem)
+        if problem not in (logged := _logged.setdefault(model, set())):
+            logger.info("no CUDA graphs: %s", problem)
+            logged.add(problem)
         graphs = False
     call = model, input_ids, config, model_kwargs
     if "encoder_outputs" in model_kwargs and (requirements.aux_hidden_state_layers or requirements.exit_layer):

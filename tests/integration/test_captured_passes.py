@@ -197,10 +197,11 @@ def test_auto_without_a_gpu_or_with_a_model_that_cannot_be_captured_runs_eagerly
     assert "no CUDA graphs" not in caplog.text
     captures = graphs_on_cpu(monkeypatch)
     caplog.set_level("INFO", logger="hf_specgen")
-    same_tokens(stateful_model("lfm2"), prompts(1), NgramCandidates(k=3), compile="auto")
+    for _ in range(2):
+        same_tokens(stateful_model("lfm2"), prompts(1), NgramCandidates(k=3), compile="auto")
     same_tokens(small(layers=2), prompts(1), LayerSkipCandidates(1, k=2), compile="auto")
     assert not captures
-    assert "no CUDA graphs: Lfm2ForCausalLM keeps convolutions" in caplog.text
+    assert caplog.text.count("no CUDA graphs: Lfm2ForCausalLM keeps convolutions") == 1
     assert "no CUDA graphs: LlamaForCausalLM runs a part of its layers" in caplog.text
 
 

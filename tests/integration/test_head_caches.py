@@ -118,6 +118,18 @@ def test_mtp_without_a_checkpoint_uses_where_the_target_was_loaded_from() -> Non
     assert_same_tokens(fixture.target, prompts(1), MTPCandidates(k=1), max_new_tokens=4)
 
 
+@pytest.mark.parametrize("name", [name for name, fixture in FIXTURES.items() if fixture.family.startswith("mtp")])
+def test_mtp_rotary_frequencies_of_a_half_precision_target_are_its_own(name: str) -> None:
+    """Would catch: frequencies rounded to bfloat16 with the head, which are too coarse for late positions."""
+    fixture = FIXTURES[name]
+    model: Any = type(fixture.target).from_pretrained(fixture.target_folder, dtype=torch.bfloat16)
+    head: Any = MTPCandidates(str(fixture.checkpoint_folder))._on(model).head
+    assert next(head.parameters()).dtype == torch.bfloat16
+    position_ids, like = torch.tensor([[5000, 100_001]]), torch.zeros(1, dtype=torch.float32)
+    own = model.get_decoder().rotary_emb(like, position_ids)
+    assert all(torch.equal(*pair) for pair in zip(head.rotary(like, position_ids), own, strict=True))
+
+
 def test_hidden_states_of_the_target_are_those_that_the_fixture_names() -> None:
     """Would catch: a layer counted from another end, which costs acceptance and no token."""
     for fixture in FIXTURES.values():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_specgen import FixedDepth, LayerSkipCandidates, MedusaCandidates
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import MedusaConfig, MedusaHeads
 from hf_specgen.heads.medusa import MedusaRunner
-from hf_specgen.tree import DraftTree
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.medusa import fitted_heads, hidden_states, random_heads
@@ -44,6 +44,7 @@ def test_medusa_and_hydra_logits_are_those_of_each_rows_state_and_each_nodes_pat
     """Every result against the head for one node alone, with the state of a pass over the whole text."""
     model, inputs = tiny_model("llama"), prompts(3)
     texts: list[list[int]] = []
+    paths: list[list[list[int]]] = [[], [], []]
     compared = 0
 
     def expected(runner: Any, row: int, path: list[int]) -> torch.Tensor:
@@ -62,14 +63,13 @@ def test_medusa_and_hydra_logits_are_those_of_each_rows_state_and_each_nodes_pat
                 torch.testing.assert_close(logits[row], expected(self, row, []), atol=1e-4, rtol=1e-4)
             return logits
 
-        def next_logits(self, tree: DraftTree, new: int) -> torch.Tensor:  # type: ignore[override]
-            logits = super().next_logits(tree, new)  # type: ignore[arg-type]
-            for row in range(3):
-                for index in range(new):
-                    node, path = tree.nodes - new + index, list[int]()
-                    while node >= 0:
-                        path.insert(0, int(tree.tokens[row, node]))
-                        node = tree.parents[row][node]
+        def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
+            logits = super().next_logits(tree, new)
+            pairs = zip(tree.above.tolist(), tree.tokens.tolist(), strict=True)
+            before = paths[:] if tree.level > 1 else [[[]]] * 3
+            for row, pair in enumerate(pairs):
+                paths[row] = [[*before[row][at], token] for at, token in zip(*pair, strict=True)]
+                for index, path in enumerate(paths[row]):
                     torch.testing.assert_close(logits[row, index], expected(self, row, path), atol=1e-4, rtol=1e-4)
             return logits
 
@@ -97,7 +97,8 @@ def test_new_heads_return_the_state_of_the_target() -> None:
     model = tiny_model("llama")
     heads = MedusaHeads.from_target(model, num_heads=3, num_layers=2, reads_token=True)
     state = torch.randn(5, 64)
-    assert torch.equal(heads(state, torch.randn(5, 1, 64)), state[:, None].expand(5, 3, 64))
+    path = torch.randn(5, 1, 64)
+    assert all(torch.equal(heads.head_state(head, state, path), state) for head in range(3))
 
 
 def test_medusa_target_in_changing_dtypes_leaves_the_given_heads_unchanged() -> None:
@@ -131,4 +132,4 @@ def test_medusa_wrong_uses_raise() -> None:
         MedusaCandidates(heads, tree=[[0]])  # type: ignore[arg-type]
     config = MedusaConfig(hidden_size=8, vocab_size=9, draft_vocab_size=9, num_heads=2, **sizes, **HYDRA)
     with pytest.raises(ValueError, match="head 1 reads 2 tokens"):
-        MedusaHeads(config)(torch.zeros(1, 8), torch.zeros(1, 1, 8))
+        MedusaHeads(config).head_state(1, torch.zeros(1, 8), torch.zeros(1, 1, 8))

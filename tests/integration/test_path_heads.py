@@ -31,10 +31,9 @@ def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> 
     batch, tokens = len(first), torch.tensor(paths)
     found, root = [first[:, None].expand(-1, len(paths), -1)], torch.zeros(batch, len(paths), dtype=torch.long)
     for level in range(1, tokens.shape[1]):
-        nodes = tokens[:, :level].T.flatten().expand(batch, -1)
         above = root if level == 1 else torch.arange(len(paths)).expand(batch, -1)
-        tree = GrownTree(nodes, TreeStructure(nodes, nodes), level=level, above=above)
-        found.append(runner.next_logits(tree, len(paths)))
+        last, more = tokens[:, level - 1].expand(batch, -1), {"nodes": level * len(paths), "level": level}
+        found.append(runner.next_logits(GrownTree(last, TreeStructure(last, last), above=above, **more), len(paths)))
     return torch.stack(found, dim=2)
 
 
