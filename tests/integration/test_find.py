@@ -47,7 +47,7 @@ def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch
     assert [(one.name[0], one.kind, one.size) for one in found] == [
         ("c", "EAGLE", 0.05),
         ("d", "EAGLE", None),
-        ("e", "DFlash", 0.0375),
+        ("e", "block head", 0.0375),
         ("a", "Medusa", 0.1),
         ("o", "draft model", 0.075),
     ]
