@@ -62,10 +62,12 @@ class TargetRequirements:
             for the input of the output matrix, which for a
             prompt may be the last position alone.
         exit_layer: number of first layers that run separately to draft; None if not needed.
+        reads_cache: whether drafting attends to the target's own keys and values.
     """
 
     aux_hidden_state_layers: tuple[int, ...] = ()
     exit_layer: int | None = None
+    reads_cache: bool = False
 
     def __or__(self, other: TargetRequirements) -> TargetRequirements:
         """Both requirements together; raises for two different exit layers, or an exit layer beside hidden states."""
@@ -75,7 +77,7 @@ class TargetRequirements:
             raise ValueError(
                 "these strategies run the target in different ways (an early exit, hidden states); keep one of them"
             )
-        return TargetRequirements(aux_layers, exits.pop() if exits else None)
+        return TargetRequirements(aux_layers, exits.pop() if exits else None, self.reads_cache or other.reads_cache)
 
 
 def check_decoder_only(model: PreTrainedModel, strategy: str) -> None:
