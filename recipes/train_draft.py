@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from arguments import Arguments, Options, launch, option
 from conversations import Batch
-from drafter import Drafter
+from drafter import Drafter, with_lora
 from hf_specgen.targets.model_parts import decoder_layers, keeps_state, output_logits, output_matrix
 from losses import Drafts
 from target import States, read_target, whole
@@ -30,11 +30,7 @@ from training import run
 
 @dataclass(kw_only=True)
 class DraftArguments(Arguments):
-    """The draft model.
-
-    Raises:
-        ValueError: if neither or both of `layers` and `draft` are given.
-    """
+    """The draft model."""
 
     layers: list[int] | None = option(default=None, help="layers of the target that initialize those of the draft")
     shape: Options = option(default_factory=Options, help="fields of the config that differ from the target's")
@@ -64,10 +60,7 @@ class ModelDrafter(Drafter):
             return
         self.model = AutoModelForCausalLM.from_pretrained(cast(str, args.draft), dtype=torch.float32)
         if args.lora is not None:
-            from peft import LoraConfig, get_peft_model
-
-            fields = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", **args.lora}
-            self.adapted = get_peft_model(self.model, LoraConfig(task_type="CAUSAL_LM", **fields))
+            self.adapted = with_lora(self.model, args.lora, target_modules="all-linear", task_type="CAUSAL_LM")
 
     @classmethod
     def check(cls, args: Any, target: PreTrainedModel) -> None:

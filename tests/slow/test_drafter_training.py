@@ -47,17 +47,16 @@ def batch_of(length: int, packed: bool = False) -> dict[str, torch.Tensor]:
         positions[:, 8:] -= 8
         predicts[0, 9 : length - 1] = True
     batch = {"input_ids": ids, "labels": torch.where(predicts, ids.roll(-1, dims=1), IGNORED)}
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[1, length - 3 :] = 0
-    return batch | ({"position_ids": positions} if packed else {"attention_mask": mask})
+    return batch | {"position_ids": positions}
 
 
 def conversations_of(batch: dict[str, torch.Tensor]) -> list[tuple[int, int, list[int], int]]:
     """For each predicting position: row, first position of its conversation, its text, place in it."""
     found = []
     for row, root in (batch["labels"] != IGNORED).nonzero().tolist():
-        begin = 8 if "position_ids" in batch and root >= 8 else 0
-        end = 8 if "position_ids" in batch and root < 8 else batch["input_ids"].shape[1]
+        is_packed = bool((batch["position_ids"][:, 8] == 0).all())
+        begin = 8 if is_packed and root >= 8 else 0
+        end = 8 if is_packed and root < 8 else batch["input_ids"].shape[1]
         found.append((row, begin, batch["input_ids"][row, begin:end].tolist(), root - begin))
     return found
 

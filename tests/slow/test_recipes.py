@@ -103,7 +103,7 @@ def test_any_target_gets_any_drafter_from_conversations(
     recipe.main(["--target", str(target), *FAST, *given, *more])
     assert_drafts(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert "Final loss" in card.text and ("1 of 1" in card.text) == (architecture == "gemma3_text")
+    assert "Loss at the end: 0." in card.text and ("1 of 1" in card.text) == (architecture == "gemma3_text")
     assert "AutoCandidates" in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
 
 
@@ -124,7 +124,7 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training, "DrafterTrainer", Interrupted)
         train_eagle.main(arguments(folder, "resumed", *more))
-    with pytest.raises(ValueError, match=r"checkpoint of an earlier run: continue it with --resume true"):
+    with pytest.raises(ValueError, match=r"holds an earlier run: continue it with --resume true"):
         train_eagle.main(arguments(folder, "resumed", *more))
     with pytest.raises(ValueError, match=r"has a run with depth 3 \(now 2\).*resume it with the same settings"):
         train_eagle.main(arguments(folder, "resumed", *more, "--depth", "2", "--resume", "true"))
@@ -134,7 +134,7 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
     one, two = (load_file(folder / name / "model.safetensors") for name in ("whole", "resumed"))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, two[name])
-    with pytest.raises(ValueError, match=r"holds an earlier result; give another --output, or --overwrite true"):
+    with pytest.raises(ValueError, match=r"holds an earlier run: .* replace it with --overwrite true"):
         train_eagle.main(arguments(folder, "whole", *more))
 
 
@@ -285,7 +285,7 @@ def test_the_hub_is_asked_before_training_and_gets_the_result_without_checkpoint
 
     monkeypatch.setattr(training, "HfApi", Hub)
     hub = ["--push-to-hub", "true", "--hub-model-id"]
-    with pytest.raises(ValueError, match=r"other/head cannot be written: 403 Forbidden"):
+    with pytest.raises(OSError, match="403 Forbidden"):
         train_draft.main(arguments(folder, "pushed", "--layers", "0", *hub, "other/head"))
     train_draft.main(arguments(folder, "pushed", "--layers", "0", *hub, "user/draft"))
     assert calls[:2] == ["other/head", "user/draft"] and calls[2][0] == "user/draft" and calls[2][2] == "checkpoint*"
@@ -317,9 +317,10 @@ def test_answers_are_the_targets_own_and_resume(folder: Path, monkeypatch: Any) 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(generate_answers, "answer_rows", lambda *given, **more: interrupted(answer_rows(*given, **more)))
         generate_answers.main([*settings, "--output", str(resumed)])
-    with (Path(f"{resumed}.parts") / "0.jsonl").open("a", encoding="utf-8") as file:
+    (parts,) = folder.glob("resumed*.parts")
+    with (parts / "0.jsonl").open("a", encoding="utf-8") as file:
         file.write('[9, {"pro')  # interrupted in the eighth answer
-    kept = generate_answers.answers_so_far(Path(f"{resumed}.parts"))
+    kept = generate_answers.answers_so_far(parts)
     generate_answers.main([*settings, "--output", str(resumed)])
     assert len(kept) == 7 and all(row in rows for row in kept.values())
     assert resumed.read_bytes() == whole.read_bytes()
