@@ -18,7 +18,13 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available as gpu_h
 
 Config = TypeVar("Config")
 PRESETS = Path(__file__).with_name("presets.yaml")
-POSITIVE = ("max_length", "per_device_train_batch_size", "evaluation_per_domain", "evaluation_tokens", "batch_size")
+POSITIVE: tuple[str, ...] = (
+    "max_length",
+    "per_device_train_batch_size",
+    "evaluation_per_domain",
+    "evaluation_tokens",
+    "batch_size",
+)
 POSITIVE += ("max_new_tokens", "anchors", "depth", "num_heads", "num_layers", "exit_layer", "rank")
 LEAST = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "seed"), 0)
 """Lowest values of the arguments of all recipes."""
