@@ -201,24 +201,25 @@ def hook_packed_steps(processor: Any, steps: Any) -> None:
     """Let `steps` extend, sample and read the packed steps of a `ContinuousBatchProcessor`; None removes the hooks.
 
     Symbols: its `scheduler.schedule_batch`; `get_model_kwargs`, `prepare_batch_update` and `_bulk_input_tensor` of its
-    `inputs_and_outputs`; `model_runner._sample`.
+    `inputs_and_outputs`; `model_runner.compute_batch` and `_sample`.
     """
     scheduler, ios, runner = processor.scheduler, processor.inputs_and_outputs, processor.model_runner
     for part, name in (
         (scheduler, "schedule_batch"),
         (ios, "get_model_kwargs"),
         (ios, "prepare_batch_update"),
+        (runner, "compute_batch"),
         (runner, "_sample"),
     ):
         vars(part).pop(name, None)
     if steps is None:
         return
-    schedule, get_kwargs = scheduler.schedule_batch, ios.get_model_kwargs
+    schedule, get_kwargs, compute = scheduler.schedule_batch, ios.get_model_kwargs, runner.compute_batch
 
     def schedule_batch(token_budget: int, cache_budget: int) -> Any:
         requests, is_decode, tokens, kv_read = schedule(token_budget, cache_budget)
-        if requests and kv_read <= cache_budget:
-            drafted = steps.extend(requests, tokens, token_budget, kv_read)
+        if requests:
+            drafted = steps.extend(requests, tokens, token_budget if kv_read <= cache_budget else tokens)
             is_decode, tokens = is_decode and not drafted, tokens + drafted
         return requests, is_decode, tokens, kv_read
 
@@ -229,13 +230,34 @@ def hook_packed_steps(processor: Any, steps: Any) -> None:
         processor.logit_processor.prepare_tensor_args(requests, arguments)
         kwargs["logits_indices"] = torch.tensor(positions, dtype=torch.long, device=ios.device)
         kwargs["logits_processor_args"] = arguments[:, : len(positions)]
+        if (masks := kwargs["attention_mask"]) is not None:
+            masks = masks if isinstance(masks, dict) else dict.fromkeys(processor.cache.cache_allocators, masks)
+            steps.place_trees(ios.requests_in_batch, kwargs["position_ids"][0], masks)
         return kwargs
+
+    def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
+        with steps.capturing():
+            compute(model, batch_data)
 
     def prepare_batch_update() -> Any:
         return ios.requests_in_batch, *steps.commit(ios.requests_in_batch)
 
     scheduler.schedule_batch, ios.get_model_kwargs = schedule_batch, get_model_kwargs
     ios.prepare_batch_update, runner._sample = prepare_batch_update, steps.sample
+    runner.compute_batch = compute_batch
+
+
+def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> None:
+    """Copy keys and values of a `PagedAttentionCache` between slots, by kind of attention: from which, and to which.
+
+    Symbol: `_kv_token_views` of its allocators, the keys and the values of each layer.
+    """
+    for kind, (sources, destinations) in moves.items():
+        if sources:
+            read, write = torch.tensor([sources, destinations], device=cache.device)
+            for views in cache.cache_allocators[kind]._kv_token_views.values():
+                for states in views:
+                    states.index_copy_(0, write, states.index_select(0, read))
 
 
 def prompt_of_request(state: Any) -> int:

@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig
 
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
-from hf_specgen.depth import AdaptiveDepth, FixedDepth, LatencyModel, Policy
+from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.depth.calibrate import model_curve
 from hf_specgen.generate import Settings, by_name, settings_in
 from hf_specgen.packed_steps import PackedSteps
@@ -80,7 +80,8 @@ def generate_batch(
         count, run.add = run.add, requests.append
         results = original(model, *args, **kwargs)
         if run.settings is not None:
-            statistics = sum(requests, Statistics([]))
+            rows, lengths = [row for one in requests for row in one.rows], [one.emitted for one in requests]
+            statistics = Statistics(rows, lengths, strategy=repr(settings.candidates))
             statistics.seconds = {"total": perf_counter() - begin}
             settings.candidates.speculation = statistics
             count(statistics)
@@ -124,7 +125,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
             run.plain(reason)
         else:
             arguments["continuous_batching_config"] = config
-            run.settings = replace(run.settings, policy=_with_latency(run.settings, compat.unwrapped(model)))
+            run.settings = replace(run.settings, policy=_packed_policy(run.settings, compat.unwrapped(model)))
     manager = original(model, **arguments)
 
     def prepare(processor: Any) -> None:
@@ -134,17 +135,20 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     return manager
 
 
-def _with_latency(settings: Settings, model: Any) -> Policy:
-    """The policy, with T(q) of the model if it has none; measured before the model's attention is that of packed steps.
+def _packed_policy(settings: Settings, model: Any) -> Policy:
+    """The policy for packed steps, with T(q) of the model; measured before the model's attention is that of them.
 
     Packed passes also take the time of scheduling, however many tokens they have, so that no draft is too long by it.
     """
     policy: Policy = settings.policy or settings.candidates.policy
-    if not isinstance(policy, AdaptiveDepth) or policy.latency is not None:
+    if not isinstance(policy, AdaptiveDepth):
         return policy
-    with compat.unpaged_attention(model):
-        curve = model_curve(model)
-    return FixedDepth(0) if curve is None else AdaptiveDepth(LatencyModel.from_curves(curve))
+    policy = copy.copy(policy)
+    policy.is_packed = True
+    if policy.latency is None:
+        with compat.unpaged_attention(model):
+            policy.curve = model_curve(model)
+    return FixedDepth(0) if policy.latency is None and policy.curve is None else policy
 
 
 def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:
@@ -156,10 +160,10 @@ def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[A
         names = 'monitor=, prediction=, compile="graphs" and pack_weights='
         yield f"{names} are not available in continuous batching; leave them out"
     requirements = settings.candidates.target_requirements(model)
-    if requirements.aux_hidden_state_layers or requirements.exit_layer is not None:
+    if requirements.exit_layer is not None or requirements.reads_cache:
         yield (
-            f"{type(settings.candidates).__name__} reads the target's hidden states, which the packed steps of "
-            "continuous batching do not return; use NgramCandidates, RecyclingCandidates or DraftModelCandidates"
+            f"{type(settings.candidates).__name__} needs a part of the target's layers, or its keys and values, which "
+            "the packed steps of continuous batching do not give; use a draft model, another head or NgramCandidates"
         )
     if (getattr(model, "tp_size", None) or 1) > 1:
         yield "continuous batching does not speculate with tensor parallel models, whose ranks must draft alike"

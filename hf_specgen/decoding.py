@@ -23,7 +23,7 @@ from hf_specgen.candidates.base import Candidates, ChainSession, DraftCall
 from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import Policy, PolicySession
-from hf_specgen.depth.latency import StepLatency
+from hf_specgen.depth.latency import LatencyModel, StepLatency
 from hf_specgen.monitoring.monitor import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
@@ -62,7 +62,8 @@ def speculative_decode(
     assert call.model is not None
     outputs = OutputCollector(call, criteria, streamer)
     with compat.without_compilation(call.model), ExitStack() as stack:
-        loop = DecodingLoop(call, input_ids, model_kwargs, outputs, candidates, verifier, policy, monitor, stack)
+        target = checked_target(call, candidates, input_ids, model_kwargs)
+        loop = DecodingLoop(call, target, outputs, candidates, verifier, policy, monitor, stack)
         if on_start is not None:
             on_start(loop.statistics)
         loop.prefill()
@@ -75,14 +76,24 @@ def speculative_decode(
     return output
 
 
+def checked_target(call: Call, candidates: Candidates, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Target:
+    """The target of a call; `ValueError` for a model that cannot speculate."""
+    model = call.model
+    assert model is not None
+    requirements = candidates.target_requirements(model)
+    check_computation(model, requirements, input_ids, call.config, model_kwargs)
+    target = make_target(requirements, model, input_ids, call.config, model_kwargs, call.compiled)
+    check_length(model, target.first_positions, call.max_new_tokens)
+    return target
+
+
 class DecodingLoop:
     """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
 
     def __init__(
         self,
         call: Call,
-        input_ids: torch.Tensor,
-        model_kwargs: dict[str, Any],
+        target: Target,
         outputs: OutputCollector,
         candidates: Candidates,
         verifier: Verifier,
@@ -90,20 +101,11 @@ class DecodingLoop:
         monitor: Monitor | None,
         stack: ExitStack,
     ):
-        """Check the model, and start the target and the sessions; `ValueError` for what cannot speculate.
-
-        The sessions end when `stack` closes, also after an exception.
-        """
-        model = call.model
-        assert model is not None
-        self.timer = StepTimer()
+        """Start the sessions, which end when `stack` closes, also after an exception."""
+        self.timer, self.target = StepTimer(), target
         self.state, self.outputs, self._candidates = call.state, outputs, candidates
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
         self._tokens_from_prefill = [1] * call.state.batch
-        requirements = candidates.target_requirements(model)
-        check_computation(model, requirements, input_ids, call.config, model_kwargs)
-        self.target = make_target(requirements, model, input_ids, call.config, model_kwargs, call.compiled)
-        check_length(model, self.target.first_positions, call.max_new_tokens)
         self.verification = verifier.start(call)
         stack.callback(lambda: self.verification.end(outputs.columns))
         depth = policy.start(call)
@@ -126,8 +128,12 @@ class DecodingLoop:
             tree = self._propose(self.drafter.draft_at_prefill, active).leftmost_chain()
         with self.timer.part("prefill"):
             logits = self.target.prefill(tree)
+        self.end_prefill(tree, logits)
+
+    def end_prefill(self, tree: DraftTree, logits: torch.Tensor) -> None:
+        """Verify what was drafted from the prompt, and choose the first tokens."""
         with self.timer.part("verify"):
-            result = self._verify(tree, logits, active)
+            result = self._verify(tree, logits, [True] * self.state.batch)
             self._commit(result)
         self._tokens_from_prefill = [int(not parents) for parents in tree.parents]
         if tree.nodes or self.drafter.top_tokens:
@@ -149,10 +155,11 @@ class DecodingLoop:
             if state.batch > 1 and not padding.is_visible:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
 
-    def begin_step(self) -> tuple[DraftTree, list[int]]:
+    def begin_step(self, may_draft: bool = True) -> tuple[DraftTree, list[int]]:
         """The draft and the pending tokens of the next step."""
         self._active = self._active_rows()
-        return self.policy.padded(self._propose(self.drafter.draft, self._active)), self.padding.pending()
+        drafting = self._active if may_draft else [False] * self.state.batch
+        return self.policy.padded(self._propose(self.drafter.draft, drafting)), self.padding.pending()
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
@@ -166,12 +173,17 @@ class DecodingLoop:
 
     def complete(self) -> Any:
         """Complete the statistics, cache and scores of a call whose rows have stopped; returns its output."""
-        lengths = [len(tokens) for tokens in self.state.generated]
-        self.statistics.finish(lengths, self._tokens_from_prefill)
-        self.statistics.seconds = self.timer.stop()
+        self.finished_statistics()
         self.padding.process_rest()
         past_key_values = self.target.finish() if self.padding.is_visible else None
         return self.outputs.returned(self.statistics, past_key_values)
+
+    def finished_statistics(self) -> Statistics:
+        """The statistics of a call, completed."""
+        lengths = [len(tokens) for tokens in self.state.generated]
+        self.statistics.finish(lengths, self._tokens_from_prefill)
+        self.statistics.seconds = self.timer.stop()
+        return self.statistics
 
     def _propose(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
         """Draft tokens for the active rows, as deep as the policy chooses."""
@@ -258,6 +270,11 @@ class PolicyRunner:
         latency = self._session.latency
         return None if latency is None else latency.at(rows, self._call.context_length)
 
+    @property
+    def pass_latency(self) -> LatencyModel | None:
+        """The latencies of whole passes, if the policy has any."""
+        return self._session.known
+
     def prefilled(self) -> None:
         """Let the policy measure the target's latency, unless the target's slots are few."""
         if self._call.context_length + MAX_DRAFT_SLOTS <= self._target.slot_limit:
@@ -293,7 +310,10 @@ class StepTimer:
         self._began = perf_counter()
 
     def __exit__(self, *exception: object) -> None:
-        seconds, part = perf_counter() - self._began, self._part
+        self.add(self._part, perf_counter() - self._began)
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add seconds to a part."""
         self.seconds[part] += seconds
         if part in STEP_PARTS:
             self._step[part] = self._step.get(part, 0.0) + seconds

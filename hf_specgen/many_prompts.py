@@ -20,7 +20,7 @@ from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.candidates.tree_search import TreeSize
 from hf_specgen.counters import Statistics, StepRecord
-from hf_specgen.decoding import DecodingLoop
+from hf_specgen.decoding import DecodingLoop, checked_target
 from hf_specgen.depth.latency import StepLatency
 from hf_specgen.generate import Settings, Speculation, settings_in
 from hf_specgen.outputs import OutputCollector
@@ -121,12 +121,7 @@ def _of_common_width(drafts: list[tuple[DraftTree, list[int]]], latency: StepLat
         return drafts
     shares = [[value / len(trees) for value in tree.probability[0]] for tree in trees if tree.probability]
     width = TreeSize(None, latency=latency).best_size(shares) if shares else 0
-    return [(_first_nodes(tree, width) if tree.nodes > width else tree, pending) for tree, pending in drafts]
-
-
-def _first_nodes(tree: DraftTree, count: int) -> DraftTree:
-    """The first nodes of the draft of one row: the most probable ones, as all are in this order."""
-    return DraftTree.from_nodes([(tree.token_lists()[0][:count], tree.parents[0][:count])])
+    return [(tree.first_nodes(width), pending) for tree, pending in drafts]
 
 
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
@@ -329,6 +324,7 @@ class _Row(Speculation):
             raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
         outputs = OutputCollector(call, parts["criteria"], self.streamer)
         sessions = (parts["candidates"], parts["verifier"], parts["policy"], None)
-        self.loop = DecodingLoop(call, input_ids, model_kwargs, outputs, *sessions, self.stack)
+        target = checked_target(call, parts["candidates"], input_ids, model_kwargs)
+        self.loop = DecodingLoop(call, target, outputs, *sessions, self.stack)
         parts["on_start"](self.loop.statistics)
         return input_ids

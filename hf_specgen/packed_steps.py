@@ -1,12 +1,16 @@
-"""Speculation in the packed steps of continuous batching: draft, verify and roll back chains of draft tokens.
+"""Speculation in the packed steps of continuous batching: draft, verify and roll back draft trees.
 
 Transformers packs the tokens of all running requests into one row of a forward pass, over a paged cache. A request
 that decodes has one token in it; any number is legal, as in a chunked prefill. So its draft follows that token, the
 logits of all of these positions are computed, and the position of the request is set back over rejected tokens, whose
 slots are written again in the next step. Blocks that other requests may share consist of accepted tokens only.
 
-All drafts compete for one budget: draft tokens join the step in descending order of their path probability for as long
-as they raise the expected tokens per second, by the latency of the target.
+Where the attention takes a mask, drafts are trees: their nodes get the positions of their depths and see their
+ancestors alone, and accepted nodes are moved next to each other in the cache.
+
+Each request is decoded by a `DecodingLoop` of its own, whose forward passes are the packed steps. All drafts compete
+for one budget: nodes join the step in descending order of their path probability for as long as they raise the expected
+tokens per second, by the latency of the target.
 
 Source: Yu et al., "Orca" (2022), for batches that requests join and leave at every step; Kwon et al., "Efficient Memory
 Management for Large Language Model Serving with PagedAttention" (2023), for the cache.
@@ -15,42 +19,48 @@ Management for Large Language Model Serving with PagedAttention" (2023), for the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from hf_specgen import compat
 from hf_specgen.call import Call
-from hf_specgen.candidates.base import ChainSession, DraftCall
-from hf_specgen.counters import Statistics, StepRecord
-from hf_specgen.depth.adaptive import AdaptiveSession
+from hf_specgen.counters import Statistics
+from hf_specgen.decoding import UNLIMITED, DecodingLoop
+from hf_specgen.depth import AdaptiveDepth
+from hf_specgen.depth.latency import CostCurve
 from hf_specgen.generate import Settings
+from hf_specgen.outputs import OutputCollector
 from hf_specgen.state import GenerationState
+from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import CoupledVerifier, VerificationResult
-from hf_specgen.verification.base import check_sampled
-from hf_specgen.verification.result import accepted_path
-from hf_specgen.verification.sampling import argmax
-from hf_specgen.verification.top_tokens import TopTokens
 
 ASSUMED_ACCEPTANCE = 0.6
 """Of each token of a strategy that estimates nothing."""
+MAX_INTERVAL = 15
+"""Most steps without drafting after one in which no draft token was expected to be faster."""
 Floats = NDArray[np.float64]
+Moves = dict[str, tuple[list[int], list[int]]]
+"""By kind of attention, the slots to copy from, and to."""
 
 
-def best_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
+def best_count(gains: Sequence[float], emitted: int, seconds: Floats, overhead: float = 0.0) -> int:
     """How many draft tokens give the most expected tokens per second; 0 unless that is 2% faster than none.
 
     Args:
         gains: path probabilities of the draft tokens, in descending order.
         emitted: tokens of a step without drafts.
         seconds: `[1 + len(gains)]` of a step with so many draft tokens.
+        overhead: time of drafting, as a fraction of that of the step; the gain has to exceed it too.
 
     Example:
         >>> best_count([0.9, 0.8, 0.1], emitted=2, seconds=1 + 0.2 * np.arange(4))
@@ -58,84 +68,117 @@ def best_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
     """
     rates = (emitted + np.cumsum([0.0, *gains])) / seconds
     best = int(rates.argmax())
-    return best if rates[best] > 1.02 * rates[0] else 0
+    return best if rates[best] > (1.02 + overhead) * rates[0] else 0
 
 
-class RequestDraft:
-    """A request: its text, its sessions, and its draft in the current step.
+@lru_cache(maxsize=16)
+def _step_seconds(target: CostCurve, tokens: int) -> Floats:
+    """`[1 + tokens]` of a step with so many tokens."""
+    return np.array([target.seconds_of(size) for size in range(1 + tokens)])
+
+
+class PackedTarget(HiddenStateTarget):
+    """The target as the loop and the drafter of one request see it: its passes are parts of packed steps.
 
     Attributes:
-        proposed: the draft of the session.
-        draft: the draft tokens that are verified in this step, the first ones of it.
+        path: the nodes that the last `commit` kept.
     """
 
-    def __init__(self, state: Any, model: PreTrainedModel, config: GenerationConfig, settings: Settings, seed: int):
-        tokens = state.initial_tokens + state.generated_tokens
-        length = compat.prompt_of_request(state)
+    batch, rows = 1, [0]
+    verifies_chains_only = supports_prefill_drafts = False
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], prompt: int, positions: int, chains_only: bool):
+        self.device, self.verifies_chains_only = compat.input_device(model), chains_only
+        self.first_positions, self.last_position, self.slot_limit = (prompt,), positions - 1, UNLIMITED
+        self.returns_cache, self._queue, self.path = False, None, list[int]()
+        self._indices, self._kept, self._is_prefilled = tuple(layers), [[]], False
+        width = len(layers) * text_config(model).hidden_size
+        self.states = torch.zeros(1, width, dtype=model.dtype, device=self.device)
+        self.pass_states = self._step_states = self.states[None, :0]
+
+    def process(self, states: Sequence[torch.Tensor], step: int) -> None:
+        """Receive the hidden states `[1, tokens, hidden]` of the request's part of a packed step, by captured layer.
+
+        The last `step` tokens are the pending one and the draft, or the last one of a prompt; 0 if the prompt goes on.
+        A prompt that is processed again, as its request was evicted from the cache, is left out.
+        """
+        if not states or (self._is_prefilled and not step):
+            return
+        tokens = step if self._is_prefilled else min(part.shape[1] for part in states)
+        new = torch.cat([part[:, part.shape[1] - tokens :] for part in states], dim=-1)
+        self.pass_states = new if self._is_prefilled else torch.cat([self.pass_states, new], dim=1)
+        self._step_states = self.pass_states[:, self.pass_states.shape[1] - step :]
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        self.path, self._is_prefilled = list(paths[0] or ()), True
+        if self._indices:
+            self._keep_states(paths)
+
+
+class Request:
+    """A request: its decoding loop, and its draft in the current step.
+
+    Args:
+        state: Transformers' `RequestState`.
+        target: makes the target from the length of the prompt.
+        seed: of its samples.
+
+    Attributes:
+        tree: the draft tokens that are verified in this step.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        model: PreTrainedModel,
+        target: Callable[[int], PackedTarget],
+        config: GenerationConfig,
+        settings: Settings,
+        seed: int,
+    ):
+        tokens, prompt = state.initial_tokens + state.generated_tokens, compat.prompt_of_request(state)
         limit = float("inf") if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
-        text = GenerationState(torch.tensor([tokens[:length]]), None, compat.end_tokens(state), limit)
-        text.append(0, tokens[length:])
+        self.target, self._stack, self.tree = target(prompt), ExitStack(), DraftTree.empty(1)
+        ids = torch.tensor([tokens[:prompt]], device=self.target.device)
+        text = GenerationState(ids, None, compat.end_tokens(state), limit)
+        text.append(0, tokens[prompt:])
         call = Call(model, text, config, settings.candidates.settings(), remembers=settings.memory, seed=seed)
-        self.text, self.verification = text, CoupledVerifier().start(call)
-        self.policy = (settings.policy or settings.candidates.policy).start(call)
-        arguments = {**vars(call), "verification": self.verification}
-        self.session = ChainSession(settings.candidates.start(DraftCall(**arguments)))
-        self.statistics, self._without_step = Statistics([[]]), len(tokens) - length
-        self.proposed, self.draft, self._has_proposed = DraftTree.empty(1), list[int](), False
+        policy, outputs = settings.policy or settings.candidates.policy, OutputCollector(call, StoppingCriteriaList())
+        sessions = settings.candidates, settings.verification, policy, None
+        self.loop = DecodingLoop(call, self.target, outputs, *sessions, self._stack)
 
     @property
-    def is_adaptive(self) -> bool:
-        """Whether the budget of the step decides how much is verified, and not a policy."""
-        return isinstance(self.policy, AdaptiveSession)
+    def text(self) -> list[int]:
+        """The generated tokens."""
+        return self.loop.state.generated[0]
 
-    def propose(self, limit: int, requests: int) -> None:
-        """Draft, at most `limit` tokens deep; of `requests` that decode."""
-        self.text.other_rows, self._has_proposed = requests - 1, True
-        depth = limit if self.is_adaptive else self.policy.depths([limit])[0]
-        self.proposed = self.session.draft([max(0, min(depth, limit, self.session.call.drafting.k))])
+    def propose(self, may_draft: bool, requests: int) -> None:
+        """Begin a step, one of `requests` that decode."""
+        self.loop.state.other_rows = max(0, requests - 1)
+        self.tree, _ = self.loop.begin_step(may_draft)
 
     def gains(self) -> Sequence[float]:
         """What ranks each proposed token: its path probability, or 1 if a policy has chosen the depth."""
-        if not self.is_adaptive:
-            return [1.0] * self.proposed.nodes
-        if self.proposed.probability:
-            return self.proposed.probability[0]
-        return [ASSUMED_ACCEPTANCE**depth for depth in range(1, 1 + self.proposed.nodes)]
+        nodes = len(self.tree.parents[0])
+        if self.loop.policy.pass_latency is None:
+            return [1.0] * nodes
+        if self.tree.probability:
+            return self.tree.probability[0][:nodes]
+        return [ASSUMED_ACCEPTANCE**depth for depth in self.tree.depths(0)[1 : 1 + nodes]]
 
-    def chosen(self, scores: torch.Tensor) -> torch.Tensor:
-        """`[tokens]` samples from the `[tokens, vocab]` scores after the last token and the draft."""
-        first, tree = len(self.text.generated[0]), DraftTree.chains([self.draft])
-        steps, nodes = [range(first, first + len(scores))], [range(-1, len(self.draft))]
-        return self.verification.choose(scores[None], steps, tree, nodes)[0]
-
-    def commit(self, chosen: Sequence[int], top_tokens: TopTokens | None) -> list[int]:
-        """Append the accepted draft tokens and the token after them; returns what was appended."""
-        tree, is_first = DraftTree.chains([self.draft]), not self.text.generated[0]
-        path, tokens = accepted_path(self.draft, tree.parents[0], chosen)
-        check_sampled(tokens)
-        tokens = tokens[: self.text.append(0, tokens)]
-        self.verification.confirm(len(self.text.generated[0]))
-        result = VerificationResult(
-            [path[: len(tokens) - 1]], [tokens], [min(len(path), len(tokens))], top_tokens=top_tokens
-        )
-        if self._has_proposed or self.session.top_tokens:
-            self.session.observe(result)
-        rows = self.statistics.record(tree, result, is_prefill=is_first)
-        if is_first:
-            self._without_step = 1
+    def commit(self, scores: torch.Tensor) -> list[int]:
+        """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""
+        before = len(self.text)
+        if before:
+            self.loop.end_step(self.tree, scores[None])
         else:
-            requested, passes = [self.proposed.nodes], self.session.passes
-            self.policy.observe(StepRecord(requested, rows, 1 + tree.nodes, {}, passes))
-        self.proposed, self.draft, self._has_proposed = DraftTree.empty(1), [], False
-        return tokens
+            self.loop.end_prefill(self.tree, scores[None])
+        return self.text[before:]
 
     def end(self) -> Statistics:
         """End the sessions; the counters of the request."""
-        self.session.end()
-        length = len(self.text.generated[0])
-        self.verification.end(length)
-        self.statistics.finish([length], [self._without_step])
-        return self.statistics
+        self._stack.close()
+        return self.loop.finished_statistics()
 
 
 class PackedSteps:
@@ -158,58 +201,72 @@ class PackedSteps:
     ):
         self._processor, self._model, self._config, self._settings = processor, model, config, settings
         self._seed, self._finished = seed, finished
-        self._requests: dict[str, RequestDraft] = {}
-        self._tokens = 0
-        windows = [getattr(part, "sliding_window", None) for part in processor.cache.cache_allocators.values()]
-        self._positions = min(position_table(text_config(model)), *(window for window in windows if window), 2**31)
+        self._requests: dict[str, Request] = {}
+        self._layers = settings.candidates.target_requirements(model).aux_hidden_state_layers
+        self._states: list[torch.Tensor] = []  # captured in the step
+        self._allocators: dict[str, Any] = processor.cache.cache_allocators
+        self._chains_only = processor.inputs_and_outputs.attention_mask is None
+        # Slots of a sliding window are written in turn: one that a rejected token has overwritten would be lost.
+        windows = [getattr(part, "sliding_window", None) for part in self._allocators.values()]
+        self._slots = min([window for window in windows if window], default=UNLIMITED)
+        self._tokens, self._decoding, self._began = 0, 0, 0.0
+        self._measures = isinstance(settings.policy, AdaptiveDepth) and settings.policy.curve is not None
+        self._drafting, self._overhead = 0.0, 0.0  # seconds of drafting in the step; of the last draft, over the pass
+        self._plain_steps, self._interval = 0, 0  # until the next draft, and after the next one that is left out
 
-    def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int, cached: int) -> int:
+    def _request(self, state: Any) -> Request:
+        if state.request_id not in self._requests:
+            positions = min(position_table(text_config(self._model)), self._slots)
+
+            def target(prompt: int) -> PackedTarget:
+                return PackedTarget(self._model, self._layers, prompt, positions, self._chains_only)
+
+            seed = (self._seed + compat.request_number(state)) % 2**63
+            request = Request(state, self._model, target, self._config, self._settings, seed)
+            self._requests[state.request_id] = request
+        return self._requests[state.request_id]
+
+    def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
         """Add draft tokens to the requests of a scheduled step; returns how many.
 
         Args:
             scheduled: Transformers' `FutureRequestState` of each request in the step.
             tokens: in the step so far.
             token_budget: tokens of the step at most.
-            cached: tokens that the step reads from the cache.
         """
         self._drop_cancelled()
-        self._tokens = tokens
-        decoding = [one for one in scheduled if one.has_new_token and one.state.generated_tokens]
-        drafts = [self._request(one.state) for one in decoding]
-        for one, draft in zip(decoding, drafts, strict=True):
-            # Slots of a sliding window are written in turn: one that a rejected token has overwritten would be lost.
-            limit = min(draft.text.remaining(0) - 1, self._positions - 1 - one.state.position_offset)
-            draft.propose(int(max(0, limit)), len(decoding))
+        self._tokens, self._began = tokens, perf_counter()
+        drafts, self._plain_steps = not self._plain_steps, max(0, self._plain_steps - 1)
+        requests = [self._request(one.state) for one in scheduled]
+        self._decoding = sum(bool(one.has_new_token and one.state.generated_tokens) for one in scheduled)
+        for one, request in zip(scheduled, requests, strict=True):
+            if one.has_new_token and request.text:
+                request.propose(drafts and bool(one.state.generated_tokens), self._decoding)
+        self._drafting = perf_counter() - self._began if drafts and self._decoding else 0.0
         emitted = sum(one.has_new_token for one in scheduled)
-        for one, draft, count in zip(
-            decoding, drafts, self._counts(drafts, emitted, token_budget, cached), strict=True
-        ):
-            if count and self._has_slots(one.state, 1 + count):
-                draft.draft = draft.proposed.token_lists()[0][:count]
-                one.state.tokens_to_process = one.state.tokens_to_process + draft.draft
-                one.query_length += count
-                self._tokens += count
+        counts = self._counts(requests, emitted, token_budget)
+        for one, request, count in zip(scheduled, requests, counts, strict=True):
+            count = max(0, min(count, self._slots - 1 - one.state.position_offset))
+            request.tree = request.tree.first_nodes(count if count and self._has_slots(one.state, 1 + count) else 0)
+            one.state.tokens_to_process = one.state.tokens_to_process + request.tree.token_lists()[0]
+            one.query_length += request.tree.nodes
+            self._tokens += request.tree.nodes
         return self._tokens - tokens
 
-    def _request(self, state: Any) -> RequestDraft:
-        if state.request_id not in self._requests:
-            seed = (self._seed + compat.request_number(state)) % 2**63
-            self._requests[state.request_id] = RequestDraft(state, self._model, self._config, self._settings, seed)
-        return self._requests[state.request_id]
-
-    def _counts(self, drafts: Sequence[RequestDraft], emitted: int, token_budget: int, cached: int) -> list[int]:
+    def _counts(self, requests: Sequence[Request], emitted: int, token_budget: int) -> list[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
-        ranked = [(gain, number) for number, draft in enumerate(drafts) for gain in draft.gains()]
+        ranked = [(gain, number) for number, request in enumerate(requests) for gain in request.gains()]
         ranked = sorted(ranked, key=lambda one: -one[0])[: max(0, token_budget - self._tokens)]
-        if drafts and drafts[0].is_adaptive:
-            latency = drafts[0].policy.latency  # of one request's share
-            assert latency is not None
-            target = latency.at(1, max(1, cached // len(drafts))).target
-            sizes = range(self._tokens, self._tokens + len(ranked) + 1)
-            seconds = np.array([target.seconds_of(size / len(drafts)) for size in sizes])
-            ranked = ranked[: best_count([gain for gain, _ in ranked], emitted, seconds)]
+        latency = requests[0].loop.policy.pass_latency
+        if ranked and latency is not None:
+            context = max(1, max(one.loop.target.first_positions[0] + len(one.text) for one in requests))
+            target = latency.at(self._decoding, context).target
+            seconds = _step_seconds(target, token_budget)[self._tokens : self._tokens + len(ranked) + 1]
+            ranked = ranked[: best_count([gain for gain, _ in ranked], emitted, seconds, self._overhead)]
+            self._interval = 0 if ranked else min(MAX_INTERVAL, 2 * self._interval + 1)
+            self._plain_steps = self._interval
         taken = Counter(number for _, number in ranked)
-        return [taken[number] for number in range(len(drafts))]
+        return [taken[number] for number in range(len(requests))]
 
     def _has_slots(self, state: Any, tokens: int) -> bool:
         """Allocate the slots of a request in the step, unless other running requests may need the last free ones."""
@@ -227,13 +284,43 @@ class PackedSteps:
         for one in scheduled:
             end += one.query_length
             if one.has_new_token:
-                draft = len(self._request(one.state).draft)
-                positions += range(end - 1 - draft, end)
-                requests += [one] * (1 + draft)
+                nodes = self._request(one.state).tree.nodes
+                positions += range(end - 1 - nodes, end)
+                requests += [one] * (1 + nodes)
         return positions, requests
 
+    def place_trees(self, scheduled: Sequence[Any], positions: torch.Tensor, masks: dict[str, torch.Tensor]) -> None:
+        """Give the nodes of trees the positions of their depths, and hide all nodes but their ancestors from them.
+
+        Args:
+            scheduled: the requests of the step, whose tokens count as cached.
+            positions: `[tokens]` of the step.
+            masks: `[1, 1, tokens, keys]`, added to attention scores, of each kind of attention.
+        """
+        end, keys = 0, dict.fromkeys(masks, 0)
+        for one in scheduled:
+            tree, past = self._request(one.state).tree, one.state.position_offset - one.query_length
+            end += one.query_length
+            for kind in masks:
+                keys[kind] += self._allocators[kind].get_seqlen_k(past, one.query_length)
+            if tree.is_chain:
+                continue
+            depths, ancestors = (part[0].to(positions.device) for part in tree.structure())
+            size = len(depths)
+            positions[end - size : end] = past + depths
+            for kind, mask in masks.items():
+                block = mask[0, 0, end - size : end, keys[kind] - size : keys[kind]]
+                block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Captures the hidden states that drafters read, of the pass inside."""
+        with captured_states(self._model, self._layers) as captured:
+            yield
+        self._states = [parts[0] for parts in captured]
+
     def sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-        """Choose a token from each row of the processed scores, `[1, rows, vocab]`; they are read in `commit`."""
+        """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `commit`."""
         self._scores = scores[0]
 
     def commit(self, scheduled: Sequence[Any]) -> tuple[list[int], list[float] | None]:
@@ -241,56 +328,63 @@ class PackedSteps:
 
         The tokens before it are appended to the requests, whose positions are set back over rejected ones.
         """
-        decided = [one for one in scheduled if one.has_new_token]
-        drafts = [self._request(one.state) for one in decided]
-        sizes = [1 + len(draft.draft) for draft in drafts]
-        chosen = self._chosen(drafts, sizes).split(sizes) if sizes else ()
-        logprobs = self._logprobs(torch.cat(chosen)).split(sizes) if self._processor.return_logprobs and sizes else None
-        tops = self._top_tokens(decided, drafts, sizes)
+        seconds = perf_counter() - self._began - self._drafting
+        requests = [self._request(one.state) for one in scheduled]
+        if self._measures and self._drafting:
+            self._overhead = self._drafting / seconds
+        steps = [
+            1 + request.tree.nodes if one.has_new_token else 0 for one, request in zip(scheduled, requests, strict=True)
+        ]
+        self._pass_states_on(scheduled, requests, steps)
         last, last_logprobs = list[int](), list[float]()
-        for number, (one, draft) in enumerate(zip(decided, drafts, strict=True)):
-            tokens = draft.commit(chosen[number].tolist(), tops[number])
-            values: list[Any] = [None] * len(tokens)
-            if logprobs is not None:
-                values = logprobs[number].tolist()[: len(tokens)]
-            for token, value in zip(tokens[:-1], values[:-1], strict=True):
-                one.state.update_and_check_completion(token, value)
-            self._roll_back(one, sizes[number], len(tokens))
-            last.append(tokens[-1])
-            if logprobs is not None:
+        moves: Moves = {kind: ([], []) for kind in self._allocators}
+        for one, request, scores in zip(scheduled, requests, self._scores.split(steps), strict=True):
+            if not one.has_new_token:
+                continue
+            if self._decoding == len(scheduled):
+                request.loop.timer.add("forward", seconds)
+            tokens, values = request.commit(scores), list[Any]()
+            if self._processor.return_logprobs:
+                rows = scores[[0, *(1 + node for node in request.target.path)]]
+                values = rows.softmax(dim=-1).gather(1, torch.tensor(tokens, device=rows.device)[:, None])
+                values = values[:, 0].log().tolist()
                 last_logprobs.append(values[-1])
-            if draft.text.has_ended(0):
+            for number, token in enumerate(tokens[:-1]):
+                one.state.update_and_check_completion(token, values[number] if values else None)
+            last.append(tokens[-1])
+            self._roll_back(one, request, len(tokens), moves)
+            if request.loop.state.has_ended(0):
                 self._finished(self._requests.pop(one.state.request_id).end())
-        return last, None if logprobs is None else last_logprobs
+        compat.move_slots(self._processor.cache, moves)
+        return last, last_logprobs if self._processor.return_logprobs else None
 
-    def _roll_back(self, one: Any, verified: int, kept: int) -> None:
-        """Set the position of a request back to the tokens that are kept; count the blocks that these complete."""
-        if verified > 1:
-            state = one.state
-            state.position_offset -= verified
-            one.complete_blocks = self._processor.cache.count_new_complete_blocks(state, kept)
-            state.position_offset += kept
+    def _pass_states_on(self, scheduled: Sequence[Any], requests: Sequence[Request], steps: Sequence[int]) -> None:
+        """Give each request the hidden states of its tokens; those of the output matrix are of the logit rows alone."""
+        tokens = [one.query_length for one in scheduled]
+        parts = [states.split(tokens if states.shape[1] == sum(tokens) else steps, dim=1) for states in self._states]
+        for number, request in enumerate(requests):
+            request.target.process([part[number] for part in parts], steps[number])
+        self._states = []
 
-    def _chosen(self, drafts: Sequence[RequestDraft], sizes: Sequence[int]) -> torch.Tensor:
-        """`[rows]` the target's choices."""
-        if not self._config.do_sample:
-            return argmax(self._scores).cpu()
-        parts = zip(drafts, self._scores.split(list(sizes)), strict=True)
-        return torch.cat([draft.chosen(scores) for draft, scores in parts]).cpu()
+    def _roll_back(self, one: Any, request: Request, kept: int, moves: Moves) -> None:
+        """Set the position of a request back to the tokens that are kept; count the blocks that these complete.
 
-    def _logprobs(self, chosen: torch.Tensor) -> torch.Tensor:
-        values = self._scores.softmax(dim=-1).gather(1, chosen.to(self._scores.device)[:, None])
-        return values[:, 0].log().cpu()
-
-    def _top_tokens(
-        self, decided: Sequence[Any], drafts: Sequence[RequestDraft], sizes: Sequence[int]
-    ) -> list[TopTokens | None]:
-        """Of each request the most likely tokens after every input token, where its session reads them."""
-        count = max((draft.session.top_tokens for draft in drafts), default=0)
-        if not count:
-            return [None] * len(drafts)
-        read = [[draft.text.last_token(0), *draft.draft] for draft in drafts]
-        return list(TopTokens.of_rows(self._scores, read, count))
+        Adds the slots of accepted nodes to `moves`, by kind of attention, from which to which.
+        """
+        nodes, path = request.tree.nodes, request.target.path
+        request.tree = DraftTree.empty(1)
+        if not nodes:
+            return
+        one.state.position_offset -= 1 + nodes
+        if path != list(range(len(path))):
+            for kind, (sources, destinations) in moves.items():
+                slots = self._allocators[kind].get_write_indices(
+                    one.state.request_id, one.state.position_offset, 1 + nodes
+                )
+                sources += [slots[1 + node] for node in path]
+                destinations += slots[1 : 1 + len(path)]
+        one.complete_blocks = self._processor.cache.count_new_complete_blocks(one.state, kept)
+        one.state.position_offset += kept
 
     def _drop_cancelled(self) -> None:
         scheduler = self._processor.scheduler

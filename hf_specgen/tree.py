@@ -151,6 +151,13 @@ class DraftTree:
         q = None if self.q is None else self.q[list(rows)]
         return DraftTree([self.token_lists()[row] for row in rows], parents, q)
 
+    def first_nodes(self, count: int) -> DraftTree:
+        """The first nodes of each row: the most probable ones of a tree whose nodes are in this order."""
+        if self.nodes <= count:
+            return self
+        rows = zip(self.token_lists(), self.parents, strict=True)
+        return DraftTree.from_nodes([(tokens[:count], parents[:count]) for tokens, parents in rows])
+
     def padded(self, nodes: int) -> DraftTree:
         """The same drafts with columns for at least `nodes` nodes; those that are no node are padding."""
         more = nodes - self.nodes

@@ -6,6 +6,8 @@ Those in `WITH_PROMPT` also take `prompt` and `max_new_tokens`.
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.micro.block_verification import block_verification
+from benchmarks.micro.grammars import grammar_drafts, grammar_verification
 from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
@@ -17,6 +19,9 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "other-tokenizer": other_tokenizer,
     "step-operations": step_operations,
     "trace-replay": trace_replay,
+    "block-verification": block_verification,
+    "grammar-drafts": grammar_drafts,
+    "grammar-verification": grammar_verification,
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
 }

@@ -115,14 +115,14 @@ class CalibratedSession(DraftSession):
 
 
 def log_tables(calibrations: Sequence[Calibration]) -> Floats:
-    """`[calibrations * RANKS * bins]` logarithms of the table of each, shrunk towards the counts of all of them."""
+    """`[RANKS * calibrations * bins]` logarithms of the tables, each shrunk towards the counts of all of them."""
     prior = CENTERS
     if len(calibrations) > 1:
         pooled = Calibration()
         pooled.seen = np.sum([one.seen for one in calibrations], axis=0)
         pooled.accepted = np.sum([one.accepted for one in calibrations], axis=0)
         prior = pooled.table()
-    return np.log([one.table(prior) for one in calibrations]).astype(np.float32).ravel()
+    return np.log([one.table(prior) for one in calibrations]).astype(np.float32).swapaxes(0, 1).ravel()
 
 
 def confidence_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:

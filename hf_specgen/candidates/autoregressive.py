@@ -27,7 +27,7 @@ from hf_specgen.candidates.acceptance import (
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.grown_tree import FEATURE, NUMBER, RANK, GrownTree
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
@@ -98,14 +98,14 @@ class AutoregressiveSession(CalibratedSession):
         tree = self._tree
         if not isinstance(tree, GrownTree):
             return
-        values, bins = tree.node_values, len(CENTERS)
-        features = [row[:, 0] for row in values]
-        self._features = [(row // bins % RANKS, CENTERS[row % bins], 1 + row // (RANKS * bins)) for row in features]
+        known, bins = tree.node_values, len(CENTERS)
+        features = [(row[:, RANK], row[:, FEATURE]) for row in known]
+        self._features = [(rank, CENTERS[feature % bins], 1 + feature // bins) for rank, feature in features]
         super().observe(result)
         if self._expanded:
             # The nodes of a path that were expanded come first: a child is expanded after its parent.
-            numbers = [row[path or [], 1].tolist() for row, path in zip(values, result.paths, strict=True)]
-            self.commit([[number - 1 for number in row if number <= self._expanded] for row in numbers])
+            numbers = [row[path or [], NUMBER].tolist() for row, path in zip(known, result.paths, strict=True)]
+            self.commit([[number - 1 for number in row if 0 < number <= self._expanded] for row in numbers])
 
     @torch.no_grad()
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
@@ -120,7 +120,7 @@ class AutoregressiveSession(CalibratedSession):
         host = np.concatenate([np.array(last_tokens, dtype=np.float32).ravel(), log_tables(self.calibrations)])
         on_device = torch.from_numpy(host).to(logits.device)
         growth = Growth(depths, min(size.children, self._vocab), on_device[: len(depths), None])
-        self._table = on_device[len(depths) :]
+        self._table = on_device[len(depths) :].view(RANKS, -1)
         self._add(growth, logits)
         while width := size.width(growth):
             expanded = growth.expand(width)
@@ -130,7 +130,7 @@ class AutoregressiveSession(CalibratedSession):
         draft, parents = growth.best(max(size.nodes(growth), growth.expanded if first else 0), first)
         if self.wants_q and draft.nodes:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
-            draft = draft.replace(q=q.gather(1, parents[..., None].sub(1).expand(-1, -1, q.shape[-1])))
+            draft = draft.replace(q=q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
         self._tree = draft
         return draft
 
@@ -154,10 +154,10 @@ class AutoregressiveSession(CalibratedSession):
                 self._qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
                 confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
         edges, ranks = _bins(logits.device, best.shape[-1])
-        features = torch.bucketize(confidence, edges) + ranks
+        features = torch.bucketize(confidence, edges)
         if (number := self.calibration_of()) is not None:
-            features = features.add(number[..., None], alpha=RANKS * len(CENTERS))
-        growth.add(tokens, self._table[features], features, expandable)
+            features = features.add(number[..., None], alpha=len(CENTERS))
+        growth.add(tokens, self._table[ranks, features], features, expandable)
 
 
 def last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -170,6 +170,6 @@ def last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds of the bins of confidence, and `[children]` where the bins of each rank begin in the table."""
-    ranks = np.minimum(np.arange(children), RANKS - 1) * len(CENTERS)
-    return torch.from_numpy(EDGES.astype(np.float32)).to(device), torch.from_numpy(ranks).to(device)
+    """Bounds of the bins of confidence, and `[children]` ranks with bins of their own."""
+    ranks = torch.arange(children, device=device).clamp(max=RANKS - 1)
+    return torch.from_numpy(EDGES.astype(np.float32)).to(device), ranks

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -334,6 +335,9 @@ class GemmaAssistantCandidates(HeadCandidates):
     max_depth = 8
     """Without a cache, one hidden state and the last token stand for all draft tokens."""
     head_classes, expected = (AssistantHead,), "a Gemma 4 assistant"
+
+    def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        return replace(super().target_requirements(model), reads_cache=True)
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         return LastStateSession(call, target, AssistantRunner(bound, target), self.k, self.tree)

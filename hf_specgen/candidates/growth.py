@@ -20,22 +20,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_specgen.grown_tree import NO_NODE, GrownTree
+from hf_specgen.grown_tree import DEPTH, NO_NODE, NUMBER, PARENT, PATH, TOKEN, GrownTree
 from hf_specgen.tree import TreeStructure
 
 Floats = NDArray[np.floating[Any]]
 CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
-INITIAL_ROOM = 32
-"""Expanded nodes that fit in the first tensors of a growth, times two."""
+UNEXPANDED = -2
+"""The number of a node that was not expanded."""
 
 
 class Growth:
     """Draft trees that grow by one level at a time.
 
-    Candidates come in groups of siblings. Group 0 stands for the row's last token, group 1 are its children, and group
-    ``1 + e`` the children of the node that was expanded as number ``e``. `levels` are the passes so far, `expanded` the
-    expanded nodes of each row.
+    Candidates come in groups of siblings. Group 0 stands for the row's last token, which has number 0; group 1 are its
+    children, and group ``1 + n`` the children of the node that was expanded as number ``n``. `levels` are the passes so
+    far, `expanded` the expanded nodes of each row.
 
     Example:
         >>> growth = Growth([2], children=2, last_tokens=torch.tensor([[4]]))
@@ -50,8 +50,6 @@ class Growth:
     """
 
     _open: Tensor
-    _ancestors: Tensor
-    _nodes: Tensor
 
     def __init__(self, depths: Sequence[int], children: int, last_tokens: Tensor):
         self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
@@ -63,8 +61,11 @@ class Growth:
         self._paths: list[Tensor] = []
         self._chosen: list[Tensor] = []
         self._reached: list[Tensor] = []
+        self._above: list[Tensor] = []  # of each expanded node its parent, by its index among those of the level before
         self._widths: tuple[int, ...] = ()
-        self._make_room(INITIAL_ROOM)
+        # Of the last nodes, `[rows, last nodes, 1 + expanded]`, and the levels that it includes.
+        self._ancestors: Tensor | None = None
+        self._extended = 0
         self._limits: Tensor | None = None
         if len(set(depths)) > 1:
             self._limits = torch.tensor(self.limits, device=last_tokens.device)[:, None]
@@ -96,48 +97,33 @@ class Growth:
         self._paths.append(path)
 
     def expand(self, width: int) -> GrownTree:
-        """The tree of all expanded nodes, the new ones last: the most likely candidates of the last level.
+        """The tree of all expanded nodes, with the tokens of the new ones: the likeliest candidates of the last level.
 
         A row with fewer of them is filled up with others, whose children have no probability.
         """
-        first, self.expanded = self.expanded, self.expanded + width
+        self.expanded, self._widths = self.expanded + width, (*self._widths, width)
+        shown: Any = {"nodes": self.expanded, "level": self.levels, "drafting_rows": self.rows}
         if self.children == 1:
             self._reached.append(self._open)
-            return GrownTree(torch.cat(self._tokens, dim=1), level=self.levels, drafting_rows=self.rows)
-        self._make_room(self.expanded)
+            return GrownTree(self._tokens[-1], **shown)
         reached, index = self._open.topk(width, dim=1)
-        above = index // self.children
-        before = 2 + first - (self._widths[-1] if self._widths else 1)
-        inherited = self._ancestors[:, before : 2 + first].gather(1, above[..., None].expand(-1, -1, self._size))
-        self._ancestors[:, 2 + first : 2 + self.expanded].logical_or_(inherited)
-        torch.gather(self._tokens[-1], 1, index, out=self._nodes[:, first : self.expanded])
-        self._widths = (*self._widths, width)
         self._chosen.append(index)
         self._reached.append(reached)
-        depths = _constants(self.children, self._widths, index.device).depths.expand(len(index), -1)
-        structure = TreeStructure(depths, self._ancestors[:, 1 : 2 + self.expanded, : 1 + self.expanded])
-        last: Any = {"level": self.levels, "above": above, "drafting_rows": self.rows}
-        return GrownTree(self._nodes[:, : self.expanded], structure, **last)
+        self._above.append(index // self.children)
+        return GrownTree(self._tokens[-1].gather(1, index), self._structure, above=self._above[-1], **shown)
 
-    @property
-    def _size(self) -> int:
-        return self._ancestors.shape[2]
-
-    def _make_room(self, nodes: int) -> None:
-        """Make room for so many expanded nodes.
-
-        Row ``1 + e`` of `_ancestors` marks the expanded node ``e`` (0: the row's last token) and its ancestors, row 0
-        and the last column nothing.
-        """
-        if self.children == 1 or (hasattr(self, "_nodes") and self._nodes.shape[1] >= nodes):
-            return
-        rows, device, nodes = len(self.limits), self._last_tokens.device, 2 * nodes
-        ancestors = _itself_alone(2 + nodes, device).repeat(rows, 1, 1)
-        expanded = torch.empty(rows, nodes, dtype=torch.long, device=device)
-        if hasattr(self, "_nodes"):
-            ancestors[:, : self._size, : self._size] |= self._ancestors
-            expanded[:, : self._nodes.shape[1]] = self._nodes
-        self._ancestors, self._nodes = ancestors, expanded
+    def _structure(self) -> TreeStructure:
+        """Depths of all expanded nodes, and ancestors of the last ones: for drafters that read it in every pass."""
+        rows, device = len(self.limits), self._last_tokens.device
+        if self._ancestors is None:
+            self._ancestors = _identity(1, torch.bool, device).expand(rows, -1, -1)
+        while self._extended < len(self._widths):
+            above, width = self._above[self._extended], self._widths[self._extended]
+            inherited = self._ancestors.gather(1, above[..., None].expand(-1, -1, self._ancestors.shape[2]))
+            itself = _identity(width, torch.bool, device).expand(rows, -1, -1)
+            self._ancestors, self._extended = torch.cat([inherited, itself], dim=2), self._extended + 1
+        depths = _constants(self.children, self._widths, device).depths.expand(rows, -1)
+        return TreeStructure(depths, self._ancestors)
 
     def read(self) -> Snapshot:
         """Read the probabilities, in one transfer to the host."""
@@ -149,34 +135,27 @@ class Growth:
         return Snapshot(values[:, :count], opened, reached)
 
     def best(self, nodes: int, expanded_first: bool = False) -> tuple[GrownTree, Tensor]:
-        """The best trees of at most `nodes` nodes, and `[rows, nodes]` 1 + the number of each node's parent.
+        """The best trees of at most `nodes` nodes, and `[rows, nodes]` the number of each node's parent.
 
-        Expanded nodes have numbers from 1 on, the row's last token 0, others larger ones; the `node_values` of the tree
-        are feature and number. With `expanded_first` expanded nodes come first, whatever their probability.
+        With `expanded_first` expanded nodes come first, whatever their probability.
         """
         nodes, rows = min(nodes, self.candidates), len(self.limits)
         constants = _constants(self.children, self._widths, self._open.device)
-        root, features = constants.root_paths.expand(rows, -1), constants.root_features.expand(rows, -1)
-        last_tokens = self._last_tokens.expand(-1, self.children)
-        if self.children == 1:
-            numbers = constants.numbers[: 1 + nodes].expand(rows, -1)
-            parts = [last_tokens, *self._tokens[:nodes], features, *self._features[:nodes]]
-            values = torch.cat([*parts, numbers, root, *self._paths[:nodes]], dim=1).view(rows, 4, 1 + nodes)
-            return GrownTree(values[:, 0, 1:].long(), None, values, drafting_rows=self.rows), numbers[:, 1:]
-        ids = torch.cat([constants.no_ids.expand(rows, -1), *self._chosen], dim=1) + constants.offsets
-        unknown = _full(self.children + self.candidates, self._size - 1, ids.device).expand(rows, -1)
-        numbers = unknown.scatter(1, ids, constants.numbers[: 1 + self.expanded].expand(rows, -1))
-        parts = [last_tokens, *self._tokens, features, *self._features, numbers, root, *self._paths]
-        values = torch.cat(parts, dim=1).view(rows, 4, -1)
-        order = self._order(values[:, 3], ids, nodes, expanded_first)
-        values = values.gather(2, order[:, None].expand(-1, 4, -1))
-        inputs, numbers = values[:, 0::2].long().unbind(1)
-        sources = order // self.children
-        of_sources = self._ancestors.gather(1, sources[..., None].expand(-1, -1, self._size))
-        ancestors = of_sources.gather(2, numbers[:, None].expand(-1, 1 + nodes, -1))
-        structure = TreeStructure(of_sources.sum(dim=2), ancestors | _identity(1 + nodes, ids.device))
-        shown: Any = {"drafting_rows": self.rows, "keeps_all": expanded_first}
-        return GrownTree(inputs[:, 1:], structure, values, **shown), sources[:, 1:]
+        numbers, ids = constants.numbers[: self.children + self.candidates].expand(rows, -1), self._last_tokens
+        if self.children > 1:
+            ids = torch.cat([constants.no_ids.expand(rows, -1), *self._chosen], dim=1) + constants.offsets
+            numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
+        parts = [self._last_tokens.expand(-1, self.children), *self._tokens, numbers, constants.places.expand(rows, -1)]
+        features, paths = constants.root_features.expand(rows, -1), constants.root_paths.expand(rows, -1)
+        values = torch.cat([*parts, features, *self._features, paths, *self._paths], dim=1).view(rows, 1 + PATH, -1)
+        if self.children > 1:
+            order = self._order(values[:, PATH], ids, nodes, expanded_first)
+            values = values.gather(2, order[:, None].expand(-1, 1 + PATH, -1))
+        values = values[:, :, : 1 + nodes]
+        integers = values[:, : 1 + PARENT].long()
+        structure = None if self.children == 1 else _structure(integers)
+        shown: Any = {"drafting_rows": self.rows, "keeps_all": expanded_first, "inputs": integers[:, TOKEN]}
+        return GrownTree(integers[:, TOKEN, 1:], structure, values, **shown), integers[:, PARENT, 1:]
 
     def _order(self, paths: Tensor, ids: Tensor, nodes: int, expanded_first: bool) -> Tensor:
         """`[rows, 1 + nodes]` each row's last token and the candidates of its tree, parents before their children."""
@@ -186,12 +165,27 @@ class Growth:
         return torch.cat([ids, rest], dim=1)
 
 
+def _structure(nodes: Tensor) -> TreeStructure:
+    """The structure of trees, of which the `[rows, 1 + PARENT, 1 + nodes]` values are known; parents come first.
+
+    With the matrix P that is 1 where j is the parent of i, that of ancestors is I + P + P² + … = (I - P)⁻¹.
+    """
+    identity = _identity(nodes.shape[2], torch.float32, nodes.device)
+    is_parent = nodes[:, PARENT, :, None] == nodes[:, NUMBER, None]
+    ancestors = torch.linalg.solve_triangular(
+        identity.masked_fill(is_parent, -1), identity, upper=False, unitriangular=True
+    )
+    return TreeStructure(nodes[:, DEPTH], ancestors.bool())
+
+
 class _Constants(NamedTuple):
     """What depends on the shape of a growing tree alone."""
 
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
     offsets: Tensor  # [1 + expanded] the candidate that index 0 of each one's level stands for
-    numbers: Tensor  # 0, 1, 2, …
+    numbers: Tensor  # 0, 1, 2, …, at least one for each candidate
+    unexpanded: Tensor  # one for each candidate
+    places: Tensor  # [3 * candidates] depth, number of the parent, and rank among the siblings of each candidate
     root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
     root_features: Tensor  # [children]
     no_ids: Tensor  # [1] the id of each row's last token
@@ -206,26 +200,20 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
         depths += [level] * width
         offsets += [group * children] * width
         expanded += width
-    numbers = range(1 + max(expanded, 128))
+    groups = 2 + expanded
+    size = groups * children
+    places = [[depth] * children for depth in (0, *(1 + depth for depth in depths))]
+    places += [[group - 1] * children for group in range(groups)]
+    places += [list(range(children))] * groups
     root = [0.0] + [2 * NO_NODE] * (children - 1)  # never chosen before a candidate
-    lists = (depths, offsets, numbers, root, [0] * children, [0])
+    flat = [value for group in places for value in group]
+    lists = (depths, offsets, range(size), [UNEXPANDED] * size, flat, root, [0] * children, [0])
     return _Constants(*(torch.tensor(list(values), device=device) for values in lists))
 
 
 @lru_cache(maxsize=64)
-def _identity(size: int, device: torch.device) -> Tensor:
-    return torch.eye(size, dtype=torch.bool, device=device)
-
-
-@lru_cache(maxsize=64)
-def _full(size: int, value: int, device: torch.device) -> Tensor:
-    return torch.full((size,), value, device=device)
-
-
-@lru_cache(maxsize=16)
-def _itself_alone(size: int, device: torch.device) -> Tensor:
-    """`[size, size]` bool: row 0 marks nothing, row ``1 + e`` column ``e``."""
-    return torch.eye(size, dtype=torch.bool, device=device).roll(1, 0).index_fill(0, torch.tensor(0, device=device), 0)
+def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,11 @@ class AdaptiveDepth(Policy):
         AdaptiveDepth()
     """
 
+    curve: CostCurve | None = None
+    """T(q) of the target, for calls in which it cannot be measured."""
+    is_packed = False
+    """Whether drafts without a pass are as long as for one row, as a budget for the rows of all calls cuts them."""
+
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
 
@@ -76,14 +81,11 @@ class DraftingLoss:
 
 
 class AdaptiveSession(PolicySession):
-    """The state of `AdaptiveDepth` in one call.
-
-    Attributes:
-        known: the latencies of passes, those of other calls that share them included; None while they are unknown.
-    """
+    """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call, drafting = call, call.drafting
+        self._is_alone = policy.is_packed and drafting.negligible_cost
         self.remembers = policy.latency is None and call.remembers
         self._key = ("loss", drafting.key, call.temperature)
         self._model = call.model if self.remembers else None
@@ -94,7 +96,7 @@ class AdaptiveSession(PolicySession):
         self._share: tuple[LatencyModel | None, int, LatencyModel | None] = None, 0, None
         self.known: LatencyModel | None = None
         if policy.latency is None:
-            self._use(known_curve(call))
+            self._use(policy.curve or known_curve(call))
         else:
             self.known = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
 
@@ -102,7 +104,7 @@ class AdaptiveSession(PolicySession):
     def latency(self) -> LatencyModel | None:  # type: ignore[override]
         """The latencies of the rows of this call: their share of the passes, which rows of other calls may share."""
         known, rows = self.known, self._call.state.other_rows
-        if known is None or not rows:
+        if known is None or not rows or self._is_alone:
             return known
         if self._share[0] is not known or self._share[1] != rows:
             self._share = known, rows, known.shared(rows + self._call.state.batch)

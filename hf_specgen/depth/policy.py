@@ -18,6 +18,8 @@ class PolicySession(ABC):
 
     latency: LatencyModel | None = None
     """The latency model in use, for strategies that size their own trees; None if the policy has none."""
+    known: LatencyModel | None = None
+    """The latencies of whole passes, which rows of other calls may share; `latency` is the part of this call's rows."""
     remembers: bool = False
     """Whether counts of earlier calls may be used; if not, equal calls make the same drafts."""
 

@@ -270,8 +270,8 @@ class AssistantRunner:
 
     def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree; as for `EagleRunner.next_logits`."""
-        active, first = tree.select(self._target.rows), tree.nodes - new
-        output = self._run(active.input_tokens(self._like.device)[:, first:], active.of_parents(self._hidden))
+        active = tree.select(self._target.rows)
+        output = self._run(active.input_tokens(self._like.device)[:, -new:], active.of_parents(self._hidden))
         self._hidden = output.hidden
         return spread_rows(self.bound.target_logits(output.output), self._target.rows, tree.batch)
 

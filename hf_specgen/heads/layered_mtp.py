@@ -76,7 +76,7 @@ class LayeredRunner(HeadRunner):
     def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        tokens = tree.input_tokens(self._like.device)[:, tree.nodes - new :, None]
+        tokens = tree.input_tokens(self._like.device)[:, -new:, None]
         self._paths = torch.cat([tree.of_parents(self._paths)[:, :, 1:], tokens], dim=2)
         self._hidden = self._layer(tree.level, self._paths, tree.of_parents(self._hidden))
         return self._scatter(self.bound.target_logits(self._hidden[:, :, -1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -58,14 +58,29 @@ class LayerConfig(LlamaConfig):
             raise ValueError(f"unknown activation {self.hidden_act!r}; use one that Transformers knows, such as 'silu'")
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotary position embeddings of any type that Transformers supports; kept in float32 for any dtype of the head."""
+class FullPrecision(nn.Module):
+    """A module that keeps its dtype in a head of another: frequencies in bfloat16 are too coarse for late positions."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module."""
+        return self.module(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Move to other devices alone."""
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
+
+
+class RotaryEmbedding(FullPrecision):
+    """Rotary position embeddings of any type that Transformers supports."""
 
     def __init__(self, config: LayerConfig) -> None:
-        super().__init__()
         try:
             with torch.device("cpu"):  # computed, not loaded, so also where the head is built on "meta"
-                self.frequencies = LlamaRotaryEmbedding(config)
+                super().__init__(LlamaRotaryEmbedding(config))
         except Exception as error:  # whatever Transformers raises for numbers that it cannot work with
             raise ValueError(
                 f"the rotary parameters {config.rope_parameters} cannot be used ({first_line(error)})"
@@ -73,12 +88,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
         """`[batch, length]` position ids to cosines and sines in the dtype and on the device of `states`."""
-        return Rotary(*self.frequencies(states, position_ids))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """Move to other devices, but keep the dtype: frequencies in bfloat16 are too coarse for late positions."""
-        super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
-        return self
+        return Rotary(*super().forward(states, position_ids))
 
 
 class Attention(nn.Module):

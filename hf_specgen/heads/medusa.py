@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import nn
@@ -93,6 +93,13 @@ class ResidualBlock(nn.Module):
         return x
 
 
+class HeadScores(NamedTuple):
+    """Scores `[..., heads, draft_vocab]`, and the embeddings `[..., tokens, hidden]` that the heads could read."""
+
+    scores: torch.Tensor
+    path: torch.Tensor | None
+
+
 class MedusaHeads(DraftHead):
     """A set of Medusa heads."""
 
@@ -145,14 +152,21 @@ class MedusaHeads(DraftHead):
         """The input of the target's output matrix."""
         return (OUTPUT_STATE,)
 
-    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """`[..., heads, hidden]`: the hidden state of each head, the input of its output matrix.
+    def forward(
+        self, heads: Sequence[int], hidden: torch.Tensor, tokens: Sequence[torch.Tensor], shared: nn.Module
+    ) -> HeadScores:
+        """Scores of some heads.
 
         Args:
+            heads: their numbers.
             hidden: `[..., hidden]` the input of the target's output matrix when it predicted the next token.
-            tokens: `[..., tokens, hidden]` embeddings of that token and those after it, for heads that read tokens.
+            tokens: embeddings of that token and those after it, in parts `[..., tokens, hidden]`, for heads that read
+                tokens.
+            shared: the target's output matrix.
         """
-        return torch.stack([self.head_state(head, hidden, tokens) for head in range(self.config.num_heads)], dim=-2)
+        path = torch.cat(list(tokens), dim=-2) if tokens else None
+        states = [self.head_state(head, hidden, path) for head in heads]
+        return HeadScores(self.scores(heads, _stacked(states), shared), path)
 
     def head_state(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., hidden]`, the hidden state of one head."""
@@ -168,51 +182,50 @@ class MedusaHeads(DraftHead):
         """`[..., heads, draft_vocab]` scores for the states of some heads; `shared` is the target's output matrix."""
         if self.config.own_outputs:
             own = [self.lm_heads[head](states[..., place, :]) for place, head in enumerate(heads)]
-            return torch.stack(own, dim=-2) * self.config.logit_scale
+            return _stacked(own) * self.config.logit_scale
         scores: torch.Tensor = shared(states)
         if not self.config.lora_rank:
             return scores
         added = [self.lora_B[head](self.lora_A[head](states[..., place, :])) for place, head in enumerate(heads)]
-        return scores + torch.stack(added, dim=-2)
+        return scores + _stacked(added)
+
+
+def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[..., heads, size]` from one tensor for each head; of a single head a view."""
+    return parts[0].unsqueeze(-2) if len(parts) == 1 else torch.stack(list(parts), dim=-2)
 
 
 class MedusaRunner:
     """Runs a set of heads on the target's last hidden state of each row; it has no cache."""
 
-    _states: torch.Tensor
-    """`[batch, 1, hidden]`."""
-    _paths: torch.Tensor
-    """`[batch, nodes, tokens]` from each row's last token to the nodes of the last pass."""
-
     def __init__(self, bound: BoundHead, target: PreTrainedModel):
         self.bound, self._head, self._target = bound, cast(MedusaHeads, bound.head), target
         self._like, self.num_heads = next(bound.head.parameters()), self._head.config.num_heads
+        self._states: torch.Tensor = self._like
+        self._path: torch.Tensor = self._like  # embeddings read in the last pass
 
     def first_logits(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
         """The logits of head 0, `[batch, vocab]`, from each row's hidden state and last token."""
-        self._begin(states, pending)
-        return self._logits([0])[:, 0, 0]
+        return self.all_logits(states, pending, 1)[:, 0]
 
     def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes, by the head of their depth."""
-        self._paths = torch.cat([tree.of_parents(self._paths), tree.tokens[:, -new:, None]], dim=2)
-        return self._logits([tree.level])[:, :, 0]
+        last = self.bound.embed(tree.input_tokens(self._like.device))[:, :, None]
+        return self._logits([tree.level], [tree.of_parents(self._path), last])[:, :, 0]
 
     def all_logits(self, states: torch.Tensor, pending: Sequence[int], heads: int) -> torch.Tensor:
         """The logits of the first heads, `[batch, heads, vocab]`, if they read no draft tokens."""
-        self._begin(states, pending)
-        return self._logits(range(heads))[:, 0]
-
-    def _begin(self, states: torch.Tensor, pending: Sequence[int]) -> None:
         self._states = states.to(self._like)[:, None]
-        self._paths = torch.tensor(pending, device=self._like.device)[:, None, None]
+        reads = self._head.config.reads_token
+        tokens = [self.bound.embed(torch.tensor(pending)[:, None, None])] if reads else []
+        return self._logits(range(heads), tokens)[:, 0]
 
-    def _logits(self, heads: Sequence[int]) -> torch.Tensor:
+    def _logits(self, heads: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own."""
-        tokens = self.bound.embed(self._paths) if self._head.config.reads_token else None
-        hidden, matrix = self._states.expand(-1, self._paths.shape[1], -1), output_matrix(self._target)
-        states = torch.stack([self._head.head_state(head, hidden, tokens) for head in heads], dim=-2)
-        logits = output_logits(self._target, states, lambda states: self._head.scores(heads, states, matrix))
+        hidden, matrix = self._states.expand(-1, tokens[0].shape[1] if tokens else 1, -1), output_matrix(self._target)
+        scores, path = self._head(heads, hidden, tokens, matrix)
+        self._path = self._path if path is None else path
+        logits = output_logits(self._target, scores, lambda scores: scores)
         return self.bound.to_target_vocabulary(logits)
 
 

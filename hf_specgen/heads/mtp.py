@@ -29,6 +29,7 @@ from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, open_checkpoint
 from hf_specgen.heads.head_file import Format, speculators_format
+from hf_specgen.heads.layers import FullPrecision
 from hf_specgen.targets import masks
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -192,7 +193,10 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
     )
     mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
     head = MTPHead(
-        head_config, mtp_layers, blocks.rotary_emb, compat.attention_implementation(blocks.config) == "eager"
+        head_config,
+        mtp_layers,
+        FullPrecision(blocks.rotary_emb),
+        compat.attention_implementation(blocks.config) == "eager",
     )
     like = next(decoder.layers[-1].parameters())
     return head.to(device=like.device).eval().requires_grad_(False)

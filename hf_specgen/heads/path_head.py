@@ -156,7 +156,7 @@ class PathRunner(BlockRunner):
     def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        tokens = tree.input_tokens(self._like.device)[:, tree.nodes - new :]
+        tokens = tree.input_tokens(self._like.device)[:, -new:]
         return self._step(tokens, tree.level, tree.of_parents(self._states))
 
     def _begin(self, hidden: torch.Tensor, anchors: torch.Tensor) -> None:

@@ -156,12 +156,12 @@ class EagleRunner(HeadRunner):
     def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        first, (depths, ancestors) = tree.nodes - new, tree.structure()
+        depths, ancestors = tree.structure()
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
         layout = masks.StepLayout(roots, depths, ancestors, None)
-        embeddings = self.bound.embed(tree.input_tokens(depths.device)[:, first:])
+        embeddings = self.bound.embed(tree.input_tokens(depths.device)[:, -new:])
         hidden = tree.of_parents(self._hidden)
-        positions, mask = depths[:, 1 + first :] + layout.starts, masks.full_mask(layout)[:, :, 1 + first :]
+        positions, mask = depths[:, -new:] + layout.starts, masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
         return self._scatter(self.bound.target_logits(output.output))

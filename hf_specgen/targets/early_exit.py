@@ -87,7 +87,7 @@ class EarlyExitTarget(Target):
         self, tree: DraftTree, new: int, with_logits: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the first layers on the last `new` nodes of a draft tree; returns their states and logits."""
-        tokens = tree.input_tokens(self.device)[:, tree.nodes - new :]
+        tokens = tree.input_tokens(self.device)[:, -new:]
         return self._early(tree, tokens, 1 + tree.nodes - new, with_logits)
 
     def _early(

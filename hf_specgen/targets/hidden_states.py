@@ -57,7 +57,8 @@ class HiddenStateTarget(Target):
 
     def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         logits = super().forward(tree, pending, active)
-        states = torch.cat(self._returned_states, dim=-1)
+        returned = self._returned_states
+        states = returned[0] if len(returned) == 1 else torch.cat(returned, dim=-1)
         self.pass_states = self._step_states = self._of_pass(states, tree.batch, 1 + tree.nodes)
         return logits
 
@@ -73,6 +74,10 @@ class HiddenStateTarget(Target):
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         super().commit(paths)
+        self._keep_states(paths)
+
+    def _keep_states(self, paths: Sequence[Sequence[int] | None]) -> None:
+        """Record which tokens of the last pass were kept, for `states` and `committed_states`."""
         self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
         if len(paths) == 1 and self._kept[0]:  # without a tensor of indices
             self.states = self._step_states[:, self._kept[0][-1]]

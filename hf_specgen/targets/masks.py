@@ -34,7 +34,7 @@ function, so that a tree needs no block mask of its own."""
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The positions of one verification step's tokens in the cache and in the draft tree."""
+    """The positions of one step's tokens in the cache and in the draft tree; the last of them are queries."""
 
     lengths: Sequence[int]
     depths: torch.Tensor
@@ -64,7 +64,7 @@ def full_mask(layout: StepLayout) -> torch.Tensor:
     if layout.visible is not None:
         seen = layout.visible.shape[1]
         cached = torch.cat([cached[:, :seen] & layout.visible, cached[:, seen:]], dim=1)
-    queries = layout.depths.shape[1]
+    queries = layout.ancestors.shape[1]
     among_nodes = layout.ancestors.gather(2, node[:, None, :].expand(-1, queries, -1))
     return (cached[:, None, :] | (among_nodes & is_node[:, None, :]))[:, None]
 
@@ -102,19 +102,18 @@ def fixed_mask(mask: Any, batch: int, columns: int) -> Any:
 
 def _node_of_slot(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """For every slot the index of this step's token in it, and whether there is one. Both `[batch, width]`."""
-    rows = layout.depths.shape[0]
+    rows, tokens = layout.depths.shape
     node = (torch.arange(layout.width, device=layout.depths.device) - layout.starts).expand(rows, -1)
-    queries = layout.depths.shape[1]
-    return node.clamp(0, queries - 1), (node >= 0) & (node < queries)
+    return node.clamp(0, tokens - 1), (node >= 0) & (node < tokens)
 
 
 def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys `[batch, 1, 1, width]` and queries `[batch, 1, queries, 1]`: their indices from the root; siblings agree."""
     node, is_node = _node_of_slot(layout)
     slot = torch.arange(layout.width, device=node.device).expand_as(node)
-    query = layout.depths + layout.starts  # [batch, queries]
-    key = torch.where(is_node, query.gather(1, node), slot)
-    return key[:, None, None, :], query[:, None, :, None]
+    index = layout.depths + layout.starts  # [batch, tokens]
+    key = torch.where(is_node, index.gather(1, node), slot)
+    return key[:, None, None, :], index[:, None, -layout.ancestors.shape[1] :, None]
 
 
 def chain_mask(lengths: Sequence[int], queries: int, device: torch.device) -> torch.Tensor:
@@ -165,7 +164,7 @@ class StepMasks:
             layout = StepLayout(lengths, *structure, visible)
             for kind in masked:
                 mask = self._of_tree(kind, layout).to(self._device)
-                masks[kind] = self._ready(mask, tree.batch, cached, first_visible if kind in DROPPING else 0)
+                masks[kind] = self._ready(mask, tree.batch, queries - cached, first_visible if kind in DROPPING else 0)
         return masks if self._is_by_kind else masks[next(iter(self._kinds))]
 
     def _is_needed(self, kind: str, length: int) -> bool:
@@ -182,9 +181,9 @@ class StepMasks:
             return chunked_mask(layout, self._config.attention_chunk_size)
         return full_mask(layout)
 
-    def _ready(self, mask: torch.Tensor, batch: int, cached: int, first_visible: int) -> torch.Tensor:
-        if cached or first_visible:
-            mask = mask[:, :, cached:, first_visible:]
+    def _ready(self, mask: torch.Tensor, batch: int, queries: int, first_visible: int) -> torch.Tensor:
+        if queries < mask.shape[2] or first_visible:
+            mask = mask[:, :, -queries:, first_visible:]
         if not self._additive:
             return mask
         # Eager attention may require the batch dimension where SDPA broadcasts one mask over all rows.

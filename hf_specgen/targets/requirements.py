@@ -49,6 +49,8 @@ STEPS = 5
 
 _lock = threading.Lock()
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
+_logged: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+"""Why passes of a model are not captured, as far as it was logged."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,12 @@ class TargetRequirements:
             for the input of the output matrix, which for a
             prompt may be the last position alone.
         exit_layer: number of first layers that run separately to draft; None if not needed.
+        reads_cache: whether drafting attends to the target's own keys and values.
     """
 
     aux_hidden_state_layers: tuple[int, ...] = ()
     exit_layer: int | None = None
+    reads_cache: bool = False
 
     def __or__(self, other: TargetRequirements) -> TargetRequirements:
         """Both requirements together; raises for two different exit layers, or an exit layer beside hidden states."""
@@ -73,7 +77,7 @@ class TargetRequirements:
             raise ValueError(
                 "these strategies run the target in different ways (an early exit, hidden states); keep one of them"
             )
-        return TargetRequirements(aux_layers, exits.pop() if exits else None)
+        return TargetRequirements(aux_layers, exits.pop() if exits else None, self.reads_cache or other.reads_cache)
 
 
 def check_decoder_only(model: PreTrainedModel, strategy: str) -> None:
@@ -100,7 +104,9 @@ def make_target(
     if graphs and (problem := _capture_problem(requirements, model, config, model_kwargs, graphs)) is not None:
         if graphs == "graphs":
             raise ValueError(f'{problem}; leave compile="graphs" out')
-        logger.info("no CUDA graphs: %s", problem)
+        if problem not in (logged := _logged.setdefault(model, set())):
+            logger.info("no CUDA graphs: %s", problem)
+            logged.add(problem)
         graphs = False
     call = model, input_ids, config, model_kwargs
     if "encoder_outputs" in model_kwargs and (requirements.aux_hidden_state_layers or requirements.exit_layer):

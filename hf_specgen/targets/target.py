@@ -173,9 +173,9 @@ class Target:
         """
         self._has_pending = False
         if (queue := self._replays) is not None:
-            chains = [tokens[tree.nodes - new :] for tokens in tree.tokens.tolist()]
+            chains = [tokens[-new:] for tokens in tree.tokens.tolist()]
             return self._of_pass(self._replay(queue, chains, active), tree.batch, new)
-        inputs = {"input_ids": tree.input_tokens(self.device)[:, tree.nodes - new :]}
+        inputs = {"input_ids": tree.input_tokens(self.device)[:, -new:]}
         cached = 1 + tree.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
         return self._of_pass(self._run(self.model, tree, inputs, active, cached).logits, tree.batch, new)

@@ -3,7 +3,6 @@
 A replay on a CPU stands in for CUDA graphs; tests/cuda has the real ones.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -44,20 +43,6 @@ def same_tokens(model: Any, inputs: Any, candidates: Candidates, compile: Any = 
     ours = model.generate(**inputs, **arguments, **settings)
     assert torch.equal(plain, ours.sequences)
     return ours.speculation
-
-
-def test_captured_target_in_threads_same_tokens_and_captured_once(captures: list[Any]) -> None:
-    """Would catch: threads that capture the same pass twice or write to each other's slots."""
-    model = small()
-    expected = model.generate(**prompts(1), max_new_tokens=10)
-
-    def call(_: int) -> torch.Tensor:
-        candidates = NgramCandidates(k=3)
-        return model.generate(**prompts(1), max_new_tokens=10, candidate_generator=candidates, compile="graphs")
-
-    with ThreadPoolExecutor(2) as pool:
-        assert all(torch.equal(ids, expected) for ids in pool.map(call, range(4)))
-    assert 1 <= len(captures) <= 4  # two widths, each for the buffers of two calls at once
 
 
 @pytest.mark.parametrize(("architecture", "layers"), [("mistral", 1), ("gemma2", 2)])
@@ -212,10 +197,11 @@ def test_auto_without_a_gpu_or_with_a_model_that_cannot_be_captured_runs_eagerly
     assert "no CUDA graphs" not in caplog.text
     captures = graphs_on_cpu(monkeypatch)
     caplog.set_level("INFO", logger="hf_specgen")
-    same_tokens(stateful_model("lfm2"), prompts(1), NgramCandidates(k=3), compile="auto")
+    for _ in range(2):
+        same_tokens(stateful_model("lfm2"), prompts(1), NgramCandidates(k=3), compile="auto")
     same_tokens(small(layers=2), prompts(1), LayerSkipCandidates(1, k=2), compile="auto")
     assert not captures
-    assert "no CUDA graphs: Lfm2ForCausalLM keeps convolutions" in caplog.text
+    assert caplog.text.count("no CUDA graphs: Lfm2ForCausalLM keeps convolutions") == 1
     assert "no CUDA graphs: LlamaForCausalLM runs a part of its layers" in caplog.text
 
 

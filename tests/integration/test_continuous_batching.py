@@ -11,8 +11,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, RepetitionP
 import hf_specgen
 from hf_specgen import (
     AdaptiveDepth,
+    AutoCandidates,
     CombinedCandidates,
     DraftModelCandidates,
+    EagleCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
     MedusaCandidates,
     MovingWindow,
     NgramCandidates,
@@ -25,11 +29,13 @@ from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.paths import BENCHMARK_ASSETS
 
 NEW = 16
+GPU_LIKE = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
 STRATEGIES = {
     "ngram": lambda model: NgramCandidates(k=5),
-    "ngram, adaptive": lambda model: NgramCandidates(),
+    "ngram, adaptive": lambda model: NgramCandidates(policy=GPU_LIKE),
     "recycling": lambda model: RecyclingCandidates(k=3),
-    "auto": lambda model: CombinedCandidates(),
+    "auto": lambda model: CombinedCandidates(policy=GPU_LIKE),
+    "trees": lambda model: CombinedCandidates(tree=6, policy=FixedDepth()),
     "draft model": lambda model: DraftModelCandidates(shared_draft(model), k=3),
     "window": lambda model: NgramCandidates(k=4, policy=MovingWindow()),
 }
@@ -92,7 +98,7 @@ def test_greedy_requests_same_tokens(attention: str) -> None:
 
 
 @pytest.mark.parametrize("per_request", [False, True])
-@pytest.mark.parametrize("strategy", ["ngram", "draft model", "recycling"])
+@pytest.mark.parametrize("strategy", ["ngram", "draft model", "trees"])
 def test_sampled_requests_same_tokens_as_alone_with_their_seed(strategy: str, per_request: bool) -> None:
     """Would catch: noise that depends on other requests, or temperatures given to the rows of another request."""
     model, prompts = tiny_model("llama"), requests(8)
@@ -111,7 +117,7 @@ def test_logprobs_are_those_of_plain_decoding() -> None:
     batching = ContinuousBatchingConfig(**SMALL, return_logprobs=True)
     arguments = {"generation_config": config(), "continuous_batching_config": batching, "record_timestamps": True}
     plain = model.generate_batch(prompts, **arguments)
-    ours = model.generate_batch(prompts, **arguments, candidate_generator=NgramCandidates(k=5))
+    ours = model.generate_batch(prompts, **arguments, candidate_generator=STRATEGIES["trees"](model))
     for one, other in zip(plain.values(), ours.values(), strict=True):
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
         assert len(other.timestamps) == len(other.generated_tokens) == len(other.logprobs)
@@ -121,7 +127,7 @@ def test_logprobs_are_those_of_plain_decoding() -> None:
 def test_sliding_windows_are_drafted_until_they_are_full(architecture: str) -> None:
     """Would catch: a rejected token that overwrites the oldest slot of a window."""
     model, prompts = tiny_model(architecture, sliding_window=32), requests(12)
-    candidates = NgramCandidates(k=5)
+    candidates = STRATEGIES["trees"](model)
     assert run(model, prompts, candidate_generator=candidates) == run(model, prompts)
     assert candidates.speculation.drafted > 0 and max(map(len, prompts)) + NEW > 40
 
@@ -142,7 +148,7 @@ def test_scarce_resources_same_tokens(batching: dict[str, Any]) -> None:
     model, prompts = tiny_model("llama"), requests(16)
     prompts += prompts[:8]
     expected = run(model, prompts)
-    candidates = NgramCandidates(k=6)
+    candidates = STRATEGIES["trees"](model)
     assert run(model, prompts, batching, candidate_generator=candidates) == expected
     assert candidates.speculation.emitted == sum(map(len, expected))
 
@@ -282,10 +288,48 @@ def test_calls_that_cannot_be_exact_are_refused(name: str) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_head_that_reads_hidden_states_is_refused(reference_model: Any) -> None:
-    heads = MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads"))
-    with pytest.raises(ValueError, match="MedusaCandidates reads the target's hidden states"):
-        run(reference_model, requests(1), candidate_generator=heads)
+HEADS = {
+    "medusa": lambda: MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads")),
+    "eagle trees": lambda: EagleCandidates(str(BENCHMARK_ASSETS / "eagle3-head"), k=4, tree=8),
+    "dspark and n-grams": lambda: CombinedCandidates(
+        [NgramCandidates(), AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "dspark-head"))]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tokenizer: Any, name: str) -> None:
+    """Would catch: states of another request, of a rejected token, or twice those of a prompt that is split or evicted.
+
+    Their acceptance is compared with `generate`: a lower one shows wrong states.
+    """
+    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 2)
+    prompts = [tokenizer(text)["input_ids"] for domain in ("json", "math", "code") for text in texts[domain]]
+    settings, policy = config(eos_token_id=2), FixedDepth(4)
+    expected = [alone(reference_model, prompt, settings) for prompt in prompts]
+    one_by_one = 0
+    for prompt in prompts:
+        strategy = HEADS[name]()
+        reference_model.generate(
+            torch.tensor([prompt]),
+            generation_config=settings,
+            candidate_generator=strategy,
+            policy=policy,
+            memory=False,
+        )
+        one_by_one += strategy.speculation.steps
+    for batching in ({"max_batch_tokens": 80}, {"num_blocks": 32, "max_batch_tokens": 80}):
+        strategy = HEADS[name]()
+        found = run(
+            reference_model, prompts, batching, settings, candidate_generator=strategy, policy=policy, memory=False
+        )
+        assert found == expected
+        assert strategy.speculation.steps <= 1.1 * one_by_one
+
+
+def test_layer_skip_is_refused() -> None:
+    with pytest.raises(ValueError, match="LayerSkipCandidates needs a part of the target's layers"):
+        run(tiny_model("llama"), requests(1), candidate_generator=LayerSkipCandidates(exit_layer=1, k=3))
 
 
 def test_attached_strategy_falls_back_with_one_warning_or_raises_if_strict() -> None:

@@ -22,13 +22,10 @@ from hf_specgen.targets.model_parts import output_logits
 from losses import Drafts, Learnt, acceptance_counts, draft_loss, later_pairs
 from target import read_target
 from tests.helpers import VOCAB, tiny_model
-from tests.helpers.head_fixtures import find_fixtures
-from tests.helpers.head_sessions import corrected
+from tests.helpers.head_fixtures import FIXTURES, corrected
 from tests.helpers.medusa import random_heads
-from tests.helpers.paths import HEAD_FIXTURES
 from tests.helpers.reference import naive_medusa_loss
 
-FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTURES)}
 EAGLE = [name for name in FIXTURES if name.startswith(("eagle3", "speculators_eagle3"))]
 BLOCK = ["dflash_zlab", "jetspec_causal", "speculators_dflash_full"]
 DSPARK = ["speculators_dspark_vanilla", "speculators_dspark_rnn", "deepspec_dspark_qwen3_vanilla"]

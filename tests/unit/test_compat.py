@@ -33,6 +33,7 @@ METHODS = [
     (Scheduler, "schedule_batch", "self token_budget cache_budget"),
     (ContinuousBatchingIOs, "get_model_kwargs", "self"),
     (ContinuousBatchingIOs, "prepare_batch_update", "self"),
+    (ModelRunner, "compute_batch", "self model batch_data"),
     (ModelRunner, "_sample", "self scores output_ids"),
 ]
 SET_BY_GENERATE = {
@@ -44,7 +45,7 @@ PRIVATE = {
     *(name for _, name, _ in METHODS if name.startswith("_")),
     *(symbol.split(".")[1] for symbol in SET_BY_GENERATE),
     *("_attn_implementation", "_bulk_input_tensor", "_cached_continuous_batching_manager", "_eos_token_ids"),
-    *("_get_torch_distributed_world_size", "_is_stateful", "_true_initial_tokens"),
+    *("_get_torch_distributed_world_size", "_is_stateful", "_kv_token_views", "_true_initial_tokens"),
 }
 """Of Transformers."""
 OF_OTHER_LIBRARIES = {"_compiled_call_impl", "_getframe", "_hf_hook", "_orig_mod", "_torchdynamo_orig_callable"}

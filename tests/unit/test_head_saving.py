@@ -21,7 +21,8 @@ from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.path_head import PathHead
-from tests.helpers.head_sessions import RaggedCache, causal_mask
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.masks import chain_mask
 
 LAYER_SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -137,7 +138,10 @@ def outputs(head: Any) -> list[torch.Tensor]:
         return [hidden, output, vocabulary]
     if config.mask_token_id is not None:
         features = torch.cat((features[:, :5], head.mask_hidden), dim=1)
-    return [*head(embeddings, head.combine(features), positions, causal_mask([0], 6), cache), vocabulary]
+    return [
+        *head(embeddings, head.combine(features), positions, chain_mask([0], 6, torch.device("cpu")), cache),
+        vocabulary,
+    ]
 
 
 def assert_same(loaded: DraftHead, head: DraftHead) -> None:
@@ -183,7 +187,7 @@ def test_head_saved_or_exported_and_loaded_computes_the_same(tmp_path: Path, nam
 
 def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequencies(tmp_path: Path) -> None:
     head: Any = randomised(Eagle3Head(EAGLE_HEADS["plain"])).to(torch.bfloat16)
-    assert head.rotary.frequencies.inv_freq.dtype == torch.float32
+    assert head.rotary.module.inv_freq.dtype == torch.float32
     save_head(head, tmp_path)
     assert load_head(tmp_path).fc.weight.dtype == torch.bfloat16
     assert load_head(tmp_path, dtype=torch.float32).fc.weight.dtype == torch.float32

@@ -13,16 +13,13 @@ from hf_specgen.candidates.independent_heads import best_combinations
 from hf_specgen.candidates.tree_search import (
     LEVELS_PER_READ,
     SearchLimits,
-    SearchTree,
     TreeSize,
     best_first,
-    draft_rows,
 )
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.tree import DraftTree
 from tests.helpers import reference
-from tests.helpers.calls import make_call, make_state
 
 probabilities = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3)
 
@@ -111,24 +108,41 @@ def new_growth(depths: list[int], children: int) -> Growth:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 4), st.integers(1, 20), st.booleans())
-def test_growth_agrees_with_the_reference(seed: int, rows: int, width: int, size: int, expanded_first: bool) -> None:
-    """Would catch: a node without its parent, a depth limit that is ignored, wrong structures or probabilities."""
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.booleans(),
+    st.sampled_from([(), (1, 2, 3), (3,)]),
+)
+def test_growth_agrees_with_the_reference(
+    seed: int, rows: int, width: int, size: int, expanded_first: bool, structures: tuple[int, ...]
+) -> None:
+    """Would catch: a node without its parent, a depth limit that is ignored, wrong structures or probabilities.
+
+    `structures` are the levels after which a drafter reads the structure.
+    """
     random = np.random.default_rng(seed)
     limits = random.integers(0, 5, rows).tolist()
     limits[0] = 4
     growth, references = new_growth(limits, 4), [ReferenceGrowth(limit) for limit in limits]
-    unique = iter(range(10**6))
+    unique, paths = iter(range(10**6)), [[()] for _ in limits]
     for level in range(4):
         nodes = width if level else 1
         if level:
             tree = growth.expand(width)
+            new = zip(tree.above.tolist(), tree.tokens.tolist(), strict=True)
+            paths = [
+                [(*paths[row][at], token) for at, token in zip(*pair, strict=True)] for row, pair in enumerate(new)
+            ]
             for row, slow in enumerate(references):
                 opened = slow.open()[:width]
                 slow.frontier = opened
                 slow.expanded += opened
-                paths = [reference.path(tree, row, node) for node in range(tree.nodes - width, tree.nodes)]
-                assert paths[: len(opened)] == [slow.path(index) for index in opened]
+                assert paths[row][: len(opened)] == [slow.path(index) for index in opened]
+            if level in structures:
+                _check_last_ancestors(tree, paths)
         tokens = torch.tensor([[[next(unique) for _ in range(4)] for _ in range(nodes)] for _ in range(rows)])
         acceptance = acceptance_of(random, rows, nodes, 4)
         growth.add(tokens, acceptance.log(), torch.zeros_like(tokens))
@@ -148,6 +162,21 @@ def test_growth_agrees_with_the_reference(seed: int, rows: int, width: int, size
         for node, p in enumerate(tree.probability[row]):
             if p > 1e-20:
                 assert p == pytest.approx(known[reference.path(tree, row, node)], rel=1e-4)
+
+
+def _check_last_ancestors(tree: GrownTree, paths: list[list[tuple[int, ...]]]) -> None:
+    """The ancestors of the last nodes are the tokens of their paths, each at its place among all expanded nodes."""
+    depths, ancestors = tree.structure()
+    assert ancestors.shape[2] == depths.shape[1] == 1 + tree.nodes
+    for row, ends in enumerate(paths):
+        assert ancestors[row].sum(dim=1).tolist() == [1 + len(path) for path in ends]
+        for one, path in enumerate(ends):
+            assert depths[row, -len(ends) + one] == len(path) and ancestors[row, one, -len(ends) + one]
+            for other, another in enumerate(ends):  # in common they have what their paths have in common, and the root
+                common = next(
+                    (at for at, pair in enumerate(zip(path, another, strict=True)) if len(set(pair)) > 1), len(path)
+                )
+                assert (ancestors[row, one] & ancestors[row, other]).sum() == 1 + common
 
 
 def _check_structure(tree: GrownTree) -> None:
@@ -261,19 +290,25 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
     growth = _grown(new_growth([3, 0, 1], 1), TreeSize(None, children=1), [0.5])
     tree, source = growth.best(3)
-    assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[1, 2, 3]] * 3
+    assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
     assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
     assert tree.probability[0] == pytest.approx((0.5, 0.25, 0.125))
 
 
-@pytest.mark.parametrize("children", [1, 3])
-def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int) -> None:
+@pytest.mark.parametrize(("children", "expanded_first"), [(1, False), (3, False), (3, True)])
+def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int, expanded_first: bool) -> None:
     """Would catch: padding that is no token, which the target cannot embed; padding that counts as nodes."""
-    tree, _ = _grown(new_growth([2], children), TreeSize(4, children), [0.5, 0.3, 0.1][:children]).best(4)
+    growth = _grown(new_growth([2], children), TreeSize(4, children), [0.5, 0.3, 0.1][:children])
+    tree, _ = growth.best(4, expanded_first)
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))
     assert inputs.tolist() == [[3, *tree.tokens[0].tolist(), *[0] * (9 - tree.nodes)]]
-    assert (padded.parents, padded.probability, padded.nodes) == (tree.parents, tree.probability, 9)
+    assert (
+        padded.nodes == 9
+        and padded.parents[0][:4] == tree.parents[0]
+        and padded.probability[0][:4] == tree.probability[0]
+    )
+    assert padded.parents[0][4:] == ((-1,) * 5 if expanded_first else ())
 
 
 def test_tree_without_nodes_can_be_read() -> None:
@@ -296,25 +331,3 @@ def test_best_first_pulls_the_next_sibling_only_after_the_one_before_is_added() 
 
     tree = best_first(0, children, 1, SearchLimits(2))
     assert tree.tokens == [5, 6] and tree.probability == [0.5, 0.3] and pulled == [5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    ("size", "nodes", "min_probability", "is_chain"),
-    [(12, 12, 0.0, False), (None, 5, 0.0, True), ("auto", 5, 0.05, False)],
-    ids=["number", "chain", "auto without latencies"],
-)
-@pytest.mark.parametrize("is_prefill", [False, True])
-def test_draft_rows_limits_follow_the_size(
-    size: int | str | None, nodes: int, min_probability: float, is_chain: bool, is_prefill: bool
-) -> None:
-    """Would catch: a tree at prefill, which verifies chains; a fixed chain cut off by its probability."""
-    limits: list[SearchLimits] = []
-
-    def search(row: int, given: SearchLimits) -> SearchTree[None]:
-        limits.append(given)
-        return SearchTree([7] * row, list(range(-1, row - 1)), [0.5**depth for depth in range(1, row + 1)])
-
-    call = make_call(make_state([[1], [2]]))
-    draft, trees = draft_rows(call, size, [0, 5], search, is_prefill)  # type: ignore[arg-type]
-    assert limits == [SearchLimits(nodes, min_probability, is_chain or is_prefill)] * 2
-    assert draft.parents == ((), (-1,)) and draft.probability == ((), (0.5,)) and len(trees) == 2
