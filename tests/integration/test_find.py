@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hf_specgen.cli import find
+from tests.helpers.cli import run
 from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
-from tests.integration.test_commands import run
 
 EAGLE_HEAD = REFERENCE_LM.parent / "eagle3-head"
 

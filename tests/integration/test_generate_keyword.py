@@ -10,8 +10,7 @@ from transformers import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specgen
-from hf_specgen import Call, Candidates, DraftModelCandidates, NgramCandidates, VerificationSession, Verifier, speculate
-from hf_specgen.verification import CoupledVerifier
+from hf_specgen import Candidates, DraftModelCandidates, NgramCandidates, speculate
 from tests.helpers import FailingOracle, fresh_model, prompts, tiny_model
 
 
@@ -65,26 +64,6 @@ def test_custom_generate_after_uninstall_same_tokens(uninstalled: None, batch: i
 
 
 # Verifiers of the caller's own
-
-
-class CountingVerifier(CoupledVerifier):
-    """Counts the sessions that are started."""
-
-    sessions = 0
-
-    def start(self, call: Call) -> VerificationSession:
-        self.sessions += 1
-        return super().start(call)
-
-
-def test_generate_with_own_verifier_starts_one_session_per_call() -> None:
-    model, inputs, verifier = tiny_model("llama"), prompts(2), CountingVerifier()
-    assert isinstance(verifier, Verifier)
-    expected = model.generate(**inputs, max_new_tokens=12)
-    for calls in (1, 2):
-        ours = model.generate(**inputs, max_new_tokens=12, candidate_generator=NgramCandidates(), verification=verifier)
-        assert torch.equal(ours, expected)
-        assert verifier.sessions == calls
 
 
 # Pipelines and PEFT

@@ -74,16 +74,6 @@ def test_selecting_a_drafter_that_the_profile_lacks_raises() -> None:
     assert free.draft([1, 1, 1]) == 0.0
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 17, 64, 256, 257, 512, 2048])
-def test_gpu_like_profile_follows_its_formula(tokens: int) -> None:
-    """T(q)/T(1) = 1 + 0.002 (q - 1) for q = rows x tokens up to 256, rising as q/256 beyond."""
-    expected = 1 + 0.002 * (min(tokens, 256) - 1)
-    expected *= max(1.0, tokens / 256)
-    for rows, context in ((1, 10), (16, 100_000)):
-        step = LatencyModel.load(GPU_LIKE).select("draft_model").at(rows, context)
-        assert step.target.seconds_of(tokens) == pytest.approx(expected)
-
-
 CURVE = {"queries": [1, 2], "seconds": [1.0, 1.5], "context": 1, "batch": 1}
 ANY = {"tokens": [1], "seconds": [0.0], "overhead": 0.0, "prefill": 0.0}
 VALID: dict[str, Any] = {

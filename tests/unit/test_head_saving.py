@@ -21,7 +21,8 @@ from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.path_head import PathHead
-from tests.helpers.head_sessions import RaggedCache, causal_mask
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.masks import chain_mask
 
 LAYER_SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -137,7 +138,10 @@ def outputs(head: Any) -> list[torch.Tensor]:
         return [hidden, output, vocabulary]
     if config.mask_token_id is not None:
         features = torch.cat((features[:, :5], head.mask_hidden), dim=1)
-    return [*head(embeddings, head.combine(features), positions, causal_mask([0], 6), cache), vocabulary]
+    return [
+        *head(embeddings, head.combine(features), positions, chain_mask([0], 6, torch.device("cpu")), cache),
+        vocabulary,
+    ]
 
 
 def assert_same(loaded: DraftHead, head: DraftHead) -> None:
