@@ -102,7 +102,9 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
         vars(session)["depth_logits"] = raised(session.depth_logits, lambda row, depth: range(depth))
     else:
         vars(session)["first_scores"] = raised(session.first_scores, lambda row: [0])
-        vars(session)["next_scores"] = raised(session.next_scores, lambda row, tree, new: tree.depths(row)[-new:])
+        vars(session)["next_scores"] = raised(
+            session.next_scores, lambda row, tree: [tree.level] * tree.tokens.shape[1]
+        )
     return session
 
 

@@ -276,14 +276,3 @@ def test_custom_generate_from_a_folder_same_tokens(tmp_path: Path) -> None:
     ours = model.generate(**inputs, **arguments, custom_generate=str(tmp_path), trust_remote_code=True)
     assert torch.equal(ours.sequences, model.generate(**inputs, max_new_tokens=9))
     assert ours.speculation.steps > 0
-
-
-def test_custom_generate_without_the_package_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    write_custom_generate(tmp_path, "user/medusa-heads")
-    code: dict[str, Any] = {}
-    exec((tmp_path / "custom_generate" / "generate.py").read_text(), code)
-    monkeypatch.setitem(sys.modules, "hf_specgen", None)
-    with pytest.raises(ImportError, match=r"user/medusa-heads needs hf_specgen.*pip install hf-specgen"):
-        code["generate"](tiny_model("llama"))
