@@ -335,8 +335,10 @@ class _Row:
             return _normalised(forced, 1.0)
         is_space = self._whitespace_probability(self._last(path))
         indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
-        spaces = {indentation: is_space} if indentation in choices.whitespace else {}
-        return _normalised(forced, 1.0 - is_space) | spaces
+        spaces = {token: float(self._counts[token]) for token in choices.whitespace & self._counts.keys()}
+        if indentation in choices.whitespace:
+            spaces[indentation] = spaces.get(indentation, 0.0) + sum(spaces.values())
+        return _normalised(forced, 1.0 - is_space) | _normalised(spaces, is_space)
 
     def _last(self, path: tuple[int, ...]) -> int:
         """The last token of the text and a path, -1 if there is none."""
