@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.micro.block_verification import block_verification
+from benchmarks.micro.draft_window import draft_window
 from benchmarks.micro.grammars import grammar_drafts, grammar_verification
 from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
@@ -19,6 +20,7 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "other-tokenizer": other_tokenizer,
     "step-operations": step_operations,
     "trace-replay": trace_replay,
+    "draft-window": draft_window,
     "block-verification": block_verification,
     "grammar-drafts": grammar_drafts,
     "grammar-verification": grammar_verification,

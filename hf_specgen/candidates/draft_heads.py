@@ -33,11 +33,7 @@ from hf_specgen.candidates.draft_vocabulary import (
     vocabulary_ids,
 )
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
-from hf_specgen.candidates.head_sessions import (
-    EagleSession,
-    LastStateSession,
-    PathSession,
-)
+from hf_specgen.candidates.head_sessions import EagleSession, LastStateSession, PathSession
 from hf_specgen.candidates.independent_heads import MedusaSession, ParallelSession, default_size
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead

@@ -150,13 +150,18 @@ class HeadFile:
         try:
             with torch.device("meta"):
                 head = head_class(config)
-        except RuntimeError as error:  # such as an overflow of the sizes
+        except Exception as error:  # such as an overflow of the sizes, or whatever Transformers raises
             raise ValueError(f"config.json describes a head that cannot be built ({first_line(error)})") from None
         expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
         missing, unknown = (
             sorted(expected.keys() - names.keys()),
             sorted(names.keys() - expected.keys() - {"token_map"}),
         )
+        quantised = missing and self.fields.nested("quantization_config").get("quant_method")
+        if quantised:  # some configs have that of the target, though the head is not quantised
+            raise ValueError(
+                f"the head is quantised by {str(quantised)[:40]!r}, which is not read; load one that is not"
+            )
         if missing and not (optional and all(name.endswith(optional) for name in missing)):
             raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
         if unknown:

@@ -11,7 +11,7 @@ from hf_specgen.heads.runner import ParallelRunner
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.comparison import answers, plain_output
 from tests.helpers.head_fixtures import FIXTURES, features_of, reread, steered
-from tests.helpers.medusa import fitted_heads
+from tests.helpers.medusa import fitted_heads, random_heads
 from tests.helpers.policies import AfterPlainSteps
 
 ONE_OF_EACH = ["eagle1_original", "eagle3_original", "mtp_transformers_glm4_moe", "mtp_transformers_glm4_moe_2layers"]
@@ -89,6 +89,16 @@ def test_eagle_beside_medusa_same_tokens(sampling: str) -> None:
     eagle = partly_right("eagle3_original", 3, 20, SAMPLING[sampling], k=3)
     candidates = CombinedCandidates([eagle, medusa], policy=FixedDepth(4))
     assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
+
+
+def test_eagle_beside_heads_that_are_never_right_loses_few_steps() -> None:
+    """Would catch: confident wrong tokens that displace right ones for longer than their acceptance takes to count."""
+    steps = []
+    for others in ([], [MedusaCandidates(random_heads(EAGLE.target), tree=6)]):
+        eagle = partly_right("eagle1_original", 1, 40, k=3)
+        candidates = CombinedCandidates([eagle, *others], policy=FixedDepth(4))
+        steps.append(assert_same_tokens(EAGLE.target, prompts(1), candidates, max_new_tokens=40).steps)
+    assert steps[0] < 25 and steps[1] <= steps[0] + 2
 
 
 def test_eagle_prompt_and_accepted_tokens_are_read_once_and_plain_steps_run_no_head() -> None:

@@ -63,8 +63,8 @@ def test_medusa_and_hydra_logits_are_those_of_each_rows_state_and_each_nodes_pat
                 torch.testing.assert_close(logits[row], expected(self, row, []), atol=1e-4, rtol=1e-4)
             return logits
 
-        def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
-            logits = super().next_logits(tree, new)
+        def next_logits(self, tree: GrownTree) -> torch.Tensor:
+            logits = super().next_logits(tree)
             pairs = zip(tree.above.tolist(), tree.tokens.tolist(), strict=True)
             before = paths[:] if tree.level > 1 else [[[]]] * 3
             for row, pair in enumerate(pairs):

@@ -33,7 +33,7 @@ def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> 
     for level in range(1, tokens.shape[1]):
         above = root if level == 1 else torch.arange(len(paths)).expand(batch, -1)
         last, more = tokens[:, level - 1].expand(batch, -1), {"nodes": level * len(paths), "level": level}
-        found.append(runner.next_logits(GrownTree(last, TreeStructure(last, last), above=above, **more), len(paths)))
+        found.append(runner.next_logits(GrownTree(last, TreeStructure(last, last), above=above, **more)))
     return torch.stack(found, dim=2)
 
 

@@ -68,6 +68,16 @@ def tensors(change: Callable[[Tensors], Any]) -> Damage:
     return change_file
 
 
+def packed_by(method: str) -> Damage:
+    """Quantises a matrix as a library does: config and names show it."""
+    name = "midlayer.mlp.up_proj.weight"
+    changes = (
+        config(quantization_config={"quant_method": method}),
+        tensors(lambda t: t.update({f"{name}_packed": t.pop(name)})),
+    )
+    return lambda folder: [change(folder) for change in changes]
+
+
 def text(content: str, name: str = "config.json") -> Damage:
     """Replaces a file."""
     return lambda folder: (folder / name).write_text(content, encoding="utf-8")
@@ -154,6 +164,7 @@ DAMAGE: list[tuple[Damage, str]] = [
     (config(target_layer_ids=[1, 2, 3], **{EAGLE_IDS: [1, 2, 3]}), "twice, and differently"),
     (tensors(lambda t: t.pop("fc.weight")), "the tensor fc.weight is missing"),
     (tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "1 tensors are missing, such as layers.0.mlp.up_proj"),
+    (packed_by("compressed-tensors"), "the head is quantised by 'compressed-tensors', which is not read"),
     (tensors(lambda t: t.pop("midlayer.self_attn.q_proj.weight")), "layers.0.self_attn.q_proj.weight is missing"),
     (tensors(lambda t: t.pop("d2t")), "needs an integer tensor d2t of that size, found none"),
     (tensors(lambda t: t.update(d2t=torch.zeros(12))), "needs an integer tensor d2t .* dtype torch.float32"),
@@ -179,6 +190,12 @@ def test_load_head_damaged_files_raise_one_sentence_that_names_the_folder(
         load_head(folder)
     assert str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
     assert "code from a checkpoint" not in capsys.readouterr().out
+
+
+def test_load_head_with_the_quantisation_of_its_target_in_the_config_loads(folder: Path) -> None:
+    """Would catch: a head refused because its config is a copy of that of a quantised target."""
+    config(quantization_config={"quant_method": "fp8"})(folder)
+    load_head(folder)
 
 
 def set_field(*path: str, value: Any) -> Damage:
@@ -217,6 +234,11 @@ PATH_DAMAGE: list[tuple[str, Damage, str]] = [
     ("speculators_dspark_rnn", set_field("markov_head_type", value="gated"), "markov_head.gate_proj.bias"),
     ("deepspec_dspark_qwen3_rnn", set_field("target_layer_ids", value=[0, 3]), "reads 3 hidden states of the target"),
     ("deepspec_dspark_qwen3_rnn", set_field("model_type", value="gemma4_text"), "'gemma4_text' are not supported"),
+    ("gemma4_assistant", set_field("text_config", "head_dim", value=HUGE), "but config.json makes it"),
+    ("gemma4_assistant", set_field("text_config", "num_hidden_layers", value=HUGE), "but the tensors have"),
+    ("gemma4_assistant", set_field("text_config", "hidden_activation", value="square"), "cannot be built"),
+    ("gemma4_assistant", set_field("text_config", "num_attention_heads", value="x"), "cannot be used"),
+    ("gemma4_assistant", set_field("text_config", "rope_parameters", value={}), "cannot be"),
     ("speculators_mtp_qwen3", set_field(LAYERS_OF, "intermediate_size", value=HUGE), "but the file holds 40,112"),
     ("speculators_mtp_qwen3", set_field(LAYERS_OF, "num_attention_heads", value=0), "cannot be used"),
     ("speculators_mtp_qwen3", set_field(LAYERS_OF, "hidden_act", value="square"), "cannot be used"),
