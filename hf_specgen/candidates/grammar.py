@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -161,44 +161,49 @@ def with_grammar(session: DraftSession, call: DraftCall, size: Any) -> DraftSess
 
 
 class _Texts:
-    """What tokens add to a text, by a target's tokenizer: characters without whitespace, and line breaks."""
+    """The texts of tokens, by a target's tokenizer; those of no token (-1) and without a tokenizer are unknown."""
 
     def __init__(self, model: PreTrainedModel | None):
         self._tokenizer = _tokenizer_of(model)
-        self._known: dict[int, tuple[str | None, bool]] = {}
+        self._known: dict[int, str | None] = {-1: None}
 
-    def of(self, token: int) -> tuple[str | None, bool]:
-        """The characters of a token other than whitespace, None without a tokenizer; whether it has a line break."""
+    def of(self, token: int) -> str | None:
+        """The text of a token, None if it is unknown."""
         if token not in self._known:
-            text = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
-            self._known[token] = (None, False) if text is None else ("".join(text.split()), "\n" in text)
+            self._known[token] = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
         return self._known[token]
 
-    def is_whitespace(self, token: int) -> bool:
-        """Whether a token is nothing but whitespace."""
-        return self.of(token)[0] == ""
+    def kind(self, token: int) -> str:
+        """Whether a token is nothing but whitespace, "space", or another one, "text"."""
+        text = self.of(token)
+        return "text" if text is None or text.strip() else "space"
+
+    def is_line_break(self, token: int) -> bool:
+        """Whether a token is whitespace with a line break."""
+        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
 
 
 class _Choices:
-    """The tokens that a grammar allows in one of its states, and how often each was chosen there.
+    """The tokens that a grammar allows in one of its states.
 
     Attributes:
         count: how many there are.
         few: the tokens, if they are at most `FEW_TOKENS`.
         forced: if all of them but whitespace are beginnings of one text, whitespace aside: how many of its characters
             each adds.
-        chosen: by whether the token before was whitespace.
+        whitespace: those that are nothing but whitespace.
     """
 
     def __init__(self, allowed: NDArray[np.bool_], texts: _Texts):
         self.count = int(allowed.sum())
         self.few = np.flatnonzero(allowed).tolist() if self.count <= FEW_TOKENS else []
-        contents = {token: texts.of(token)[0] for token in self.few}
-        longest = max((text or "" for text in contents.values()), key=len, default="")
-        is_forced = bool(longest) and all(longest.startswith(text or "") for text in contents.values())
+        known = {token: texts.of(token) for token in self.few}
+        contents = {token: "".join(text.split()) for token, text in known.items() if text is not None}
+        longest = max(contents.values(), key=len, default="")
+        are_known = len(contents) == len(self.few)
+        is_forced = are_known and longest and all(longest.startswith(text) for text in contents.values())
         self.forced = {token: len(text) for token, text in contents.items() if text} if is_forced else {}
         self.whitespace = {token for token, text in contents.items() if text == ""}
-        self.chosen = Counter[int](), Counter[int]()
 
 
 def _tokenizer_of(model: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
@@ -252,9 +257,9 @@ class _Row:
         self._state: GrammarState | None = state
         self._generated = 0
         self._choices: dict[bytes, _Choices] = {}
-        # How often whitespace, and how often other text, followed each token, and each kind of token.
-        self._followed = Counter[tuple[Hashable, bool]]()
-        self._whitespace: dict[str, dict[int, float]] = {}  # after a character: weights of whitespace tokens
+        self._indentation = -1  # the last whitespace token with a line break
+        # How often each kind of token followed a token, or a kind of token, where whitespace and one text were allowed.
+        self._followed = Counter[tuple[int | str, str]]()
 
     def update(self, generated: Sequence[int]) -> None:
         """Append the tokens that were generated since the last draft."""
@@ -265,6 +270,7 @@ class _Row:
                 self._state = state.after(token)
             else:
                 self._state = None
+            self._indentation = token if self._texts.is_line_break(token) else self._indentation
             self._index.extend([token])
             self._counts[token] += 1
         self._generated = len(generated)
@@ -276,31 +282,11 @@ class _Row:
         return self._choices[key]
 
     def _learn(self, token: int, choices: _Choices) -> None:
-        """Count a generated token among those that the grammar allowed in its place."""
-        last, character, _ = self._before(())
-        after_space = self._texts.is_whitespace(last)
-        choices.chosen[after_space][token] += 1
+        """Learn whether whitespace was chosen beside forced text."""
         if choices.forced and choices.whitespace:
-            is_space = self._texts.is_whitespace(token)
-            self._followed[last, is_space] += 1
-            self._followed[str(after_space), is_space] += 1
-            if is_space and not after_space:
-                weights = self._whitespace.setdefault(character, {})
-                for other in weights:
-                    weights[other] /= 2
-                weights[token] = weights.get(token, 0.0) + 1
-
-    def _before(self, path: Sequence[int]) -> tuple[int, str, int]:
-        """What a token of the grammar follows: a token, the last character but whitespace, the last line break."""
-        text, character, line_break = [*self._index.tokens[-32:], *path], "", -1
-        for token in reversed(text):
-            content, has_break = self._texts.of(token)
-            character = character or (content or "")[-1:]
-            if content == "" and has_break and line_break < 0:
-                line_break = token
-            if character and line_break >= 0:
-                break
-        return (text[-1] if text else -1), character, line_break
+            last, kind = self._last(()), self._texts.kind(token)
+            self._followed[last, kind] += 1
+            self._followed[self._texts.kind(last), kind] += 1
 
     def search(
         self, drafted: dict[int, list[tuple[int, int, float]]], depth: int, limits: SearchLimits
@@ -340,30 +326,28 @@ class _Row:
         return {token: value for token, value, _ in votes}
 
     def _expected(self, path: tuple[int, ...], choices: _Choices) -> dict[int, float]:
-        """Probabilities of allowed tokens by the grammar: as in the same state before, forced text, whitespace."""
-        last, character, line_break = self._before(path)
-        after_space = self._texts.is_whitespace(last)
-        chosen = choices.chosen[after_space]
+        """Probabilities of allowed tokens by the grammar: forced text, and whitespace as it was used before."""
         if not choices.forced:
-            new = len(chosen) / max(chosen.total() + len(chosen), 1) if chosen else 1.0
-            frequent = {token: 0.1 + self._counts[token] for token in choices.few}
-            return _sum(_normalised(chosen, 1.0 - new), _normalised(frequent, new))
-        forced = {
-            token: (0.1 + self._counts[token] + chosen[token]) * 4.0 ** min(length, 64)
-            for token, length in choices.forced.items()
-        }
+            return _normalised({token: 0.1 + self._counts[token] for token in choices.few}, 1.0)
+        lengths = choices.forced.items()
+        forced = {token: (0.1 + self._counts[token]) * 4.0 ** min(length, 64) for token, length in lengths}
         if not choices.whitespace:
             return _normalised(forced, 1.0)
-        is_space = self._whitespace_probability(last, after_space)
-        used = _sum(self._whitespace.get(character, {}), {line_break: 1.0} if line_break >= 0 else {})
-        spaces = {token: weight for token, weight in used.items() if token in choices.whitespace}
-        return _normalised(forced, 1.0 - is_space) | _normalised(spaces, is_space)
+        is_space = self._whitespace_probability(self._last(path))
+        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
+        spaces = {indentation: is_space} if indentation in choices.whitespace else {}
+        return _normalised(forced, 1.0 - is_space) | spaces
 
-    def _whitespace_probability(self, last: int, after_space: bool) -> float:
+    def _last(self, path: tuple[int, ...]) -> int:
+        """The last token of the text and a path, -1 if there is none."""
+        return path[-1] if path else self._index.tokens[-1] if len(self._index) else -1
+
+    def _whitespace_probability(self, last: int) -> float:
         """How probable whitespace is where text is forced too: by what followed this token, and any of its kind."""
-        spaces, others = (self._followed[str(after_space), is_space] for is_space in (True, False))
-        prior = (spaces + (0.25 if after_space else 1.0)) / (spaces + others + (1.25 if after_space else 2.0))
-        spaces, others = (self._followed[last, is_space] for is_space in (True, False))
+        kind = self._texts.kind(last)
+        spaces, others = self._followed[kind, "space"], self._followed[kind, "text"]
+        prior = (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
+        spaces, others = self._followed[last, "space"], self._followed[last, "text"]
         return (spaces + prior) / (spaces + others + 1)
 
 

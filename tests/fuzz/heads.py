@@ -69,7 +69,7 @@ def head_candidates(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         source: Any = {"mtp": FIXTURES.get(architecture), "assistant": ASSISTANT}.get(name)
-        return Steered(source or _random_head(name, model, Random(seed)).to(model.device), **settings)
+        return Steered(source or random_head(name, model, Random(seed)).to(model.device), **settings)
 
 
 def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:
@@ -108,7 +108,7 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
     return session
 
 
-def _random_head(name: str, model: Any, random: Random) -> DraftHead:
+def random_head(name: str, model: Any, random: Random) -> DraftHead:
     """A head with random weights and options that fits the target."""
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     width, layers = config.hidden_size, config.num_hidden_layers

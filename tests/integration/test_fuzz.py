@@ -107,11 +107,11 @@ def test_main_counts_cases_and_repeats_failures(
     """Would catch: failures that are not printed, or do not change the exit code; records that are not summed up."""
     monkeypatch.setattr("tests.fuzz.__main__.SHRUNK_FAILURES", 0)
     record = tmp_path / "record.json"
-    arguments = ["--cases", "2", "--seed", "1", "--architectures", "llama", "--strategies", "oracle"]
+    arguments = ["--cases", "4", "--seed", "1", "--architectures", "llama", "--strategies", "random"]
     assert main([*arguments, "--record", str(record)]) == 0
-    assert json.loads(record.read_text())["total"]["cases"] == 2
+    assert json.loads(record.read_text())["total"]["cases"] == 4
     assert main(["--merge", str(record), str(record)]) == 0
-    assert "| oracle | 4 |" in capsys.readouterr().out
+    assert "| random | 8 |" in capsys.readouterr().out
     assert main(["--case", Case(strategy="oracle", max_new_tokens=6).to_json()]) == 0
     with MUTATIONS["accept one token too many"]():
         assert main(arguments) == 1

@@ -99,14 +99,6 @@ def lengths_at_drafts(monkeypatch: pytest.MonkeyPatch, model: Any, candidates: C
     return lengths
 
 
-def test_ngram_candidates_in_transformers_own_loop_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = tiny_model("llama"), prompts(1)
-    expected = model.generate(**inputs, max_new_tokens=40)
-    lengths = lengths_at_drafts(monkeypatch, model, NgramCandidates(k=4))
-    assert torch.equal(model.generate(**inputs, max_new_tokens=40, prompt_lookup_num_tokens=4), expected)
-    assert 0 < len(lengths) < 40, "some draft tokens must have been accepted"
-
-
 def test_draft_model_in_transformers_own_loop_learns_of_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a session learns of acceptance through `update_candidate_strategy`; this draft is always accepted."""
     model, inputs = tiny_model("llama"), prompts(1)
