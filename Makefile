@@ -47,7 +47,9 @@ bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks suite --wide --out benchmarks/results/wide
 	$(BIN)/python -m benchmarks suite memory --out benchmarks/results/memory
 	$(BIN)/python -m benchmarks micro
+	$(BIN)/python -m benchmarks suite projected --out benchmarks/results/projected
 	$(BIN)/python -m benchmarks tables benchmarks/results --write benchmarks/README.md
+	$(BIN)/python -m benchmarks tables benchmarks/results/projected --write docs/benchmarks.md
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -18,6 +18,16 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available as gpu_h
 
 Config = TypeVar("Config")
 PRESETS = Path(__file__).with_name("presets.yaml")
+POSITIVE: tuple[str, ...] = (
+    "max_length",
+    "per_device_train_batch_size",
+    "evaluation_per_domain",
+    "evaluation_tokens",
+    "batch_size",
+)
+POSITIVE += ("max_new_tokens", "anchors", "depth", "num_heads", "num_layers", "exit_layer", "rank")
+LEAST = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "seed"), 0)
+"""Lowest values of the arguments of all recipes."""
 
 
 def option(**settings: Any) -> Any:
@@ -48,20 +58,16 @@ class DataArguments:
         default_factory=Options, help="for the chat template, such as {enable_thinking: false}; kept with the result"
     )
 
-    def check_at_least(self, lowest: int, *names: str) -> None:
-        """Raise a `ValueError` for a number that is lower, or no number."""
-        for name in names:
-            if not getattr(self, name) >= lowest:  # NaN is refused too
-                raise ValueError(f"{name} must be at least {lowest}, got {getattr(self, name)}")
+    def __post_init__(self) -> None:
+        for name, lowest in LEAST.items():
+            value = getattr(self, name, None)
+            if value is not None and not value >= lowest:  # NaN is refused too
+                raise ValueError(f"{name} must be at least {lowest}, got {value}")
 
 
 @dataclass(kw_only=True)
 class Arguments(DataArguments, TrainingArguments):
-    """Arguments of every recipe that trains, beside those of Transformers' `TrainingArguments`.
-
-    Raises:
-        ValueError: if a number is out of range, or `batch_size` cannot be divided evenly.
-    """
+    """Arguments of every recipe that trains, beside those of Transformers' `TrainingArguments`."""
 
     target: str = option(help="Hub id or folder of the target")
     data: str = option(help="conversations: a .jsonl, .json, .csv or .parquet file, a folder, or a dataset of the Hub")
@@ -79,6 +85,7 @@ class Arguments(DataArguments, TrainingArguments):
         default_factory=lambda: Options({"kl": 1.0}),
         help="weights of the losses kl, ce, tv, lk, such as {ce: 0.1, tv: 0.9}",
     )
+    decay: float = option(default=0.8, help="weight of each draft token's loss relative to the one before")
     evaluation: str | None = option(default=None, help="held-out prompts, in the same formats as data")
     evaluation_per_domain: int = option(default=20, help="evaluated prompts of each value of the column domain")
     evaluation_tokens: int = option(default=128, help="tokens of each answer in the evaluation")
@@ -112,10 +119,7 @@ class Arguments(DataArguments, TrainingArguments):
     remove_unused_columns: bool = option(default=False, help="columns of the data are chosen by the recipe")
 
     def __post_init__(self) -> None:
-        self.check_at_least(
-            1, "max_length", "per_device_train_batch_size", "evaluation_per_domain", "evaluation_tokens"
-        )
-        self.check_at_least(0, "learning_rate", "warmup_steps", "weight_decay", "seed")
+        DataArguments.__post_init__(self)
         if self.max_steps == 0:
             raise ValueError("max_steps must be at least 1, or -1 for num_train_epochs, got 0")
         if not self.loss or not set(self.loss) <= {"kl", "ce", "tv", "lk", "confidence"}:
@@ -124,7 +128,7 @@ class Arguments(DataArguments, TrainingArguments):
             raise ValueError("push_to_hub needs hub_model_id, the id of the repository, such as user/name")
         if self.eval_strategy != "no" and self.evaluation is None:
             raise ValueError(f"eval_strategy={self.eval_strategy} needs evaluation, a file of held-out prompts")
-        super().__post_init__()
+        TrainingArguments.__post_init__(self)
         if self.batch_size is not None:
             rows = self.per_device_train_batch_size * self.world_size
             self.gradient_accumulation_steps, rest = divmod(self.batch_size, rows)
@@ -149,12 +153,14 @@ class Arguments(DataArguments, TrainingArguments):
         return dict(json.loads(json.dumps({name: getattr(self, name) for name in names}, default=str)))
 
 
-def parse(config_class: type[Config], documentation: str | None, arguments: Sequence[str] | None = None) -> Config:
-    """The arguments of a recipe: `--preset NAME`, then `--config FILE`, then flags, each overriding those before.
+def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The values that have changed, as they were and as they are; empty if there are none."""
+    changed = [name for name in now if name in earlier and earlier[name] != now[name]]
+    return ", ".join(f"{name} {earlier[name]!r:.60} (now {now[name]!r:.60})" for name in changed)
 
-    Raises:
-        SystemExit: with a message, for an unknown key or flag, an invalid value or a missing one.
-    """
+
+def parse(config_class: type[Config], documentation: str | None, arguments: Sequence[str] | None = None) -> Config:
+    """The arguments of a recipe: `--preset NAME`, then `--config FILE`, then flags, each overriding those before."""
     parser = HfArgumentParser(
         config_class,  # type: ignore[arg-type]
         usage="%(prog)s [--preset NAME] [--config FILE] [--option value ...]; --help lists all options",

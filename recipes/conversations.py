@@ -12,7 +12,8 @@ A row may name its `domain`, and say with `finished: false` that its last answer
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,8 @@ import torch
 from datasets import load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -39,12 +39,7 @@ IGNORED = -100
 
 
 def read_rows(source: str, split: str = "train", config: str | None = None, streaming: bool = False) -> Any:
-    """The rows of a local file or folder, or of a dataset of the Hub.
-
-    Raises:
-        FileNotFoundError: if `source` is the name of a file that does not exist.
-        ValueError: if it cannot be read, or has no rows.
-    """
+    """The rows of a local file or folder, or of a dataset of the Hub."""
     builder = BUILDERS.get(Path(source).suffix)
     if builder and not Path(source).exists():
         raise FileNotFoundError(f"{source} does not exist; give a file, a folder or the id of a dataset of the Hub")
@@ -67,21 +62,21 @@ def domain_of(row: Row) -> str:
     return str(row.get("domain") or "all")
 
 
-def rows_by_domain(rows: Any, per_domain: int) -> dict[str, list[Row]]:
-    """The first `per_domain` rows of each domain."""
-    found: dict[str, list[Row]] = {}
+def first_of_domains(rows: Iterable[Row], per_domain: int | Mapping[str, int]) -> list[Row]:
+    """The first rows of each domain: as many of all domains, or of each as a mapping says, with a `default`."""
+    taken: Counter[str] = Counter()
+    chosen = []
     for row in rows:
-        members = found.setdefault(domain_of(row), [])
-        if len(members) < per_domain:
-            members.append(row)
-    return found
+        domain = domain_of(row)
+        most = per_domain if isinstance(per_domain, int) else per_domain.get(domain, per_domain.get("default"))
+        if most is None or taken[domain] < most:
+            taken[domain] += 1
+            chosen.append(row)
+    return chosen
 
 
 def messages_of(row: Row) -> Messages:
     """The messages of a row; empty for plain text.
-
-    Raises:
-        ValueError: if the row has none of the known columns, or one with something else in it.
 
     Example:
         >>> messages_of({"conversations": [{"from": "human", "value": "Hi"}]})
@@ -205,11 +200,7 @@ def _labelled(ids: list[int], answered: list[bool], max_length: int) -> Iterator
 
 
 def encoded(rows: Any, chat: ChatFormat, max_length: int, packing: bool = False) -> Any:
-    """All conversations with an answer, encoded; `packing` fills rows of `max_length` tokens with several of them.
-
-    Raises:
-        ValueError: if no conversation has an answer within `max_length` tokens.
-    """
+    """All conversations with an answer, encoded; `packing` fills rows of `max_length` tokens with several of them."""
 
     def encode(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
         each = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
@@ -240,7 +231,7 @@ def _packed(columns: dict[str, list[Any]], max_length: int) -> dict[str, list[An
 
 
 def collate(rows: Sequence[Row], pad_token_id: int = 0) -> Batch:
-    """A right-padded batch `[batch, length]`; packed rows have positions instead of an attention mask.
+    """A right-padded batch `[batch, length]`, in which no causal model needs a mask for the padding.
 
     For 3 prompt tokens and the answer "a b", positions 2 and 3 have the labels a and b:
 
@@ -252,39 +243,36 @@ def collate(rows: Sequence[Row], pad_token_id: int = 0) -> Batch:
         return pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
 
     batch = {"input_ids": padded("input_ids", pad_token_id), "labels": padded("labels", IGNORED)}
-    if "position_ids" in rows[0]:
-        batch["position_ids"] = padded("position_ids", 0)
-    else:
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+    positions = torch.arange(batch["labels"].shape[1]).repeat(len(rows), 1)
+    batch["position_ids"] = padded("position_ids", 0) if "position_ids" in rows[0] else positions
     if "features" in rows[0]:
         batch["features"] = pad_sequence([row["features"] for row in rows], batch_first=True)
         batch["hidden"] = torch.cat([row["hidden"] for row in rows])
     return batch
 
 
-class StepSampler(Sampler[int]):
+class StepSampler(LengthGroupedSampler):
     """Rows in an order in which those of a step have similar lengths, which saves padding.
 
-    The order depends only on seed and epoch, so that a resumed run goes on with it; and the rows of a step only on
-    their number, not on the number of processes or the size of micro-batches. Rows that fill no step are left out.
+    Unlike in Transformers' sampler, the order depends on seed and epoch alone, so that a resumed run goes on with it;
+    steps are shuffled, and rows that fill no step are left out.
     """
 
-    def __init__(self, lengths: Sequence[int], rows_per_step: int, seed: int):
-        self._lengths, self._rows_per_step, self._seed, self._epoch = lengths, rows_per_step, seed, 0
+    def __init__(self, lengths: list[int], rows_per_step: int, seed: int):
+        super().__init__(rows_per_step, lengths=lengths)
+        self._seed, self._epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Another order in each epoch."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return len(self._lengths) // self._rows_per_step * self._rows_per_step
+        return len(self.lengths) // self.batch_size * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        order = get_length_grouped_indices(self._lengths, self._rows_per_step, generator=generator)[: len(self)]
-        steps = torch.tensor(order).view(-1, self._rows_per_step)
-        yield from steps[torch.randperm(len(steps), generator=generator)].flatten().tolist()
+        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        steps = torch.tensor(list(super().__iter__())[: len(self)]).view(-1, self.batch_size)
+        yield from steps[torch.randperm(len(steps), generator=self.generator)].flatten().tolist()
 
 
 def check_row_count(rows: Any, rows_per_step: int) -> None:

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from arguments import Arguments, Options, option
 from conversations import IGNORED
-from drafter import Drafter
+from drafter import Drafter, with_lora
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.export import save_head
 from hf_specgen.heads.head_formats import load_head
@@ -33,11 +33,7 @@ NORM_EPS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilo
 
 @dataclass(kw_only=True)
 class HeadArguments(Arguments):
-    """Arguments of every head that reads several of the target's hidden states.
-
-    Raises:
-        ValueError: for fewer than one anchor or draft token.
-    """
+    """Arguments of every head that reads several of the target's hidden states."""
 
     head: str | None = option(default=None, help="folder or Hub id of a head to continue with, instead of a new one")
     lora: Options | None = option(default=None, help="fields of PEFT's LoraConfig: an adapter on `head`")
@@ -47,11 +43,9 @@ class HeadArguments(Arguments):
     layers: list[int] = option(default_factory=list, help="a new head's layers: copies of these layers of the target")
     anchors: int = option(default=512, help="positions of each row from which drafts start in a step, at random")
     depth: int = option(default=7, help="draft tokens that the head learns to propose from each position")
-    decay: float = option(default=0.8, help="weight of each draft token's loss relative to the one before")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_at_least(1, "anchors", "depth")
         if self.lora is not None and self.head is None:
             raise ValueError("lora trains an adapter on an existing head; give it as --head")
 
@@ -64,7 +58,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, args: HeadArguments, target: PreTrainedModel, rows: Any):
         super().__init__(args, target, rows)
-        self.depth, self.decay = args.depth, args.decay
+        self.depth = args.depth
         head = self.new_head(target, rows) if args.head is None else self.loaded_head(args.head)
         if not isinstance(head, self.head_class):
             raise ValueError(f"{args.head!r} is a {type(head).__name__}, not a {self.head_class.__name__}")
@@ -135,11 +129,8 @@ class HeadDrafter(Drafter):
 
 def _with_lora(head: DraftHead, args: HeadArguments) -> Any:
     """The `PeftModel` around a head, with LoRA matrices on its linear layers."""
-    from peft import LoraConfig, get_peft_model
-
     names = [name for name, module in head.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
-    config = LoraConfig(**{"r": 16, "lora_alpha": 32, "target_modules": names, **cast(Options, args.lora)})
-    adapted = get_peft_model(cast(Any, head), config)
+    adapted = with_lora(head, cast(Options, args.lora), target_modules=names)
     adapted.peft_config["default"].base_model_name_or_path = args.head
     return adapted
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,8 +37,6 @@ class Drafter(nn.Module):
     """Indices of the target's `hidden_states` that are read."""
     copied: Sequence[int] = ()
     """Layers of the target that the drafter starts from."""
-    decay: float = 1.0
-    """Weight of each depth's loss relative to the one before."""
     depth: int = 4
     """Draft tokens whose acceptance is counted in the evaluation."""
 
@@ -99,7 +97,7 @@ class Drafter(nn.Module):
         states, predicts = self.states(batch), labels != IGNORED
         drafts = self.draft(batch, states)
         learnt = Learnt(states.hidden, labels[predicts], answer_numbers(batch))
-        loss = draft_loss(self.target, drafts, learnt, self.args.loss, self.decay)
+        loss = draft_loss(self.target, drafts, learnt, self.args.loss, self.args.decay)
         count = predicts.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         result = {"loss": loss / count}
         if not self.training:
@@ -108,6 +106,13 @@ class Drafter(nn.Module):
             missing = len(labels) - len(counts)  # rows without predictions at the end
             result["counts"] = torch.cat([counts, counts.new_zeros(missing, *counts.shape[1:])])
         return result
+
+
+def with_lora(model: Any, fields: Mapping[str, Any], **more: Any) -> Any:
+    """The `PeftModel` around a model, with LoRA matrices; `fields` of its config replace the recipe's."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(**{"r": 16, "lora_alpha": 32, **more, **fields}))
 
 
 def answer_numbers(batch: Batch) -> torch.Tensor:
@@ -156,29 +161,11 @@ def choose_anchors(batch: Batch, most: int, step: int) -> Anchors:
     return Anchors(places, valid, numbers.gather(1, places)[valid])
 
 
-def positions_of(batch: Batch) -> torch.Tensor:
-    """`[batch, length]` positions within each conversation."""
-    if "position_ids" in batch:
-        return batch["position_ids"]
-    count, length = batch["input_ids"].shape
-    return torch.arange(length, device=batch["input_ids"].device).expand(count, -1)
-
-
-def same_conversation(batch: Batch) -> torch.Tensor | None:
-    """`[batch, length, length]` which positions of packed rows are of one conversation; None without packing."""
-    if "position_ids" not in batch:
-        return None
-    numbers = (batch["position_ids"] == 0).cumsum(dim=1)
-    return numbers[:, :, None] == numbers[:, None]
-
-
 def visible_positions(batch: Batch, roots: torch.Tensor) -> torch.Tensor:
     """`[batch, anchors, length]` the positions of its conversation up to each anchor."""
-    length = batch["input_ids"].shape[1]
-    visible = torch.arange(length, device=roots.device) <= roots[..., None]
-    if (together := same_conversation(batch)) is not None:
-        visible = visible & together.gather(1, roots[..., None].expand(-1, -1, length))
-    return visible
+    conversations = (batch["position_ids"] == 0).cumsum(dim=1)  # their numbers
+    known = torch.arange(conversations.shape[1], device=roots.device) <= roots[..., None]
+    return known & (conversations[:, None] == conversations.gather(1, roots)[..., None])
 
 
 def block_mask(batch: Batch, roots: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:

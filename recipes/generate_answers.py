@@ -6,8 +6,8 @@
 Prompts are conversations in any format of training data; answers that these have are replaced, the last one of each.
 Prompts are divided among the processes and have a seed each, so the result does not depend on the number of processes;
 a drafter (`--drafter`, by default n-grams of the text) changes the speed alone.
-An interrupted run continues where it stopped: answers are kept in OUTPUT.parts until all are there, with the settings
-that they belong to; other settings are refused.
+An interrupted run continues where it stopped: until all answers are there, they are kept in a folder beside OUTPUT, one
+for each choice of settings and prompts.
 """
 
 from __future__ import annotations
@@ -32,22 +32,16 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arguments import DataArguments, Options, launch, option, parse
-from conversations import ChatFormat, Row, domain_of, prompt_of, read_rows
+from conversations import ChatFormat, Row, domain_of, first_of_domains, prompt_of, read_rows
 from hf_specgen import AutoCandidates, Completion, generate_many
 
-RECORD = "settings.json"
-"""File in OUTPUT.parts: what the answers depend on."""
 Numbered = Sequence[tuple[int, Row]]
 """Rows with their numbers among all."""
 
 
 @dataclass(kw_only=True)
 class AnswerArguments(DataArguments):
-    """Prompts and decoding settings.
-
-    Raises:
-        ValueError: if a number is below 1.
-    """
+    """Prompts and decoding settings."""
 
     target: str = option(help="Hub id or folder of the model that answers; its name on the server")
     prompts: str = option(help="conversations: a file, a folder, or a dataset of the Hub")
@@ -67,21 +61,15 @@ class AnswerArguments(DataArguments):
     )
     seed: int = option(default=0, help="of the choice of prompts and of sampling")
 
-    def __post_init__(self) -> None:
-        self.check_at_least(1, "max_new_tokens", "batch_size")
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, load, generate, save."""
     args, state = parse(AnswerArguments, __doc__, arguments), PartialState()
-    rows, parts = chosen_prompts(args), Path(args.output + ".parts")
-    record, done = record_of(args, rows), answers_so_far(parts)
-    check_record(parts, record)
+    rows = chosen_prompts(args)
+    parts = folder_of(args, rows)
+    done = answers_so_far(parts)
     state.wait_for_everyone()  # no process writes while another one still reads
-    if state.is_main_process:
-        parts.mkdir(parents=True, exist_ok=True)
-        (parts / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
-    state.wait_for_everyone()  # no answer is written before the record
+    parts.mkdir(parents=True, exist_ok=True)
     missing = [(number, row) for number, row in enumerate(rows) if number not in done]
     mine = missing[state.process_index :: state.num_processes]
     answers = ask_server(args, mine) if args.server else local_answers(args, mine)
@@ -177,38 +165,18 @@ def chosen_prompts(args: AnswerArguments) -> list[Row]:
     prompts = {_key(row): row for row in read_rows(args.prompts, args.data_split, args.data_config)}
     rows = [row for key, row in prompts.items() if key not in excluded]
     random.Random(args.seed).shuffle(rows)
-    taken: Counter[str] = Counter()
-    chosen = []
-    for row in rows:
-        if taken[domain_of(row)] < args.per_domain.get(domain_of(row), args.per_domain.get("default", len(rows))):
-            taken[domain_of(row)] += 1
-            chosen.append(row)
-    return chosen
+    return first_of_domains(rows, args.per_domain)
 
 
 def _key(row: Row) -> str:
     return json.dumps([prompt_of(row), row.get("tools")])
 
 
-def record_of(args: AnswerArguments, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the answers depend on: the settings, and the prompts, as a hash."""
-    unrelated = ("output", "drafter", "batch_size")
-    record = {name: value for name, value in asdict(args).items() if name not in unrelated}
-    record["content of the prompts"] = hashlib.sha256(json.dumps([_key(row) for row in rows]).encode()).hexdigest()
-    return dict(json.loads(json.dumps(record)))  # as it is when it is read again
-
-
-def check_record(parts: Path, record: dict[str, Any]) -> None:
-    """Raise a `ValueError` if `parts` has answers that were generated with other settings or to other prompts."""
-    file = parts / RECORD
-    recorded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if answers_so_far(parts) and recorded != record:
-        names = [name for name in record if recorded.get(name) != record[name]]
-        changes = ", ".join(f"{name} {recorded.get(name)!r:.80} (now {record[name]!r:.80})" for name in names)
-        raise ValueError(
-            f"{parts} has answers of an interrupted run with {changes}; continue it with the same settings, or remove "
-            "that folder to start anew"
-        )
+def folder_of(args: AnswerArguments, rows: Sequence[Row]) -> Path:
+    """The folder for answers of an unfinished run, named by what they depend on: settings and prompts."""
+    settings = {name: value for name, value in asdict(args).items() if name not in ("output", "drafter", "batch_size")}
+    content = json.dumps([settings, [_key(row) for row in rows]])
+    return Path(f"{args.output}.{hashlib.sha256(content.encode()).hexdigest()[:16]}.parts")
 
 
 def answers_so_far(parts: Path) -> dict[int, Row]:

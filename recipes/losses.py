@@ -132,7 +132,8 @@ def draft_loss(
                 )
             yield decay**part.depth * loss
 
-    return gradient_at_once(parts, drafts.states, drafts.trained)
+    trained = list(dict.fromkeys(parameter for parameter in drafts.trained if parameter.requires_grad))
+    return cast(torch.Tensor, _GradientAtOnce.apply(parts, len(drafts.states), *drafts.states, *trained))
 
 
 @torch.no_grad()
@@ -202,17 +203,9 @@ def acceptance_counts(
     return counts
 
 
-def gradient_at_once(
-    parts: Callable[[Sequence[torch.Tensor]], Iterator[torch.Tensor]],
-    states: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """A sum of scalars whose gradients are computed one by one, so that only one of their graphs exists at a time."""
-    trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
-    return cast(torch.Tensor, _GradientAtOnce.apply(parts, len(states), *states, *trained))
-
-
 class _GradientAtOnce(torch.autograd.Function):
+    """A sum of scalars whose gradients are computed one by one, so that only one of their graphs exists at a time."""
+
     @staticmethod
     def forward(ctx: Any, parts: Any, count: int, *inputs: torch.Tensor) -> Any:
         leaves = [state.detach().requires_grad_() for state in inputs[:count]]

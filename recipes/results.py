@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.counters import Statistics
 from hf_specgen.version import __version__
 
-Prompts = dict[str, list[Row]]
+Prompts = list[tuple[int, Row]]
+"""Held-out prompts with their numbers."""
 TREE = 32
 """Draft tokens of a tree."""
 UNDRAFTED = NgramCandidates(policy=FixedDepth(0))
@@ -42,28 +43,20 @@ target.generate(**inputs, candidate_generator=AutoCandidates.from_pretrained("{n
 target.generate(**inputs, custom_generate="{name}", trust_remote_code=True)
 """
 CUSTOM_GENERATE = '''\
-"""Speculative decoding with the drafter in this repository; the tokens are those of plain generate()."""
+"""Speculative decoding with the drafter in this repository (pip install hf-specgen); same tokens as generate()."""
 
 from functools import lru_cache
 from typing import Any
 
-DRAFTER = {name}
+from hf_specgen import AutoCandidates
 
-
-@lru_cache(maxsize=1)
-def candidates() -> Any:
-    """The drafter, loaded once."""
-    try:
-        from hf_specgen import AutoCandidates
-    except ImportError:
-        raise ImportError(f"{{DRAFTER}} needs hf_specgen, which is not installed: pip install hf-specgen") from None
-    return AutoCandidates.from_pretrained(DRAFTER)
+drafter = lru_cache(AutoCandidates.from_pretrained)
 
 
 def generate(model: Any, **arguments: Any) -> Any:
     """What `model.generate(candidate_generator=...)` returns."""
-    arguments = {{name: value for name, value in arguments.items() if value is not None}}
-    return model.generate(candidate_generator=candidates(), **arguments)
+    given = {{name: value for name, value in arguments.items() if value is not None}}
+    return model.generate(candidate_generator=drafter({name}), **given)
 '''
 
 
@@ -71,23 +64,17 @@ def generate(model: Any, **arguments: Any) -> Any:
 class Measured:
     """What was counted in the generations of one domain: with chains, with trees; whether tokens are those of plain."""
 
-    chain: Statistics
-    tree: Statistics
+    chain: Statistics = field(default_factory=lambda: Statistics([]))
+    tree: Statistics = field(default_factory=lambda: Statistics([]))
     identical: int = 0
     prompts: int = 0
 
 
 def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, prompts: Prompts) -> Dataset:
     """The target's own answers to the held-out prompts."""
-    numbered = numbered_rows(prompts)
     with torch.random.fork_rng():
-        answers = dict(answer_rows(target, chat, numbered, UNDRAFTED, 0, args.generation, **call_of(args)))
-    return Dataset.from_list([answers[number] for number, _ in numbered])
-
-
-def numbered_rows(prompts: Prompts) -> list[tuple[int, Row]]:
-    """The prompts of all domains with numbers."""
-    return list(enumerate(row for rows in prompts.values() for row in rows))
+        answers = dict(answer_rows(target, chat, prompts, UNDRAFTED, 0, args.generation, **call_of(args)))
+    return Dataset.from_list([answers[number] for number, _ in prompts])
 
 
 def call_of(args: Arguments) -> dict[str, Any]:
@@ -99,16 +86,16 @@ def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, se
     """Generate answers with the drafter as it was saved, and count; the random state is left unchanged."""
     if not PartialState().is_main_process and not args.shard_target:  # a sharded target needs all in each pass
         return {}
-    load, policy, rows = AutoCandidates.from_pretrained, FixedDepth(), numbered_rows(prompts)
+    load, policy = AutoCandidates.from_pretrained, FixedDepth()
     drafters = [load(args.output_dir, policy=policy, **settings(with_tree)) for with_tree in (False, True)]
     with torch.random.fork_rng():
         plain, chains, trees = (
-            dict(completions(target, chat, rows, drafter, 0, args.generation, **call_of(args)))
+            dict(completions(target, chat, prompts, drafter, 0, args.generation, **call_of(args)))
             for drafter in (UNDRAFTED, *drafters)
         )
-    results = {domain: Measured(Statistics([]), Statistics([])) for domain in prompts}
-    for number, row in rows:
-        result, tokens = results[domain_of(row)], plain[number].tokens
+    results: dict[str, Measured] = {}
+    for number, row in prompts:
+        result, tokens = results.setdefault(domain_of(row), Measured()), plain[number].tokens
         result.chain += chains[number].statistics
         result.tree += trees[number].statistics
         result.identical += chains[number].tokens == tokens == trees[number].tokens
@@ -146,7 +133,6 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
     record |= {"chat_template_kwargs": dict(args.chat_template_kwargs), "max_length": args.max_length}
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     write_custom_generate(folder, name)
-    title = f"{folder.name}: {drafter.kind}"
     data = ModelCardData(
         library_name=drafter.library,
         tags=["speculative-decoding", "hf_specgen"],
@@ -155,15 +141,16 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
     parameters = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
     usage = USAGE.format(target=args.target, name=name)
     dtype = str(drafter.target.dtype).removeprefix("torch.")
+    loss = next((entry["loss"] for entry in reversed(history) if "loss" in entry), None)
     sections = [
         f"---\n{data.to_yaml()}\n---",
-        f"# {title}",
+        f"# {folder.name}: {drafter.kind}",
         f"A drafter for speculative decoding of `{args.target}`, for which alone it was trained: {drafter.kind}, "
         f"{parameters / 1e6:.1f}M trained parameters. The target itself is unchanged.",
         f"```python\n{usage.strip()}\n```",
         f"## Measured\n\n{measured_section(args.evaluation, results, dtype)}",
         f"## Training\n\nArguments of hf_specgen's `recipes/{drafter.recipe}.py`:\n\n```yaml\n"
-        f"{yaml.safe_dump(args.own_values(), sort_keys=False)}```\n\n{_final_loss(history)}",
+        f"{yaml.safe_dump(args.own_values(), sort_keys=False)}```\n\nLoss at the end: {loss} per token.",
         f"Versions: hf-specgen {__version__}, torch {torch.__version__}, transformers {transformers.__version__}.",
     ]
     ModelCard("\n\n".join(sections) + "\n").save(folder / "README.md")
@@ -174,10 +161,3 @@ def write_custom_generate(folder: Path, name: str) -> None:
     path = folder / "custom_generate" / "generate.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(CUSTOM_GENERATE.format(name=json.dumps(name)), encoding="utf-8")
-
-
-def _final_loss(history: list[dict[str, Any]]) -> str:
-    """The mean of the last tenth of the logged losses."""
-    losses = [entry["loss"] for entry in history if "loss" in entry]
-    last = losses[-max(1, len(losses) // 10) :]
-    return f"Final loss: {sum(last) / len(last):.4f} per token." if last else ""

@@ -34,7 +34,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from arguments import Arguments
+from arguments import Arguments, differences
 from conversations import IGNORED, Batch, Row, collate
 from hf_specgen.targets.model_parts import decoder, decoder_layers, final_norm, keeps_state, output_logits
 
@@ -69,12 +69,7 @@ def load_target(args: Arguments) -> PreTrainedModel:
 
 @torch.no_grad()
 def check_target(target: PreTrainedModel, packing: bool = False) -> None:
-    """Refuse a model whose parts do not add up to it, before any data are read.
-
-    Raises:
-        ValueError: if its output matrix, applied to its last hidden state, does not give its logits; or if packed
-            conversations would see each other.
-    """
+    """Refuse a model whose parts do not add up to it, before any data are read."""
     decoder_layers(target)
     embeddings: Any = target.get_input_embeddings()
     ids = torch.arange(1, 9, device=embeddings.weight.device)[None] % len(embeddings.weight)
@@ -98,7 +93,7 @@ def check_target(target: PreTrainedModel, packing: bool = False) -> None:
 
 def read_target(target: PreTrainedModel, batch: Batch, layers: Sequence[int]) -> States:
     """One forward pass of a model over whole conversations."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     # Versions before 5.23 count a list of indices without the embedding.
     captured: Any = list(layers) if Version(transformers.__version__) >= Version("5.23") else bool(layers)
     output = cast(Any, decoder(target))(**inputs, use_cache=False, output_hidden_states=captured or False)
@@ -127,18 +122,13 @@ def _file_name(number: int) -> str:
 
 
 def is_stored(folder: Path, described: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Whether the folder has all states.
-
-    Raises:
-        ValueError: if it has states of something else than `described`.
-    """
+    """Whether the folder has all states."""
     index = folder / INDEX
     if not index.exists():
         return False
     stored = json.loads(index.read_text(encoding="utf-8"))
-    if differences := [name for name in described if stored[name] != described[name]]:
-        named = ", ".join(f"{name} {stored[name]!r:.60} (now {described[name]!r:.60})" for name in differences)
-        raise ValueError(f"{folder} has the states of another run: {named}; give another folder for --features")
+    if changed := differences(stored, described):
+        raise ValueError(f"{folder} has the states of another run: {changed}; give another folder for --features")
     return bool(stored["complete"])
 
 

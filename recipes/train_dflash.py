@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from arguments import launch, option
 from conversations import Batch
 from draft_heads import HeadArguments, HeadDrafter, copy_layers, new_layer, start_from_state
-from drafter import Anchors, block_mask, choose_anchors, positions_of
+from drafter import Anchors, block_mask, choose_anchors
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers
 from hf_specgen.targets.model_parts import decoder_layers
@@ -75,12 +75,12 @@ def block_states(bound: BoundHead, batch: Batch, features: torch.Tensor, anchors
     head: Any = bound.head
     config: BlockConfig = head.config
     ids, cache, (roots, valid, _) = batch["input_ids"], DynamicCache(), anchors
-    head.extend(features, positions_of(batch), cache)
+    head.extend(features, batch["position_ids"], cache)
     row = torch.arange(len(ids), device=ids.device)[:, None]
     offsets = torch.arange(config.block_size, device=ids.device)
     first = ids[row, (roots + 1).clamp(max=ids.shape[1] - 1)]
     tokens = torch.where(offsets == 0, first[..., None], config.mask_token_id)  # [batch, anchors, block]
-    positions = positions_of(batch).gather(1, roots)[..., None] + 1 + offsets
+    positions = batch["position_ids"].gather(1, roots)[..., None] + 1 + offsets
     masks = {kind: _training_mask(kind, batch, roots, config.block_size) for kind in set(config.attention)}
     states = bound.embed(tokens.flatten(1))
     rotary = head.rotary(states, positions.flatten(1))

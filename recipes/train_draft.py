@@ -3,9 +3,9 @@
     accelerate launch recipes/train_draft.py --target ID --draft SMALLER_ID --data answers.jsonl --output my-draft
     accelerate launch recipes/train_draft.py --target ID --layers 0 2 3 --data answers.jsonl --output my-draft
 
-Either `layers` initializes the draft with some of the target's layers, its embeddings and its output matrix (weights
-whose shape is changed by `shape` are new), or `draft` names an existing small model with the same tokenizer, which is
-trained whole, or with LoRA matrices (`--lora`) that are merged in the end or saved as an adapter (`--merge false`).
+Either `layers` initializes the draft with some of the target's layers, its embeddings and its output matrix, or `draft`
+names an existing small model with the same tokenizer, which is trained whole, or with LoRA matrices (`--lora`) that are
+merged in the end or saved as an adapter (`--merge false`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from arguments import Arguments, Options, launch, option
 from conversations import Batch
-from drafter import Drafter
+from drafter import Drafter, with_lora
 from hf_specgen.targets.model_parts import decoder_layers, keeps_state, output_logits, output_matrix
 from losses import Drafts
 from target import States, read_target, whole
@@ -30,14 +30,9 @@ from training import run
 
 @dataclass(kw_only=True)
 class DraftArguments(Arguments):
-    """The draft model.
-
-    Raises:
-        ValueError: if neither or both of `layers` and `draft` are given.
-    """
+    """The draft model."""
 
     layers: list[int] | None = option(default=None, help="layers of the target that initialize those of the draft")
-    shape: Options = option(default_factory=Options, help="fields of the config that differ from the target's")
     draft: str | None = option(default=None, help="existing small model, instead of `layers`")
     lora: Options | None = option(default=None, help="fields of PEFT's LoraConfig, for an existing model")
     merge: bool = option(default=True, help="merge the LoRA matrices; false: save them as an adapter of `draft`")
@@ -60,14 +55,11 @@ class ModelDrafter(Drafter):
         super().__init__(args, target, rows)
         self.adapted: Any = None
         if args.layers is not None:
-            self.model, self.copied = from_layers(target, args.layers, args.shape), args.layers
+            self.model, self.copied = from_layers(target, args.layers), args.layers
             return
         self.model = AutoModelForCausalLM.from_pretrained(cast(str, args.draft), dtype=torch.float32)
         if args.lora is not None:
-            from peft import LoraConfig, get_peft_model
-
-            fields = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", **args.lora}
-            self.adapted = get_peft_model(self.model, LoraConfig(task_type="CAUSAL_LM", **fields))
+            self.adapted = with_lora(self.model, args.lora, target_modules="all-linear", task_type="CAUSAL_LM")
 
     @classmethod
     def check(cls, args: Any, target: PreTrainedModel) -> None:
@@ -100,31 +92,23 @@ def _vocabulary(name: str) -> dict[str, int]:
     return dict(AutoTokenizer.from_pretrained(name).get_vocab())
 
 
-def from_layers(target: PreTrainedModel, layers: list[int], changes: dict[str, Any]) -> PreTrainedModel:
-    """A model with one layer for each of `layers`, with the target's weights wherever shapes are equal."""
+def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
+    """A model in float32 with some of the target's layers and all its other weights."""
     config = copy.deepcopy(target.config)
     text = config.get_text_config()
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[layer] for layer in layers]
-    for name, value in ({"num_hidden_layers": len(layers)} | changes).items():
-        setattr(text, name, value)
+    text.num_hidden_layers = len(layers)
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    own, given = draft.state_dict(), target.state_dict()
-    for name, tensor in own.items():
-        source = _source_name(name, layers)
-        if source in given and given[source].shape == tensor.shape:
-            tensor.copy_(whole(given[source]))
+    given = target.state_dict()
+    for name, tensor in draft.state_dict().items():
+        parts = name.split(".")  # with layers [0, 7], model.layers.1.mlp.weight is model.layers.7.mlp.weight
+        index = next((i for i, part in enumerate(parts) if part.isdigit()), None)  # later numbers belong to experts
+        if index is not None:
+            parts[index] = str(layers[int(parts[index])])
+        tensor.copy_(whole(given[".".join(parts)]))
     draft.generation_config = copy.deepcopy(target.generation_config)
     return cast(PreTrainedModel, draft)
-
-
-def _source_name(name: str, layers: list[int]) -> str:
-    """The target's name of a weight: with layers [0, 7], `model.layers.1.mlp.weight` is `model.layers.7.mlp.weight`."""
-    parts = name.split(".")
-    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)  # later numbers belong to experts
-    if index is not None:
-        parts[index] = str(layers[int(parts[index])])
-    return ".".join(parts)
 
 
 main = partial(run, ModelDrafter, DraftArguments, __doc__)

@@ -36,7 +36,7 @@ from draft_heads import (
     new_layer,
     start_from_state,
 )
-from drafter import Anchors, block_mask, choose_anchors, positions_of, same_conversation, visible_positions
+from drafter import Anchors, block_mask, choose_anchors, visible_positions
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig, eagle_layers
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
@@ -107,7 +107,7 @@ def training_time_test(
     output, visible = _known_positions(bound, batch, features, cache), visible_positions(batch, roots)
     ids = batch["input_ids"]
     row, length = torch.arange(len(ids), device=ids.device)[:, None], ids.shape[1]
-    positions = positions_of(batch).gather(1, roots)
+    positions = batch["position_ids"].gather(1, roots)
     hidden, states = output.hidden[row, roots], [output.output[row, roots][valid]]
     own = torch.eye(roots.shape[1], dtype=torch.bool, device=ids.device).expand(len(ids), -1, -1)
     for step in range(1, depth):
@@ -130,7 +130,8 @@ def parallel_drafts(
     if not masked:
         return states
     device = roots.device
-    positions = (positions_of(batch).gather(1, roots)[..., None] + torch.arange(1, depth, device=device)).flatten(1)
+    first = batch["position_ids"].gather(1, roots)[..., None]
+    positions = (first + torch.arange(1, depth, device=device)).flatten(1)
     mask = block_mask(batch, roots, torch.ones(masked, masked, dtype=torch.bool).tril())
     tokens = bound.embed(torch.full((rows, count * masked), head.config.mask_token_id, device=device))
     hidden = head.combine(head.mask_hidden.expand(rows, count * masked, -1))
@@ -141,11 +142,10 @@ def parallel_drafts(
 def _known_positions(bound: BoundHead, batch: Batch, features: torch.Tensor, cache: DynamicCache) -> Any:
     """The head's pass over all positions."""
     head: Any = bound.head
-    same, slots = same_conversation(batch), torch.arange(batch["input_ids"].shape[1], device=features.device)
-    causal = (slots <= slots[:, None])[None]
-    mask = (causal if same is None else same & causal)[:, None]
-    following = bound.embed(batch["input_ids"].roll(-1, dims=1))
-    return head(following, head.combine(features), positions_of(batch), mask, cache)
+    ids = batch["input_ids"]
+    mask = visible_positions(batch, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))[:, None]
+    following = bound.embed(ids.roll(-1, dims=1))
+    return head(following, head.combine(features), batch["position_ids"], mask, cache)
 
 
 main = partial(run, EagleDrafter, EagleArguments, __doc__)

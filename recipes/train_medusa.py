@@ -32,11 +32,7 @@ OUTPUTS = ("lm_heads.", "lora_")
 
 @dataclass(kw_only=True)
 class MedusaArguments(Arguments):
-    """The heads and their training.
-
-    Raises:
-        ValueError: for fewer than one head or layer, or a negative rank.
-    """
+    """The heads."""
 
     heads: str | None = option(default=None, help="folder or Hub id of heads to continue with, instead of new ones")
     num_heads: int = option(default=4, help="of new heads")
@@ -45,12 +41,6 @@ class MedusaArguments(Arguments):
     reads_token: bool = option(default=False, help="the heads also read the token that the target has just generated")
     reads_path: bool = option(default=False, help="each head also reads the draft tokens before its own (Hydra)")
     lora_rank: int = option(default=0, help="of a LoRA matrix for each head on the shared output matrix; 0: none")
-    decay: float = option(default=0.8, help="weight of each head's loss relative to the one before")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_at_least(1, "num_heads", "num_layers")
-        self.check_at_least(0, "lora_rank")
 
 
 class MedusaDrafter(Drafter):
@@ -67,7 +57,7 @@ class MedusaDrafter(Drafter):
             heads = cast(MedusaHeads, load_head(args.heads, dtype=torch.float32))
             heads.bind(target)  # raises for heads of another target
         self.heads = heads.to(output_matrix(target).weight.device).requires_grad_()
-        self.depth, self.decay = heads.config.num_heads, args.decay
+        self.depth = heads.config.num_heads
 
     def draft(self, batch: Batch, states: States) -> Drafts:
         tokens = None

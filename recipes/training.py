@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import time
-from itertools import chain
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any, cast
@@ -14,21 +13,20 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer, EvalPrediction, Trainer, set_seed
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-from arguments import Arguments, parse
+from arguments import Arguments, differences, parse
 from conversations import (
     ChatFormat,
     StepSampler,
     check_row_count,
     collate,
     encoded,
+    first_of_domains,
     messages_of,
     prompt_of,
     read_rows,
-    rows_by_domain,
 )
 from drafter import Drafter
 from results import measure, target_answers, write_card
@@ -36,25 +34,24 @@ from target import StoredStates, check_target, is_stored, load_target, stored_st
 
 RUN = "run.json"
 """File in the output folder: the arguments that decide the result."""
+LENGTHENED = ("max_steps", "num_train_epochs")
+"""Arguments that may change when a run is resumed."""
 RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors")
 
 
 def run(
     recipe: type[Drafter], arguments_class: type[Any], documentation: str | None, arguments: list[str] | None = None
 ) -> None:
-    """Everything that a recipe's script does: parse, check, load, train, save, measure.
-
-    Raises:
-        ValueError: for arguments, a target or data that cannot be used, before anything is trained.
-    """
+    """Everything that a recipe's script does: parse, check, load, train, save, measure."""
     args = parse(arguments_class, documentation, arguments)
     check_arguments(args)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     chat = ChatFormat(tokenizer, args.chat_template_kwargs)
     source = read_rows(args.data, args.data_split, args.data_config, args.streaming)
     messages_of(next(iter(source)))  # refuses other columns now, and below not after the training
-    prompts = rows_by_domain(read_rows(args.evaluation), args.evaluation_per_domain) if args.evaluation else {}
-    for row in chain.from_iterable(prompts.values()):
+    asked = read_rows(args.evaluation) if args.evaluation else []
+    prompts = list(enumerate(first_of_domains(asked, args.evaluation_per_domain)))
+    for _, row in prompts:
         prompt_of(row)
     needs_answers = bool(prompts) and (args.eval_strategy != "no" or args.simulate)
     folders = [Path(args.features or "") / name for name in ("train", "evaluation")[: 1 + needs_answers]]
@@ -73,9 +70,9 @@ def run(
 
     rows, held_out = data, None
     if args.features:
-        tokens, asked = [data["input_ids"][:], data["labels"][:]], [prompts, args.generation, args.evaluation_tokens]
+        tokens, call = [data["input_ids"][:], data["labels"][:]], [prompts, args.generation, args.evaluation_tokens]
         rows = stored_states(args, drafter, "train", tokens, lambda: data)
-        held_out = stored_states(args, drafter, "evaluation", asked, answers) if needs_answers else None
+        held_out = stored_states(args, drafter, "evaluation", call, answers) if needs_answers else None
         drafter.replace_target(target_without_layers(args))
     elif needs_answers:
         held_out = answers()
@@ -93,28 +90,20 @@ def run(
 
 
 def check_arguments(args: Arguments) -> None:
-    """Refuse what would fail, or overwrite something, after hours of training.
-
-    Raises:
-        ValueError: for a folder with another result, a missing library, or a repository that cannot be written.
-    """
+    """Refuse what would fail, or overwrite something, after hours of training."""
     folder = Path(args.output_dir)
     checkpoint, record = last_checkpoint(args), folder / RUN
     if args.resume and checkpoint and record.exists():
-        recorded, now = json.loads(record.read_text(encoding="utf-8")), args.own_values()
-        compared = (recorded.keys() & now.keys()) - {"max_steps", "num_train_epochs"}
-        if changed := sorted(name for name in compared if recorded[name] != now[name]):
-            named = ", ".join(f"{name} {recorded[name]!r:.60} (now {now[name]!r:.60})" for name in changed)
+        now = {name: value for name, value in args.own_values().items() if name not in LENGTHENED}
+        if changed := differences(json.loads(record.read_text(encoding="utf-8")), now):
             raise ValueError(
-                f"{folder} has a run with {named}; resume it with the same settings, or give another --output"
+                f"{folder} has a run with {changed}; resume it with the same settings, or give another --output"
             )
     elif not (args.resume or args.overwrite or args.dry_run or args.simulate):
-        if any((folder / name).exists() for name in RESULTS):
-            raise ValueError(f"{folder} holds an earlier result; give another --output, or --overwrite true")
-        if checkpoint:
+        if checkpoint or any((folder / name).exists() for name in RESULTS):
             raise ValueError(
-                f"{folder} holds a checkpoint of an earlier run: continue it with --resume true, start anew with "
-                "--overwrite true, or give another --output"
+                f"{folder} holds an earlier run: continue it with --resume true, replace it with --overwrite true, or "
+                "give another --output"
             )
     elif args.overwrite and PartialState().is_main_process:
         for old in folder.glob("checkpoint-*"):
@@ -125,12 +114,7 @@ def check_arguments(args: Arguments) -> None:
         except (RuntimeError, ImportError) as error:
             raise ValueError(f"report_to={' '.join(args.report_to)}: {error}") from None
     if args.push_to_hub:
-        try:
-            HfApi(token=args.hub_token).create_repo(
-                str(args.hub_model_id), exist_ok=True, private=args.hub_private_repo
-            )
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            raise ValueError(f"push_to_hub: {args.hub_model_id} cannot be written: {error}") from None
+        HfApi(token=args.hub_token).create_repo(str(args.hub_model_id), exist_ok=True, private=args.hub_private_repo)
         args.push_to_hub = False  # `Trainer` would upload its checkpoints; the result is uploaded in the end
         args.hub_always_push = True
     if args.streaming and (args.features or args.packing or args.max_steps < 1):

@@ -6,6 +6,9 @@ Those in `WITH_PROMPT` also take `prompt` and `max_new_tokens`.
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.micro.block_verification import block_verification
+from benchmarks.micro.draft_window import draft_window
+from benchmarks.micro.grammars import grammar_drafts, grammar_verification
 from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
@@ -22,6 +25,10 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "generate-batch": generate_batch,
     "generate-many": replaced_rows,
     "batch-of-eight": batch_of_eight,
+    "draft-window": draft_window,
+    "block-verification": block_verification,
+    "grammar-drafts": grammar_drafts,
+    "grammar-verification": grammar_verification,
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
 }

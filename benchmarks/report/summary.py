@@ -121,13 +121,14 @@ def speed(found: Sequence[Cell], first: str) -> Rows:
 
 
 def acceptance(found: Sequence[Cell], first: str) -> Rows:
-    """Acceptance rate, both definitions of the mean accepted length, and acceptance by position."""
+    """Acceptance rate, both definitions of the mean accepted length, acceptance by position; mean size of drafts."""
     rows: Rows = []
     for cell in found:
         if cell.counts is None:
             continue
         columns = {name: [getattr(step, column) for step in cell.counts.rows[0]] for name, column in COUNTED.items()}
         rates: Any = Acceptance().compute(**columns)
+        drafts = [step for step in cell.counts.rows[0] if step.drafted]
         rows.append(
             {
                 first: cell.name,
@@ -135,6 +136,8 @@ def acceptance(found: Sequence[Cell], first: str) -> Rows:
                 "tokens/step": rates["tokens_per_step"],
                 "mean acceptance length": rates["mean_acceptance_length"],
                 "accepted": rates["acceptance_rate"],
+                "draft depth": mean(step.depth for step in drafts) if drafts else 0.0,
+                "draft tokens": mean(step.drafted for step in drafts) if drafts else 0.0,
                 "by position": " ".join(f"{share:.2f}" for share in rates[PER_POSITION][:8]),
             }
         )

@@ -47,8 +47,8 @@ class AutoregressiveSession(CalibratedSession):
         call: DraftCall,
         k: int,
         tree: str | int | None,
-        confidence_threshold: float,
         vocab: int,
+        confidence_threshold: float = 0.0,
         calibrations: int = 1,
     ):
         super().__init__(call, calibrations)
@@ -80,8 +80,8 @@ class AutoregressiveSession(CalibratedSession):
         """
 
     @abstractmethod
-    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """Run the drafter on the last `new` nodes of each row; `[batch, new, vocab]` logits after each of them."""
+    def next_scores(self, tree: GrownTree) -> torch.Tensor:
+        """Run the drafter on the last nodes of each row; `[batch, new, vocab]` logits after each of them."""
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was computed for these nodes of the last tree, and drop the others."""
@@ -124,7 +124,7 @@ class AutoregressiveSession(CalibratedSession):
         self._add(growth, logits)
         while width := size.width(growth):
             expanded = growth.expand(width)
-            self._add(growth, self.next_scores(expanded, width))
+            self._add(growth, self.next_scores(expanded))
             self.passes.append(active * width)
         self._expanded, first = growth.expanded, self.expanded_nodes_first
         draft, parents = growth.best(max(size.nodes(growth), growth.expanded if first else 0), first)

@@ -10,7 +10,7 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, reduce
 from typing import NamedTuple
@@ -202,31 +202,33 @@ class _RowSearch:
     ):
         self._first_network, self._recycling = first_network, recycling
         self.root = _Origin(last_token, (-1,) * len(drafts))
+        self._nowhere = (None,) * len(drafts)
         self._children = [node_children(draft, row) for draft in drafts]
 
-    def children(self, origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
+    def children(self, origin: _Origin, depth: int) -> Iterable[tuple[int, float, _Origin]]:
         """The children of a node, most likely first.
 
         Estimates of several members are combined as if they were independent; Token Recycling gets the probability
         that they leave. Where a network drafted, which has processed the text that others copy from, other tokens are
         improbable.
         """
-        nowhere = (None,) * len(origin.nodes)
-        members = [
+        proposed = [
             [] if parent is None else children.get(parent, [])
             for parent, children in zip(origin.nodes, self._children, strict=False)
         ]
-        drawn = {token for children in members[self._first_network :] for _, token, _ in children}
+        if not any(proposed):
+            return self._recycled(origin.token)
+        drawn = {token for children in proposed[self._first_network :] for _, token, _ in children}
         found: dict[int, tuple[float, _Origin]] = {}
-        for number, proposed in enumerate(members):
-            for child, token, acceptance in proposed:
-                before, one = found.get(token, (0.0, _Origin(token, nowhere)))
+        for number, children in enumerate(proposed):
+            for child, token, acceptance in children:
+                before, one = found.get(token, (0.0, _Origin(token, self._nowhere)))
                 nodes = (*one.nodes[:number], child, *one.nodes[number + 1 :])
                 found[token] = 1 - (1 - before) * (1 - acceptance), _Origin(token, nodes)
         if self._recycling is not None and not drawn:
             rest = max(0.0, 1 - sum(value for value, _ in found.values()))
             for token, acceptance, recycled in self._recycling.candidate_tokens(origin.token):
-                before, one = found.get(token, (0.0, _Origin(token, nowhere)))
+                before, one = found.get(token, (0.0, _Origin(token, self._nowhere)))
                 value = before + rest * acceptance if before else min(rest, acceptance)
                 found[token] = value, one._replace(recycled=recycled)
         values = {
@@ -235,6 +237,13 @@ class _RowSearch:
         scale = 1 / max(1.0, sum(values.values()))
         ranked = [(token, scale * value, found[token][1]) for token, value in values.items()]
         return sorted(ranked, key=lambda child: -child[1])
+
+    def _recycled(self, token: int) -> Iterator[tuple[int, float, _Origin]]:
+        """The children of a node after which no member proposes anything: those of Token Recycling."""
+        known = [] if self._recycling is None else self._recycling.candidate_tokens(token)
+        scale = 1 / max(1.0, sum([acceptance for _, acceptance, _ in known]))
+        for child, acceptance, recycled in sorted(known, key=lambda one: -one[1]):
+            yield child, scale * acceptance, _Origin(child, self._nowhere, recycled)
 
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:

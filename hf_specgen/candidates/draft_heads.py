@@ -27,11 +27,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
-from hf_specgen.candidates.head_sessions import (
-    EagleSession,
-    LastStateSession,
-    PathSession,
-)
+from hf_specgen.candidates.head_sessions import EagleSession, LastStateSession, PathSession
 from hf_specgen.candidates.independent_heads import MedusaSession, ParallelSession, default_size
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead

@@ -178,7 +178,7 @@ class DraftModelSession(AutoregressiveSession):
         confidence_threshold: float,
     ):
         tree = None if runner.reader.verifies_chains_only else tree
-        super().__init__(call, k, tree, confidence_threshold, vocabulary_size(call.model or draft))
+        super().__init__(call, k, tree, vocabulary_size(call.model or draft), confidence_threshold)
         self._runner, self._shared = runner, shared
 
     def max_draft_tokens(self, row: int) -> int:
@@ -190,10 +190,10 @@ class DraftModelSession(AutoregressiveSession):
         self.passes += self._runner.passes
         return logits if self._shared is None else self._shared.target_logits(logits)
 
-    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
+    def next_scores(self, tree: GrownTree) -> torch.Tensor:
         if self._shared is not None:
             tree = tree.replace(tokens=self._shared.draft_tokens(tree.tokens))
-        logits = self._runner.reader.grow(tree, new, self._runner.drafts)
+        logits = self._runner.reader.grow(tree, tree.tokens.shape[1], self._runner.drafts)
         return logits if self._shared is None else self._shared.target_logits(logits)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,10 +33,8 @@ from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_fir
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.tree import DraftTree
 
-FEW_TOKENS = 128
+FEW_TOKENS = 512
 """Allowed tokens up to which each of them may be drafted, without a match in the text."""
-MATCHED = 0.8
-"""Probability of tokens that followed a match in the text, against other allowed tokens."""
 
 
 class GrammarState(ABC):
@@ -162,6 +160,52 @@ def with_grammar(session: DraftSession, call: DraftCall, size: Any) -> DraftSess
     return GrammarSession(session, states, size) if states else session
 
 
+class _Texts:
+    """The texts of tokens, by a target's tokenizer; those of no token (-1) and without a tokenizer are unknown."""
+
+    def __init__(self, model: PreTrainedModel | None):
+        self._tokenizer = _tokenizer_of(model)
+        self._known: dict[int, str | None] = {-1: None}
+
+    def of(self, token: int) -> str | None:
+        """The text of a token, None if it is unknown."""
+        if token not in self._known:
+            self._known[token] = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        return self._known[token]
+
+    def kind(self, token: int) -> str:
+        """Whether a token is nothing but whitespace, "space", or another one, "text"."""
+        text = self.of(token)
+        return "text" if text is None or text.strip() else "space"
+
+    def is_line_break(self, token: int) -> bool:
+        """Whether a token is whitespace with a line break."""
+        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
+
+
+class _Choices:
+    """The tokens that a grammar allows in one of its states.
+
+    Attributes:
+        count: how many there are.
+        few: the tokens, if they are at most `FEW_TOKENS`.
+        forced: if all of them but whitespace are beginnings of one text, whitespace aside: how many of its characters
+            each adds.
+        whitespace: those that are nothing but whitespace.
+    """
+
+    def __init__(self, allowed: NDArray[np.bool_], texts: _Texts):
+        self.count = int(allowed.sum())
+        self.few = np.flatnonzero(allowed).tolist() if self.count <= FEW_TOKENS else []
+        known = {token: texts.of(token) for token in self.few}
+        contents = {token: "".join(text.split()) for token, text in known.items() if text is not None}
+        longest = max(contents.values(), key=len, default="")
+        are_known = len(contents) == len(self.few)
+        is_forced = are_known and longest and all(longest.startswith(text) for text in contents.values())
+        self.forced = {token: len(text) for token, text in contents.items() if text} if is_forced else {}
+        self.whitespace = {token for token, text in contents.items() if text == ""}
+
+
 def _tokenizer_of(model: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a target's checkpoint, if it has one."""
     if model is None or not model.name_or_path:
@@ -185,8 +229,8 @@ class GrammarSession(WrappedSession):
 
     def __init__(self, session: DraftSession, states: Sequence[GrammarState], size: Any):
         super().__init__(session)
-        rows, tokenizer = zip(self.call.state.prompts, states, strict=True), _tokenizer_of(session.call.model)
-        self._rows, self._size = [_Row(prompt, state, tokenizer) for prompt, state in rows], size
+        rows, texts = zip(self.call.state.prompts, states, strict=True), _Texts(session.call.model)
+        self._rows, self._size = [_Row(prompt, state, texts) for prompt, state in rows], size
 
     def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
         """The most probable tree of what the session drafted and the grammar allows, and of what the grammar forces."""
@@ -205,40 +249,59 @@ class GrammarSession(WrappedSession):
 
 
 class _Row:
-    """The text of one row, and the state of its grammar; None once the text has left the grammar."""
+    """The text of one row, its layout, and the state of its grammar; None once the text has left the grammar."""
 
-    def __init__(self, prompt: Sequence[int], state: GrammarState, tokenizer: PreTrainedTokenizerBase | None):
-        self._tokenizer = tokenizer
-        self._index, self._counts, self._odds = NgramIndex(prompt), Counter(prompt), MatchOdds()
+    def __init__(self, prompt: Sequence[int], state: GrammarState, texts: _Texts):
+        self._texts, self._odds = texts, MatchOdds()
+        self._index, self._counts = NgramIndex(prompt), Counter(prompt)
         self._state: GrammarState | None = state
         self._generated = 0
+        self._choices: dict[bytes, _Choices] = {}
+        self._indentation = -1  # the last whitespace token with a line break
+        # How often each kind of token followed a token, or a kind of token, where whitespace and one text were allowed.
+        self._followed = Counter[tuple[int | str, str]]()
 
     def update(self, generated: Sequence[int]) -> None:
         """Append the tokens that were generated since the last draft."""
-        new = generated[self._generated :]
+        for token in generated[self._generated :]:
+            state = self._state
+            if state is not None and state.allowed[token]:
+                self._learn(token, self._choices_of(state))
+                self._state = state.after(token)
+            else:
+                self._state = None
+            self._indentation = token if self._texts.is_line_break(token) else self._indentation
+            self._index.extend([token])
+            self._counts[token] += 1
         self._generated = len(generated)
-        self._index.extend(new)
-        self._counts.update(new)
-        for token in new:
-            is_allowed = self._state is not None and bool(self._state.allowed[token])
-            self._state = self._state.after(token) if is_allowed and self._state is not None else None
+
+    def _choices_of(self, state: GrammarState) -> _Choices:
+        key = np.packbits(state.allowed).tobytes()
+        if key not in self._choices:
+            self._choices[key] = _Choices(state.allowed, self._texts)
+        return self._choices[key]
+
+    def _learn(self, token: int, choices: _Choices) -> None:
+        """Learn whether whitespace was chosen beside forced text."""
+        if choices.forced and choices.whitespace:
+            last, kind = self._last(()), self._texts.kind(token)
+            self._followed[last, kind] += 1
+            self._followed[self._texts.kind(last), kind] += 1
 
     def search(
         self, drafted: dict[int, list[tuple[int, int, float]]], depth: int, limits: SearchLimits
     ) -> SearchTree[_Node]:
         """The most probable tree that obeys the grammar; `drafted` are the children of each node of the drafter."""
 
-        def children(node: _Node, _: int) -> list[tuple[int, float, _Node]]:
+        def children(node: _Node, _: int) -> Iterator[tuple[int, float, _Node]]:
             state = node.before
             if state is not None and node.path:
                 state = state.after(node.path[-1])
             below = () if node.drafted is None else drafted.get(node.drafted, ())
             proposals = {token: (acceptance, child) for child, token, acceptance in below if token >= 0}
             ranked = self._ranked(state, node.path, {token: value for token, (value, _) in proposals.items()})
-            return [
-                (token, value, _Node(proposals.get(token, (0.0, None))[1], state, (*node.path, token)))
-                for token, value in ranked
-            ]
+            for token, value in ranked:
+                yield token, value, _Node(proposals.get(token, (0.0, None))[1], state, (*node.path, token))
 
         return best_first(_Node(-1, self._state, ()), children, depth, limits)
 
@@ -248,40 +311,61 @@ class _Row:
         """The tokens that may follow and their probabilities, most probable first."""
         if state is None:
             return sorted(proposed.items(), key=lambda one: -one[1])
-        allowed = state.allowed
-        count = int(allowed.sum())
-        if count <= 1:
-            return [(int(allowed.argmax()), 1.0)] if count else []
-        forbidden = sum(value for token, value in proposed.items() if not allowed[token])
-        values = {token: value for token, value in proposed.items() if allowed[token]}
-        rest = max(0.0, 1.0 - forbidden - sum(values.values()))
-        scale = 1.0 / max(sum(values.values()) + rest, 1e-9)
-        for token, value in self._from_text(path, allowed, count).items() if rest else ():
-            values[token] = values.get(token, 0.0) + rest * value
-        return sorted(((token, scale * value) for token, value in values.items()), key=lambda one: -one[1])
+        allowed, choices = state.allowed, self._choices_of(state)
+        if choices.count <= 1:
+            return [(int(allowed.argmax()), 1.0)] if choices.count else []
+        values = _extended(proposed, self._votes(path), allowed)
+        values = _extended(values, self._expected(path, choices), allowed)
+        return sorted(values.items(), key=lambda one: -one[1])
 
-    def _longest(self, tokens: list[int]) -> int | None:
-        """The longest of some tokens if all others are beginnings of it: the next token of a text that is forced."""
-        if self._tokenizer is None:
-            return None
-        texts = self._tokenizer.convert_ids_to_tokens(tokens)
-        text, token = max(zip(texts, tokens, strict=True), key=lambda pair: len(pair[0] or ""))
-        return token if text and all(text.startswith(other or " ") for other in texts) else None
-
-    def _from_text(self, path: tuple[int, ...], allowed: NDArray[np.bool_], count: int) -> dict[int, float]:
-        """Probabilities of allowed tokens by what followed matches in the text, and by their frequency there."""
+    def _votes(self, path: tuple[int, ...]) -> dict[int, float]:
+        """Probabilities of tokens by what followed matches in the text."""
         tokens, tail = self._index.tokens, [*self._index.tokens[-MAX_MATCH_LENGTH:], *path]
         matches = self._index.occurrences(tail, 8).items()
         votes = vote([(tokens, len(tokens), at, length, OWN) for at, length in matches], 0, self._odds)
-        kept = {token: value for token, value, _ in votes if allowed[token]}
-        total = sum(kept.values())
-        values = {token: MATCHED * value / total for token, value in kept.items()}
-        if count <= FEW_TOKENS:
-            weights = {token: 0.1 + self._counts[token] for token in np.flatnonzero(allowed).tolist()}
-            forced = self._longest(list(weights))
-            if forced is not None:
-                weights[forced] += 9 * sum(weights.values())
-            left = (1.0 - MATCHED if kept else 1.0) / sum(weights.values())
-            for token, weight in weights.items():
-                values[token] = values.get(token, 0.0) + left * weight
-        return values
+        return {token: value for token, value, _ in votes}
+
+    def _expected(self, path: tuple[int, ...], choices: _Choices) -> dict[int, float]:
+        """Probabilities of allowed tokens by the grammar: forced text, and whitespace as it was used before."""
+        if not choices.forced:
+            return _normalised({token: 0.1 + self._counts[token] for token in choices.few}, 1.0)
+        lengths = choices.forced.items()
+        forced = {token: (0.1 + self._counts[token]) * 4.0 ** min(length, 64) for token, length in lengths}
+        if not choices.whitespace:
+            return _normalised(forced, 1.0)
+        is_space = self._whitespace_probability(self._last(path))
+        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
+        spaces = {indentation: is_space} if indentation in choices.whitespace else {}
+        return _normalised(forced, 1.0 - is_space) | spaces
+
+    def _last(self, path: tuple[int, ...]) -> int:
+        """The last token of the text and a path, -1 if there is none."""
+        return path[-1] if path else self._index.tokens[-1] if len(self._index) else -1
+
+    def _whitespace_probability(self, last: int) -> float:
+        """How probable whitespace is where text is forced too: by what followed this token, and any of its kind."""
+        kind = self._texts.kind(last)
+        spaces, others = self._followed[kind, "space"], self._followed[kind, "text"]
+        prior = (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
+        spaces, others = self._followed[last, "space"], self._followed[last, "text"]
+        return (spaces + prior) / (spaces + others + 1)
+
+
+def _sum(values: Mapping[int, float], more: Mapping[int, float]) -> dict[int, float]:
+    """The sum of two measures."""
+    return {token: values.get(token, 0.0) + more.get(token, 0.0) for token in {**values, **more}}
+
+
+def _normalised(weights: Mapping[int, float], total: float) -> dict[int, float]:
+    """Probabilities in proportion to weights."""
+    scale = total / max(sum(weights.values()), 1e-9)
+    return {token: scale * weight for token, weight in weights.items()}
+
+
+def _extended(values: dict[int, float], more: dict[int, float], allowed: NDArray[np.bool_]) -> dict[int, float]:
+    """Probabilities of the allowed ones of some tokens, and the rest of the probability shared among more of them."""
+    forbidden = sum(value for token, value in values.items() if not allowed[token])
+    scale = 1.0 / max(1.0 - forbidden, 1e-9)
+    kept = {token: scale * value for token, value in values.items() if allowed[token]}
+    rest = max(0.0, 1.0 - sum(kept.values()))
+    return _sum(kept, {token: rest * value for token, value in more.items() if allowed[token]})

@@ -18,11 +18,7 @@ from hf_specgen.candidates.acceptance import CalibratedSession
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.draft_window import DraftWindow
-from hf_specgen.candidates.tree_search import (
-    MAX_CHILDREN,
-    TreeSize,
-    tree_size,
-)
+from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.gemma_assistant import AssistantRunner
@@ -131,8 +127,8 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-class ReadsFeatures(CalibratedSession):
-    """Mixin of sessions whose head reads the hidden states of all accepted tokens.
+class HeadSession(CalibratedSession):
+    """Mixin of sessions with a head that reads hidden states of the target.
 
     Attributes:
         runner: the head's cache, and its passes.
@@ -141,16 +137,25 @@ class ReadsFeatures(CalibratedSession):
     runner: Any
     passes: list[int]
 
+    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
+        """An empty draft: the target has not computed any hidden states yet."""
+        return self.not_drafted(len(max_depths))
+
+    def next_scores(self, tree: GrownTree) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes of a tree."""
+        logits: torch.Tensor = self.runner.next_logits(tree)
+        return logits
+
+
+class ReadsFeatures(HeadSession):
+    """Mixin of sessions whose head reads the hidden states of all accepted tokens."""
+
     def connect(
         self, target: HiddenStateTarget, runner: HeadRunner, layers: Sequence[int], window: DraftWindow | None
     ) -> None:
         """Read hidden states of these layers of the target."""
         self.runner, self.drafting = runner, [True] * self.call.state.batch
         self.queue = FeatureQueue(self.call, target, layers, window, runner.restart)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        """An empty draft: the target has not computed any hidden states yet."""
-        return self.not_drafted(len(max_depths))
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self.queue.is_empty:
@@ -179,7 +184,7 @@ class EagleSession(ReadsFeatures, AutoregressiveSession):
         window: DraftWindow | None = None,
     ):
         assert call.model is not None
-        super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
+        super().__init__(call, k, tree, vocabulary_size(call.model))
         self.connect(target, runner, runner.bound.aux_hidden_state_layers, window)
 
     def first_scores(self) -> torch.Tensor:
@@ -190,11 +195,8 @@ class EagleSession(ReadsFeatures, AutoregressiveSession):
             self.passes.append(sum(map(len, tokens)))
         return self.runner.first_logits(features, tokens, self.queue.active_rows())
 
-    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        return self.runner.next_logits(tree, new)
 
-
-class LastStateSession(AutoregressiveSession):
+class LastStateSession(HeadSession, AutoregressiveSession):
     """The state of one call with a head that reads one state of each row: Gemma 4 assistants, Hydra heads."""
 
     def __init__(
@@ -206,21 +208,14 @@ class LastStateSession(AutoregressiveSession):
         tree: str | int | None,
     ):
         assert call.model is not None
-        super().__init__(call, k, tree, 0.0, vocabulary_size(call.model))
+        super().__init__(call, k, tree, vocabulary_size(call.model))
         self.target, self.runner = target, runner
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        """An empty draft: the target has not computed any hidden states yet."""
-        return self.not_drafted(len(max_depths))
 
     def first_scores(self) -> torch.Tensor:
         """One pass over the last token of each row."""
         self.passes.append(len(self.target.rows))
         states = self.target.states_of(self.runner.bound.aux_hidden_state_layers)
         return self.runner.first_logits(states, self.call.state.pending())
-
-    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        return self.runner.next_logits(tree, new)
 
 
 class PathSession(ReadsFeatures, AutoregressiveSession):
@@ -238,7 +233,7 @@ class PathSession(ReadsFeatures, AutoregressiveSession):
         assert call.model is not None
         config: Any = bound.head.config
         levels = CONFIDENCE_LEVELS if getattr(config, "enable_confidence_head", False) else 1
-        super().__init__(call, min(k, config.depth), tree, 0.0, vocabulary_size(call.model), levels)
+        super().__init__(call, min(k, config.depth), tree, vocabulary_size(call.model), calibrations=levels)
         self._votes, self._block_size = None, config.block_size
         self._key = ("layout", call.drafting.key)
         if config.measures_layout:
@@ -262,9 +257,6 @@ class PathSession(ReadsFeatures, AutoregressiveSession):
         active = self.queue.active_rows()
         self.passes.append(sum(active) * self._block_size)
         return self.runner.first_logits(features, tokens, active)
-
-    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        return self.runner.next_logits(tree, new)
 
     def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
         """As for other drafters, but deeper levels cost nothing."""

@@ -113,7 +113,7 @@ class _LayerSkipSession(AutoregressiveSession):
         vocab: int,
         head: nn.Module | None,
     ):
-        super().__init__(call, k, tree, 0.0, vocab)
+        super().__init__(call, k, tree, vocab)
         self._target, self._head = target, head
 
     def first_scores(self) -> torch.Tensor:
@@ -127,8 +127,8 @@ class _LayerSkipSession(AutoregressiveSession):
         active = [not state.has_ended(row) for row in range(state.batch)]
         return self._scores(*self._target.run_early(pending, active, with_logits=self._head is None))[:, -1]
 
-    def next_scores(self, tree: GrownTree, new: int) -> torch.Tensor:
-        return self._scores(*self._target.grow_early(tree, new, with_logits=self._head is None))
+    def next_scores(self, tree: GrownTree) -> torch.Tensor:
+        return self._scores(*self._target.grow_early(tree, tree.tokens.shape[1], with_logits=self._head is None))
 
     def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
         if self._head is not None:

@@ -39,7 +39,7 @@ command(app, "find", options.FindSettings)
 
 @app.command()
 def export(
-    heads: Annotated[str, typer.Argument(help="Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash.")],
+    heads: Annotated[str, typer.Argument(help="Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, DSpark.")],
     to: Annotated[str, typer.Option(help="The program: medusa, tgi or vllm; for others eagle, sglang or vllm.")],
     output: Annotated[Path, typer.Option(help="Folder to write to.")],
     target: Annotated[str, typer.Option(help="Hub id or folder of the target, for its output matrix (Medusa).")] = "",

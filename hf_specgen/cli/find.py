@@ -15,12 +15,12 @@ from rich.table import Table
 from hf_specgen.candidates import AutoCandidates, DraftModelCandidates
 from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.cli.static_checks import BAD, blueprint, heads, support, tokenizers
-from hf_specgen.evaluation.workloads import DFLASH, DRAFT, EAGLE, HEAD_NAMES, MEDUSA, MTP, PEAGLE
+from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, HEAD_NAMES, MEDUSA, MTP, PEAGLE
 from hf_specgen.heads.checkpoint import Source, open_checkpoint
 
 KINDS = {
     EAGLE: r"eagle",
-    DFLASH: r"dflash|dspark|domino|jetspec",
+    BLOCK: r"dflash|dspark|domino|jetspec",
     PEAGLE: r"p-?eagle|peagle",
     MTP: r"\bmtp\b",
     MEDUSA: r"medusa|hydra",

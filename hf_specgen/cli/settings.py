@@ -19,7 +19,7 @@ from typer import Argument, Option
 
 Target = Annotated[str, Argument(help="Hub id or folder of the target.")]
 Drafts = Annotated[list[str], Option(help="Hub id or folder of a draft model; may be given several times.")]
-Heads = Annotated[list[str], Option(help="The same of heads: Medusa, EAGLE, P-EAGLE, DFlash, speculators.")]
+Heads = Annotated[list[str], Option(help="The same of heads: Medusa, EAGLE, P-EAGLE, DFlash, DSpark, speculators.")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Prompts = Annotated[list[str], Option(help="A prompt like yours; may be given several times.")]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 for greedy decoding.", min=0)]

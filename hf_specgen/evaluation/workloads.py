@@ -58,14 +58,14 @@ NOT_INSTALLED = (
     "--prompt"
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
-EAGLE, PEAGLE, DFLASH, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "DFlash", "MTP", "Gemma assistant"
+EAGLE, PEAGLE, BLOCK, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "block head", "MTP", "Gemma assistant"
 COMBINED, DEFAULT = "n-grams + draft", "auto"
 """Names of variants in tables; PEER is the prompt lookup of Transformers, DEFAULT is `candidate_generator="auto"`."""
 HEAD_NAMES = {
     "MedusaCandidates": MEDUSA,
     "EagleCandidates": EAGLE,
     "PEagleCandidates": PEAGLE,
-    "DFlashCandidates": DFLASH,
+    "DFlashCandidates": BLOCK,
     "MTPCandidates": MTP,
     "GemmaAssistantCandidates": ASSISTANT,
 }

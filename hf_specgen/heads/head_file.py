@@ -147,10 +147,12 @@ class HeadFile:
         Tensors whose names end with `optional` are zeros if they are missing.
         """
         names, checkpoint = self.names, self.checkpoint
+        if (method := self.fields.nested("quantization_config").get("quant_method")) is not None:
+            raise ValueError(f"the head is quantised by {str(method)[:40]!r}, which is not read; load one that is not")
         try:
             with torch.device("meta"):
                 head = head_class(config)
-        except RuntimeError as error:  # such as an overflow of the sizes
+        except Exception as error:  # such as an overflow of the sizes, or whatever Transformers raises
             raise ValueError(f"config.json describes a head that cannot be built ({first_line(error)})") from None
         expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
         missing, unknown = (

@@ -73,10 +73,10 @@ class LayeredRunner(HeadRunner):
             place = self.rows.index(row)
             self._features[place], self._tokens[place] = self._features[place][:0], []
 
-    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
+    def next_logits(self, tree: GrownTree) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        tokens = tree.input_tokens(self._like.device)[:, -new:, None]
+        tokens = tree.input_tokens(self._like.device)[..., None]
         self._paths = torch.cat([tree.of_parents(self._paths)[:, :, 1:], tokens], dim=2)
         self._hidden = self._layer(tree.level, self._paths, tree.of_parents(self._hidden))
         return self._scatter(self.bound.target_logits(self._hidden[:, :, -1]))

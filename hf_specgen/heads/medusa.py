@@ -208,8 +208,8 @@ class MedusaRunner:
         """The logits of head 0, `[batch, vocab]`, from each row's hidden state and last token."""
         return self.all_logits(states, pending, 1)[:, 0]
 
-    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes, by the head of their depth."""
+    def next_logits(self, tree: GrownTree) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes, by the head of their depth."""
         last = self.bound.embed(tree.input_tokens(self._like.device))[:, :, None]
         return self._logits([tree.level], [tree.of_parents(self._path), last])[:, :, 0]
 

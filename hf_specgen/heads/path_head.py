@@ -153,10 +153,10 @@ class PathRunner(BlockRunner):
         self._begin(hidden, anchors)
         return self._step(anchors[:, None], 0, self._states)[:, 0]
 
-    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
+    def next_logits(self, tree: GrownTree) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        tokens = tree.input_tokens(self._like.device)[:, -new:]
+        tokens = tree.input_tokens(self._like.device)
         return self._step(tokens, tree.level, tree.of_parents(self._states))
 
     def _begin(self, hidden: torch.Tensor, anchors: torch.Tensor) -> None:

@@ -153,13 +153,13 @@ class EagleRunner(HeadRunner):
             last = [torch.where(is_new, now, before) for now, before in zip(last, self.last, strict=True)]
         self.last = HeadOutput(*last)
 
-    def next_logits(self, tree: GrownTree, new: int) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last `new` nodes of a tree with all nodes since `first_logits`."""
+    def next_logits(self, tree: GrownTree) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
-        depths, ancestors = tree.structure()
+        (depths, ancestors), new = tree.structure(), tree.tokens.shape[1]
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
         layout = masks.StepLayout(roots, depths, ancestors, None)
-        embeddings = self.bound.embed(tree.input_tokens(depths.device)[:, -new:])
+        embeddings = self.bound.embed(tree.input_tokens(depths.device))
         hidden = tree.of_parents(self._hidden)
         positions, mask = depths[:, -new:] + layout.starts, masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))

@@ -69,7 +69,7 @@ class EarlyExitTarget(Target):
         self.cache.set_lengths(self._before_prompt)
         kwargs = {**self.prompt.kwargs, "past_key_values": self.cache, **self.prompt.longer(draft.nodes)}
         kwargs["position_ids"] = kwargs["position_ids"][..., -states.shape[1] :]
-        with self._replaceable.replaced(self._first):
+        with self._replaceable.replaced(self._first, states):
             return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]
 
     def run_early(
@@ -105,7 +105,8 @@ class EarlyExitTarget(Target):
             return super().forward(tree, pending, active)
         states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
         self.cache.set_lengths(self._starts)
-        with self._replaceable.replaced(self._first):
+        present = self._layout.select(tree, {"states": states})[1]["states"]
+        with self._replaceable.replaced(self._first, present):
             logits = self._run(self.model, tree, {"inputs_embeds": states}, active).logits
         return self._layout.scatter(logits, tree.batch)
 
@@ -150,8 +151,14 @@ class ReplaceableLayers:
         self._pass_through = [_PassThrough(layer) for layer in layers]
 
     @contextmanager
-    def replaced(self, indices: range) -> Iterator[None]:
-        """Inside, these layers return their input; raises if another thread has replaced one of them."""
+    def replaced(self, indices: range, states: torch.Tensor | None = None) -> Iterator[None]:
+        """Inside, these layers return their input, and the last one `states` if given.
+
+        Models may add positions to their input or scale it, so that what the first layer reads is not `states`.
+
+        Raises:
+            RuntimeError: if another thread has replaced one of them.
+        """
         with _switching:
             originals = [self._layers[index] for index in indices]
             if any(isinstance(layer, _PassThrough) for layer in originals):
@@ -159,11 +166,13 @@ class ReplaceableLayers:
             for index in indices:
                 self._pass_through[index].owner = threading.get_ident()
                 self._layers[index] = self._pass_through[index]
+        self._pass_through[indices[-1]].returned = states
         hook = self._layers[0].register_forward_hook(self._detect_output_type)
         try:
             yield
         finally:
             hook.remove()
+            self._pass_through[indices[-1]].returned = None
             for index, layer in zip(indices, originals, strict=True):
                 self._layers[index] = layer
 
@@ -180,20 +189,22 @@ class ReplaceableLayers:
 
 
 class _PassThrough(nn.Module):
-    """Replaces a layer: returns its input, as a tensor or tuple like the layer; other attributes are the layer's."""
+    """Replaces a layer: returns its input or given states, as a tensor or tuple like it; has its other attributes."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         object.__setattr__(self, "layer", layer)
         self.returns_tuple = False
         self.seen: torch.Tensor | None = None
+        self.returned: torch.Tensor | None = None
         self.owner = 0
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self.owner:
             raise RuntimeError(IN_USE)
         self.seen = hidden_states
-        return (hidden_states,) if self.returns_tuple else hidden_states
+        output = hidden_states if self.returned is None else self.returned
+        return (output,) if self.returns_tuple else output
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -42,10 +42,12 @@ class RejectionVerifier(Verifier):
     """
 
     def start(self, call: Call) -> VerificationSession:
-        return _RejectionSession(call)
+        return RejectionSession(call)
 
 
-class _RejectionSession(IndependentDraftSession):
+class RejectionSession(IndependentDraftSession):
+    """Rejection sampling in one call; the argmax without sampling."""
+
     @property
     def wants_q(self) -> bool:
         return self.call.do_sample

@@ -69,7 +69,7 @@ def head_candidates(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         source: Any = {"mtp": FIXTURES.get(architecture), "assistant": ASSISTANT}.get(name)
-        return Steered(source or _random_head(name, model, Random(seed)).to(model.device), **settings)
+        return Steered(source or random_head(name, model, Random(seed)).to(model.device), **settings)
 
 
 def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:
@@ -102,11 +102,13 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
         vars(session)["depth_logits"] = raised(session.depth_logits, lambda row, depth: range(depth))
     else:
         vars(session)["first_scores"] = raised(session.first_scores, lambda row: [0])
-        vars(session)["next_scores"] = raised(session.next_scores, lambda row, tree, new: tree.depths(row)[-new:])
+        vars(session)["next_scores"] = raised(
+            session.next_scores, lambda row, tree: [tree.level] * tree.tokens.shape[1]
+        )
     return session
 
 
-def _random_head(name: str, model: Any, random: Random) -> DraftHead:
+def random_head(name: str, model: Any, random: Random) -> DraftHead:
     """A head with random weights and options that fits the target."""
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     width, layers = config.hidden_size, config.num_hidden_layers

@@ -177,7 +177,7 @@ def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
     if architecture in STATEFUL:
         return config_class(**models.STATEFUL[architecture])
     known = config_class()
-    given = ARCHITECTURES[architecture]
+    given = ARCHITECTURES.get(architecture, Architecture())
     sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers), **dict.fromkeys(POSITIONS, positions)}
     sizes |= dict.fromkeys(WINDOWS, window)
     arguments = {name: value for name, value in sizes.items() if _takes(known, name)}

@@ -70,12 +70,13 @@ def _scores_of_the_last_token(values: torch.Tensor, result: Any) -> list[list[to
 
 
 @contextmanager
-def _layers_stay_replaced(self: Any, indices: range) -> Iterator[None]:
+def _layers_stay_replaced(self: Any, indices: range, states: Any = None) -> Iterator[None]:
     """Pass-through modules stay in the model if an exception is raised."""
     originals = [self._layers[index] for index in indices]
     for index in indices:
         self._pass_through[index].owner = 0
         self._layers[index] = self._pass_through[index]
+    self._pass_through[indices[-1]].returned = states
     with mock.patch("threading.get_ident", return_value=0):
         yield
     for index, layer in zip(indices, originals, strict=True):

@@ -14,25 +14,21 @@ COLUMNS = ("cases", "drafting", "drafted", "accepted", "rejected", "same", "refu
 
 
 class Report:
-    """Sums outcomes up.
-
-    Args:
-        origin: what is needed to repeat the run: seed, first case, commit, versions, machine.
-    """
+    """Sums outcomes up; `origin` is what is needed to repeat the run: seed, first case, commit, versions, machine."""
 
     def __init__(self, origin: dict[str, Any] | None = None) -> None:
         self.origins = [] if origin is None else [origin]
-        self.by_strategy: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.by_architecture: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.reasons: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """Of refusals, and of errors that both sides raised."""
+        self.counts: dict[str, defaultdict[str, Counter[str]]] = {}
+        """By strategy and by architecture; of refusals, and of errors that both sides raised, by reason."""
+        for name in ("strategy", "architecture", "reasons"):
+            self.counts[name] = defaultdict(Counter)
         self.failures: list[str] = []
         """Cases, as JSON."""
 
     @property
     def total(self) -> Counter[str]:
         """The counts of all cases."""
-        return sum(self.by_strategy.values(), Counter())
+        return sum(self.counts["strategy"].values(), Counter())
 
     def add(self, outcome: Outcome) -> str:
         """Count an outcome; returns its status."""
@@ -40,20 +36,19 @@ class Report:
         if status == "different":
             self.failures.append(case.to_json())
         if status in ("refused", "raised"):
-            self.reasons[status][_without_names(outcome.reason)] += 1
+            self.counts["reasons"][status][_without_names(outcome.reason)] += 1
+        rejected = outcome.drafted - outcome.accepted
         counts = {
             "cases": 1,
             "drafting": int(outcome.drafted > 0),
-            "drafted": outcome.drafted,
-            "accepted": outcome.accepted,
-            "rejected": outcome.drafted - outcome.accepted,
             "faults raised": int(outcome.fault_raised),
             status: 1,
         }
+        counts |= {"drafted": outcome.drafted, "accepted": outcome.accepted, "rejected": rejected}
         if status == "rounding":
             counts["same"] = 1
-        self.by_strategy[case.strategy].update(counts)
-        self.by_architecture[case.architecture].update(counts)
+        for name in ("strategy", "architecture"):
+            self.counts[name][getattr(case, name)].update(counts)
         return status
 
     def write(self, path: Path) -> None:
@@ -70,20 +65,20 @@ class Report:
             record = json.loads(path.read_text(encoding="utf-8"))
             merged.origins += record["origins"]
             merged.failures += record["failures"]
-            for name in ("by_strategy", "by_architecture", "reasons"):
-                for key, counts in record[name].items():
-                    getattr(merged, name)[key].update(counts)
+            for name, rows in record["counts"].items():
+                for key, counts in rows.items():
+                    merged.counts[name][key].update(counts)
         return merged
 
     def markdown(self) -> str:
         """Tables by strategy and by architecture, and the reasons of refusals and errors."""
         parts = []
-        for name, counts in (("strategy", self.by_strategy), ("architecture", self.by_architecture)):
+        for name in ("strategy", "architecture"):
             rows = [(name, *COLUMNS), ("---", *["--:"] * len(COLUMNS))]
-            for label, row in [*sorted(counts.items()), ("**all**", self.total)]:
+            for label, row in [*sorted(self.counts[name].items()), ("**all**", self.total)]:
                 rows.append((label, *(f"{row[column]:,}" for column in COLUMNS)))
             parts.append("\n".join("| " + " | ".join(row) + " |" for row in rows))
-        for status, reasons in self.reasons.items():
+        for status, reasons in self.counts["reasons"].items():
             parts.append("\n".join(f"{count} {status}: {reason}" for reason, count in reasons.most_common()))
         return "\n\n".join(parts)
 

@@ -3,8 +3,13 @@
 from tests.helpers.comparison import END, SAMPLING, assert_same_tokens, plain_and_speculative
 from tests.helpers.models import ARCHITECTURES, VOCAB, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
 from tests.helpers.oracle import FailingOracle, Oracle
-from tests.helpers.processors import PrefixReader, RowWiseIdentity, RowWisePrefixReader, StatefulReader
-from tests.helpers.streamers import RecordingStreamer
+from tests.helpers.processors import (
+    PrefixReader,
+    RecordingStreamer,
+    RowWiseIdentity,
+    RowWisePrefixReader,
+    StatefulReader,
+)
 
 __all__ = [
     "ARCHITECTURES",

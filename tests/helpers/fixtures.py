@@ -21,7 +21,7 @@ from tests.helpers.head_fixtures import find_fixtures, target_of
 from tests.helpers.models import SHARED, stateful_model
 from tests.helpers.multimodal import multimodal_model
 from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
-from tests.helpers.strategies import eagle_pair, medusa_heads
+from tests.helpers.strategies import medusa_heads
 
 pytest_plugins = ["tests.helpers.recipes"]
 
@@ -54,7 +54,7 @@ def _models_of_the_file() -> Iterator[None]:
     """The tests of a file share their tiny models; what calls remember of a model never reaches another file."""
     yield
     models = (tiny_model, shared_draft, stateful_model, multimodal_model, encoder_decoder, target_of)
-    for build in (*models, eagle_pair, medusa_heads):
+    for build in (*models, medusa_heads):
         build.cache_clear()
 
 

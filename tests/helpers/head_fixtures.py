@@ -1,23 +1,21 @@
 """Ground truth for draft heads: folders with a checkpoint and the numbers that its original implementation computes."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_specgen.heads.path_head import PathRunner
+from hf_specgen.heads.runner import ParallelRunner
+from tests.fuzz.heads import steer
 from tests.helpers.models import SHARED
-
-
-def features_of(bound: Any, hidden_states: Any) -> torch.Tensor:
-    """What a bound head reads of a target's `hidden_states`: `[batch, length, layers * hidden]`."""
-    states = [hidden_states[layer] for layer in bound.aux_hidden_state_layers]
-    return torch.cat(states, dim=-1).to(next(bound.head.parameters()))
-
+from tests.helpers.paths import HEAD_FIXTURES
 
 FAMILIES = {
     "eagle1_original": "autoregressive",
@@ -45,24 +43,24 @@ FAMILIES = {
 """How a format drafts, by the beginning of its name; the longest match counts."""
 
 
-INPUTS = {
-    "input_ids",
-    "next_token",
-    "accepted",
-    "position_ids",
-    "path",
-    "prompt",
-    "n_last_matches",
-    "inputs_embeds",
-    "generated",
-    "generated_plain",
-    "generated_forced",
-}
-"""Last part of the names of tensors that are inputs of the head, or record how these were produced."""
+RECORDED = {"autoregressive": "chain.", "mtp_recursive": "chain.", "path": "greedy.", "parallel_draft": "slots."}
+RECORDED |= {"parallel": "block.", "block": "block.", "assistant": "clean.", "medusa": "heads.", "mtp": ""}
+"""By family, under which prefix a fixture has the drafts of a round."""
 
-NOT_DRAFTING = ("training_forward.step", "training_forward.loss", "shared_kv.", ".tree.")
-"""What no drafter here computes: losses, later steps of a training forward without a cache, states handed over by the
-target, and the original's trees, which are chosen by another rule."""
+
+class Drafted(NamedTuple):
+    """What the original drafted in a round.
+
+    Args:
+        logits: `[depths, vocab]`, or `[depths, candidates]` of the tokens in `candidates` alone.
+        is_normalised: whether they are the softmax of these.
+        tokens: of each depth, greedily.
+    """
+
+    logits: torch.Tensor
+    candidates: torch.Tensor | None
+    is_normalised: bool
+    tokens: list[int]
 
 
 @dataclass
@@ -115,8 +113,30 @@ class Fixture:
     def get(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
-    def names(self, prefix: str) -> set[str]:
-        return {name for name in self.tensors if name.startswith(prefix)}
+    @property
+    def rounds(self) -> list[int]:
+        """The numbers of the recorded rounds, from 1 on."""
+        numbers = {int(name.split(".")[1].removeprefix("round")) for name in self.tensors if ".round" in name}
+        return sorted(numbers)
+
+    def text(self, prompt: str, number: int) -> list[int]:
+        """The known tokens when a round drafts, of which the target has not processed the last one."""
+        ids = self.get(f"{prompt}.round{number}.input_ids")[0].tolist()
+        if number > 1 or self.family in ("mtp", "assistant"):
+            return ids
+        return [*ids, int(self.get(f"{prompt}.round{number}.next_token"))]
+
+    def drafted(self, prompt: str, number: int, part: str = "") -> Drafted:
+        """What the original drafted; `part`: along another path than the greedy one."""
+        prefix = f"{prompt}.round{number}."
+        own = prefix + (part or RECORDED[self.family])
+        name = next(name for name in ("logits", "scores", "q") if own + name in self.tensors)
+        logits, tokens = self.get(own + name), self.get(own + "tokens").flatten().tolist()
+        if self.family == "medusa":  # of all positions
+            logits = logits[:, -1]
+        logits = logits.reshape(-1, logits.shape[-1])[-len(tokens) :]
+        candidates = None if name == "logits" else self.get(f"{prefix}selector.candidates")[0]
+        return Drafted(logits, candidates, name == "q", tokens)
 
 
 @cache
@@ -127,56 +147,70 @@ def target_of(folder: Path) -> PreTrainedModel:
     return model
 
 
-class Comparison:
-    """Compares tensors with those of a fixture within its tolerance, and records which were compared."""
-
-    def __init__(self, fixture: Fixture) -> None:
-        self.fixture = fixture
-        self.compared: set[str] = set()
-
-    def check(self, name: str, actual: torch.Tensor) -> None:
-        expected = self.fixture.tensors[name]
-        self.compared.add(name)
-        if actual.dtype in (torch.int64, torch.bool) or not expected.is_floating_point():
-            assert torch.equal(actual.to(expected.dtype).reshape(expected.shape), expected), (
-                f"{name}: {actual} != {expected}"
-            )
-            return
-        tolerance = self.fixture.expected["tolerance"]
-        torch.testing.assert_close(
-            actual.float().reshape(expected.shape),
-            expected,
-            atol=tolerance["atol"],
-            rtol=tolerance["rtol"],
-            msg=lambda text: f"{self.fixture.folder.name}, {name}: {text}",
-        )
-
-    def check_if_there(self, name: str, actual: torch.Tensor) -> None:
-        if name in self.fixture.tensors:
-            self.check(name, actual)
-
-    def check_end(self, name: str, actual: torch.Tensor) -> None:
-        """Compare as many of the last positions `[1, length, ...]` as both have, if the fixture has any."""
-        if (expected := self.fixture.tensors.get(name)) is not None:
-            common = min(expected.shape[1], actual.shape[1])
-            self.fixture.tensors[name] = expected[:, -common:]
-            self.check(name, actual[:, -common:])
-            self.fixture.tensors[name] = expected
-
-    def assert_complete(self, prompts: list[str]) -> None:
-        """Fail on ground truth of these prompts that was not compared, apart from inputs."""
-        names = {name for name in self.fixture.tensors if name.split(".")[0] in prompts}
-        left = {name for name in names - self.compared if not self._is_input(name)}
-        assert not left, f"{self.fixture.folder.name}: never compared: {sorted(left)}"
-
-    def _is_input(self, name: str) -> bool:
-        if name.rpartition(".")[2] in INPUTS or any(part in name for part in NOT_DRAFTING):
-            return True
-        # Recorded inside Transformers, where an assistant sees keys of rejected tokens; `clean` has the same without.
-        number, _, rest = name.partition(".round")[2].partition(".")
-        return f"{name.split('.')[0]}.round{number}.clean.{rest}" in self.fixture.tensors
-
-
 def find_fixtures(folder: Path) -> list[Fixture]:
     """Every fixture in a folder, by its expected.json; targets lie in `folder/targets`."""
     return [Fixture(path.parent, folder / "targets") for path in sorted(folder.glob("**/expected.json"))]
+
+
+FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTURES)}
+"""Those of this repository."""
+
+
+def features_of(bound: Any, hidden_states: Any) -> torch.Tensor:
+    """What a bound head reads of a target's `hidden_states`: `[batch, length, layers * hidden]`."""
+    states = [hidden_states[layer] for layer in bound.aux_hidden_state_layers]
+    return torch.cat(states, dim=-1).to(next(bound.head.parameters()))
+
+
+def steered(candidates: Any, texts: Sequence[Sequence[int]]) -> Any:
+    """A strategy whose head prefers most tokens of these texts, one for each row; its last session is `session`."""
+    begin = candidates.begin
+    known = [[token if place % 5 and place % 7 else None for place, token in enumerate(text)] for text in texts]
+
+    def recorded(*arguments: Any) -> Any:
+        candidates.session = steer(begin(*arguments), known)
+        return candidates.session
+
+    candidates.begin = recorded
+    return candidates
+
+
+@torch.no_grad()
+def reread(session: Any, row: int, count: int) -> Any:
+    """The reference: the runner of a head that has read the first `count` positions of a row's text, in one pass."""
+    call, bound = session.call, session.runner.bound
+    text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
+    features = features_of(bound, call.model(text[:, :-1], output_hidden_states=True).hidden_states)[0, :count]
+    fresh, tokens = type(session.runner)(bound, 1), text[0, 1 : 1 + count].tolist()
+    if isinstance(fresh, ParallelRunner) and not isinstance(fresh, PathRunner):
+        fresh.draft([features], [tokens], [True], 2)
+    else:
+        fresh.first_logits([features], [tokens], [True])
+    return fresh
+
+
+class Corrected(NamedTuple):
+    """Logits `[paths, positions, draft_vocab]` along given paths, and logits of the confidence head, or None."""
+
+    logits: torch.Tensor
+    confidence: torch.Tensor | None
+
+
+def corrected(bound: Any, hidden: torch.Tensor, tokens: torch.Tensor) -> Corrected:
+    """Logits of a block head with a correction along given paths (teacher forcing), with gradients.
+
+    `hidden` are the outputs `[paths, block, hidden]` of the whole block; `tokens` `[paths, length]` the anchor and the
+    tokens after it, the i-th of which is the one before what the i-th proposing position predicts.
+    """
+    head, first = bound.head, bound.head.config.first_proposing_position
+    state, queries = head.first_state(hidden, tokens[:, 0], bound.embed), []
+    proposing = hidden[:, first : first + tokens.shape[1]]
+    for depth in range(proposing.shape[1]):
+        query, state = head.step(proposing[:, depth], tokens[:, depth], state, depth, bound.embed)
+        queries.append(query)
+    base = bound.logits(proposing)
+    logits = base + torch.stack(queries, dim=1) @ head.keys().T
+    if head.max_candidates is not None:
+        kept = base.topk(min(head.max_candidates, base.shape[-1]), dim=-1).indices
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
+    return Corrected(logits, head.confidence_logits(proposing, tokens[:, : proposing.shape[1]]))

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hf_specgen import Call, Candidates, DraftSession, DraftTree, Policy
-from hf_specgen.tree import Parents
+from hf_specgen import Call, DraftSession, DraftTree, Policy
+from tests.fuzz.scripted import Nodes, Script, Scripted
 from tests.helpers.models import VOCAB
 
 
-class Oracle(Candidates):
+class Oracle(Scripted):
     """Drafts from the known output: every proposal is accepted, some are, or none.
 
     Args:
@@ -32,40 +32,24 @@ class Oracle(Candidates):
         *,
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy)
+        super().__init__(self._script, k, policy)
         self.answers, self.accuracy, self.branching = answers.tolist(), accuracy, branching
 
-    def start(self, call: Call) -> DraftSession:
-        return _OracleSession(self, call)
+    def _script(self) -> Script:
+        random = torch.Generator().manual_seed(3)
 
+        def propose(row: int, generated: list[int], depth: int) -> Nodes:
+            tokens, parents, parent = list[int](), list[int](), -1
+            for answer in self.answers[row][len(generated) :][: min(self.k, depth)]:
+                right = float(torch.rand((), generator=random)) < self.accuracy
+                level = [(answer + 1) % VOCAB] if self.branching else []
+                level.append(answer if right else (answer + 2) % VOCAB)
+                tokens += level
+                parents += [parent] * len(level)
+                parent = len(tokens) - 1
+            return tokens, tuple(parents)
 
-class _OracleSession(DraftSession):
-    def __init__(self, oracle: Oracle, call: Call):
-        super().__init__(call)
-        self._oracle = oracle
-        self._random = torch.Generator().manual_seed(3)
-
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        return DraftTree.from_nodes([self._row(row, depth) for row, depth in enumerate(budget)])
-
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self.draft(budget)
-
-    def _row(self, row: int, depth: int) -> tuple[list[int], Parents]:
-        done = len(self.call.state.generated[row])
-        truth = self._oracle.answers[row][done : done + min(self._oracle.k, depth)]
-        tokens: list[int] = []
-        parents: list[int] = []
-        parent = -1
-        for answer in truth:
-            right = float(torch.rand((), generator=self._random)) < self._oracle.accuracy
-            if self._oracle.branching:
-                tokens.append((answer + 1) % VOCAB)
-                parents.append(parent)
-            tokens.append(answer if right else (answer + 2) % VOCAB)
-            parents.append(parent)
-            parent = len(tokens) - 1
-        return tokens, tuple(parents)
+        return propose
 
 
 class FailingOracle(Oracle):
@@ -76,22 +60,16 @@ class FailingOracle(Oracle):
         self.steps = steps
 
     def start(self, call: Call) -> DraftSession:
-        return _FailingSession(self, call)
+        session, left = super().start(call), iter(range(self.steps))
+        draft = session.draft
 
+        def fail(budget: Sequence[int]) -> DraftTree:
+            if next(left, None) is None:
+                raise RuntimeError("the draft session failed")
+            return draft(budget)
 
-class _FailingSession(_OracleSession):
-    def __init__(self, oracle: FailingOracle, call: Call):
-        super().__init__(oracle, call)
-        self._left = oracle.steps
-
-    def draft(self, budget: Sequence[int]) -> DraftTree:
-        if self._left == 0:
-            raise RuntimeError("the draft session failed")
-        self._left -= 1
-        return super().draft(budget)
-
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return DraftTree.empty(len(budget))
+        vars(session).update(draft=fail, draft_at_prefill=lambda budget: DraftTree.empty(len(budget)))
+        return session
 
 
 ORACLES: dict[str, Any] = {

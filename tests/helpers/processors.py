@@ -2,6 +2,7 @@
 
 import torch
 from transformers import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
 
 class PrefixReader(LogitsProcessor):
@@ -44,3 +45,17 @@ class StatefulReader(LogitsProcessor):
             self.memory.scatter_add_(1, input_ids[:, -1:], scores.new_ones(len(scores), 1))
         self.seen = input_ids.shape[1]
         return scores - self.memory
+
+
+class RecordingStreamer(BaseStreamer):
+    """Keeps every chunk as lists, and counts the calls of `end`."""
+
+    def __init__(self) -> None:
+        self.chunks: list[list] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.chunks.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1

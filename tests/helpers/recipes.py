@@ -1,14 +1,19 @@
 """Helpers of the recipe tests: a tiny target with a few conversations, short runs, runs as a script."""
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tests.helpers.paths import REFERENCE_LM, ROOT
@@ -88,6 +93,23 @@ def run_as_script(recipe: str, arguments: list[str]) -> None:
     sys.path[:] = [str(script.parent), *(path for path in sys.path if Path(path) != script.parent)]
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
+
+
+def run_sharded(recipe: str, arguments: list[str], config: str | None) -> None:
+    """In a rank: `run_as_script` in the environment that `accelerate launch --config_file` makes.
+
+    Accelerate shards a drafter in groups of accelerators only: the group of CPU processes is declared to be one.
+    """
+    if config is None:
+        return run_as_script(recipe, arguments)
+    path = str(ROOT / "recipes" / "configs" / config)
+    options = ["--config_file", path, "--num_processes", "2", "--mixed_precision", "no", recipe]
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(options))
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    os.environ |= prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else prepare_multi_gpu_env(args)
+    os.environ |= {"ACCELERATE_USE_CPU": "false", "ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    with mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU)):
+        run_as_script(recipe, [*arguments, "--use-cpu", "false"])
 
 
 class LaunchedScript:

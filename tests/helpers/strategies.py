@@ -23,17 +23,13 @@ from hf_specgen import (
     RecyclingCandidates,
 )
 from hf_specgen.heads import MedusaHeads
-from tests.helpers.eagle import predictable_pair
 from tests.helpers.encoder_decoder import encoder_decoder, encoder_inputs
-from tests.helpers.head_fixtures import Fixture, find_fixtures
+from tests.helpers.head_fixtures import FIXTURES, Fixture, steered
 from tests.helpers.medusa import fitted_heads
 from tests.helpers.models import prompts, shared_draft, tiny_model
 from tests.helpers.oracle import Oracle
-from tests.helpers.parallel import recording
-from tests.helpers.paths import HEAD_FIXTURES
 
-FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTURES)}
-"""A short leaf beside deep ones: rows pad their paths."""
+EAGLE = FIXTURES["eagle1_original"]
 
 
 def repeating(batch: int) -> dict[str, torch.Tensor]:
@@ -73,12 +69,6 @@ def medusa_heads(reads_path: bool) -> MedusaHeads:
     return heads.eval()
 
 
-@cache
-def eagle_pair(name: str) -> tuple[Any, Any]:
-    """A target and an EAGLE head that predicts it partly."""
-    return predictable_pair(FIXTURES[name])
-
-
 def llama() -> Any:
     """Three layers, so that a layer skip has several early ones."""
     return tiny_model("llama", num_hidden_layers=3)
@@ -93,19 +83,12 @@ def _oracle(**shape: Any) -> Strategy:
     return Strategy(llama, lambda answers, k=4, policy=None: Oracle(answers, k=k, policy=policy, **shape))
 
 
-def _eagle(name: str, **shape: Any) -> Strategy:
-    return Strategy(
-        lambda: eagle_pair(name)[0],
-        lambda answers, **settings: EagleCandidates(eagle_pair(name)[1], **{**shape, **settings}),
-    )
-
-
-def _parallel(name: str, strategy: Any, **shape: Any) -> Strategy:
+def _steered(name: str, strategy: Any, **shape: Any) -> Strategy:
     """A head whose logits prefer the right tokens in most places."""
     fixture: Fixture = FIXTURES[name]
     return Strategy(
         lambda: fixture.target,
-        lambda answers, **settings: recording(strategy, answers.tolist())(fixture.head_folder, **{**shape, **settings}),
+        lambda answers, **settings: steered(strategy(fixture.head_folder, **{**shape, **settings}), answers.tolist()),
     )
 
 
@@ -123,9 +106,9 @@ def _medusa(tree: Any, reads_path: bool = False) -> Strategy:
     return _on_llama(make_candidates)
 
 
-def _combined(make_members: Callable[[], list[Any]], target: Callable[[], Any] = llama) -> Strategy:
+def _combined(make_members: Callable[[list[Any]], list[Any]], target: Callable[[], Any] = llama) -> Strategy:
     def make_candidates(answers: torch.Tensor, policy: Policy | None = None) -> CombinedCandidates:
-        return CombinedCandidates(make_members(), policy=policy or FixedDepth(5))
+        return CombinedCandidates(make_members(answers.tolist()), policy=policy or FixedDepth(5))
 
     return Strategy(target, make_candidates)
 
@@ -164,19 +147,19 @@ PARTLY_RIGHT: dict[str, Strategy] = {
     "Medusa, auto": _medusa("auto"),
     "Medusa, tree": _medusa(6),
     "Hydra": _medusa(12, reads_path=True),
-    "EAGLE-1": _eagle("eagle1_original", k=3),
-    "EAGLE-1, tree": _eagle("eagle1_original", k=3, tree=8),
-    "EAGLE-3, tree": _eagle("eagle3_original", k=3, tree=8),
-    "DFlash": _parallel("dflash_zlab", DFlashCandidates, k=4),
-    "DFlash, tree": _parallel("dflash_zlab", DFlashCandidates, k=4, tree=8),
-    "P-EAGLE, tree": _parallel("speculators_peagle_llama", PEagleCandidates, k=4, tree=8),
-    "combined": _combined(lambda: [NgramCandidates(), RecyclingCandidates()]),
-    "n-grams and draft model": _combined(lambda: [NgramCandidates(k=5), _draft(k=5)]),
-    "n-grams and layer skip": _combined(lambda: [NgramCandidates(k=5), LayerSkipCandidates(2, 5)]),
-    "n-grams and Medusa": _combined(lambda: [NgramCandidates(k=4), MedusaCandidates(medusa_heads(False))]),
+    "EAGLE-1": _steered("eagle1_original", EagleCandidates, k=3),
+    "EAGLE-1, tree": _steered("eagle1_original", EagleCandidates, k=3, tree=8),
+    "EAGLE-3, tree": _steered("eagle3_original", EagleCandidates, k=3, tree=8),
+    "DFlash": _steered("dflash_zlab", DFlashCandidates, k=4),
+    "DFlash, tree": _steered("dflash_zlab", DFlashCandidates, k=4, tree=8),
+    "P-EAGLE, tree": _steered("speculators_peagle_llama", PEagleCandidates, k=4, tree=8),
+    "combined": _combined(lambda _: [NgramCandidates(), RecyclingCandidates()]),
+    "n-grams and draft model": _combined(lambda _: [NgramCandidates(k=5), _draft(k=5)]),
+    "n-grams and layer skip": _combined(lambda _: [NgramCandidates(k=5), LayerSkipCandidates(2, 5)]),
+    "n-grams and Medusa": _combined(lambda _: [NgramCandidates(k=4), MedusaCandidates(medusa_heads(False))]),
     "n-grams and EAGLE": _combined(
-        lambda: [NgramCandidates(k=4), EagleCandidates(eagle_pair("eagle1_original")[1], k=3)],
-        lambda: eagle_pair("eagle1_original")[0],
+        lambda texts: [NgramCandidates(k=4), steered(EagleCandidates(EAGLE.head_folder, k=3), texts)],
+        lambda: EAGLE.target,
     ),
 }
 RANDOM_HEADS: dict[str, Strategy] = {

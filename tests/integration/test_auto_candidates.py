@@ -5,45 +5,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from hf_specgen import (
     AutoCandidates,
     DFlashCandidates,
     DraftModelCandidates,
     EagleCandidates,
+    GemmaAssistantCandidates,
     LayerSkipCandidates,
     MedusaCandidates,
+    MTPCandidates,
     PEagleCandidates,
+    attached,
+    speculate,
 )
-from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
+from hf_specgen.candidates.presets import PresetCandidates
+from tests.helpers import prompts, tiny_model
+from tests.helpers.head_fixtures import FIXTURES
+from tests.helpers.paths import BENCHMARK_ASSETS, HEAD_FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "assets" / "fixtures"
+KINDS: dict[str, type] = {
+    "autoregressive": EagleCandidates,
+    "block": DFlashCandidates,
+    "path": DFlashCandidates,
+    "parallel": PEagleCandidates,
+    "mtp": MTPCandidates,
+    "mtp_recursive": MTPCandidates,
+    "assistant": GemmaAssistantCandidates,
+    "medusa": MedusaCandidates,
+    "parallel_draft": DraftModelCandidates,
+}
+EMBEDDED = {"medusa-heads": MedusaCandidates, "exit-adapter": LayerSkipCandidates, "draft-lm": DraftModelCandidates}
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind"),
-    [
-        *((FIXTURES / name / "head", EagleCandidates) for name in ("eagle1_original", "eagle3_original")),
-        (FIXTURES / "speculators_eagle3_a_llama" / "head", EagleCandidates),
-        *((FIXTURES / name / "head", DFlashCandidates) for name in ("dflash_zlab", "jetspec_causal", "dflash2_zlab")),
-        *((FIXTURES / f"speculators_{name}" / "head", DFlashCandidates) for name in ("dspark_rnn", "dflash2")),
-        *((FIXTURES / name / "head", DFlashCandidates) for name in ("deepspec_dspark_qwen3_rnn", "domino_specforge")),
-        (FIXTURES / "speculators_dflash_full" / "head", DFlashCandidates),
-        (FIXTURES / "speculators_peagle_llama" / "head", PEagleCandidates),
-        (FIXTURES / "medusa_v1" / "head", MedusaCandidates),
-        (BENCHMARK_ASSETS / "medusa-heads", MedusaCandidates),
-        (BENCHMARK_ASSETS / "exit-adapter", LayerSkipCandidates),
-        (DRAFT_LM, DraftModelCandidates),
-    ],
-    ids=lambda value: value.parent.name if isinstance(value, Path) else None,
-)
-def test_auto_known_format_gives_its_strategy(folder: Path, kind: type) -> None:
-    assert type(AutoCandidates.from_pretrained(folder)) is kind
+def test_auto_known_format_gives_its_strategy() -> None:
+    for fixture in FIXTURES.values():
+        assert type(AutoCandidates.from_pretrained(fixture.checkpoint_folder)) is KINDS[fixture.family], fixture.folder
+    for name, kind in EMBEDDED.items():
+        assert type(AutoCandidates.from_pretrained(BENCHMARK_ASSETS / name)) is kind
 
 
 def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
-    candidates = AutoCandidates.from_pretrained(FIXTURES / "eagle3_original", subfolder="head", k=3, tree=8)
-    assert repr(candidates) == f"EagleCandidates({str(FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
+    candidates = AutoCandidates.from_pretrained(HEAD_FIXTURES / "eagle3_original", subfolder="head", k=3, tree=8)
+    assert repr(candidates) == f"EagleCandidates({str(HEAD_FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
 
 
 @pytest.mark.parametrize("kind", [DraftModelCandidates, EagleCandidates, MedusaCandidates])
@@ -70,3 +76,44 @@ def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, A
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match=r"none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"):
         AutoCandidates.from_pretrained(tmp_path)
+
+
+# Presets: the strategy that each chooses for a target, and the tokens of plain generate
+
+
+CHOSEN = {
+    "auto": "CombinedCandidates([NgramCandidates(",
+    "latency": "CombinedCandidates([NgramCandidates(",
+    "throughput": "NgramCandidates(",
+    "memory": "NgramCandidates(k=8",
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_preset_has_plain_tokens_and_names_what_it_chose(name: str, batch: int) -> None:
+    model, inputs = tiny_model("llama"), prompts(batch)
+    plain = model.generate(**inputs, max_new_tokens=12)
+    settings = {"max_new_tokens": 12, "return_dict_in_generate": True}
+    outputs = [
+        model.generate(**inputs, candidate_generator=name, **settings),
+        model.generate(**inputs, custom_generate=speculate(name), **settings),  # type: ignore[arg-type]
+    ]
+    with attached(model, name) as totals:  # type: ignore[arg-type]
+        outputs.append(model.generate(**inputs, **settings))
+    for output in outputs:
+        assert torch.equal(output.sequences, plain)
+        assert output.speculation.summary().startswith(CHOSEN[name])
+        assert "AdaptiveDepth()" in output.speculation.summary()
+    assert totals.calls == 1
+
+
+def test_latency_preset_uses_the_mtp_layer_of_a_checkpoint_that_has_one() -> None:
+    """Would catch: a config with a default number of MTP layers whose checkpoint has none, refused as an error."""
+    preset, fixture = PresetCandidates("latency"), FIXTURES["mtp_transformers_glm4_moe"]
+    model = AutoModelForCausalLM.from_pretrained(fixture.target_folder)
+    assert "MTPCandidates" in repr(preset.for_model(model)) and preset.for_model(model) is preset.for_model(model)
+    without = AutoModelForCausalLM.from_config(model.config)
+    without.config.name_or_path = ""
+    assert "MTPCandidates" not in repr(preset.for_model(without))
+    assert "MTPCandidates" not in repr(PresetCandidates("throughput").for_model(model))

@@ -1,7 +1,6 @@
 """EAGLE heads whose passes are captured as graphs draft what they draft otherwise."""
 
 import traceback
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +11,12 @@ from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets import graphs
 from tests.helpers import SAMPLING, prompts
 from tests.helpers.captures import graphs_on_cpu
-from tests.helpers.eagle import predictable_pair
-from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.comparison import plain_output
+from tests.helpers.head_fixtures import FIXTURES, steered
 
-FIXTURES = find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
-EAGLE = {fixture.folder.name: fixture for fixture in FIXTURES if fixture.family == "autoregressive"}
-NAMES = [name for name in EAGLE if name.startswith("eagle")]
+EAGLE1, EAGLE3 = FIXTURES["eagle1_original"], FIXTURES["eagle3_original"]
+ENDS = {"eos_token_id": [*range(40, 48)], "pad_token_id": 0}
+TREE = {"k": 3, "tree": 8}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -27,69 +26,62 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any]:
-    return predictable_pair(EAGLE["eagle1_original"])
+def head() -> Any:
+    """One for all tests: what is captured of it is used again."""
+    return load_head(EAGLE1.head_folder)
 
 
-def steps(target: Any, candidates: EagleCandidates, inputs: Any, **arguments: Any) -> Any:
-    """The tokens and the steps of a call."""
-    torch.manual_seed(3)
+def steps(head: Any, inputs: Any, shape: Any, target: Any = None, **arguments: Any) -> Any:
+    """The tokens and the steps of a call, some of whose draft tokens are accepted."""
+    target = target or EAGLE1.target
+    plain = {name: value for name, value in arguments.items() if name != "compile"}
+    texts = plain_output(target, inputs, **plain)[0][:, inputs["input_ids"].shape[1] :].tolist()
+    torch.manual_seed(11)
+    candidates = steered(EagleCandidates(head, **shape), texts)
     output = target.generate(**inputs, candidate_generator=candidates, return_dict_in_generate=True, **arguments)
     return output.sequences.tolist(), output.speculation.rows
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "sampling"), [(1, "sampled"), (3, "greedy"), (3, "sampled")])
 @pytest.mark.parametrize("shape", [{"k": 3}, {"k": 4, "tree": 9}], ids=["chain", "tree"])
-def test_captured_head_same_drafts(
-    pair: Any, shape: dict[str, Any], batch: int, sampling: str, captures: list[Any]
-) -> None:
+def test_captured_head_same_drafts(shape: Any, batch: int, sampling: str, head: Any, captures: list[Any]) -> None:
     """Would catch: states, slots or masks of another pass; rows of which some end before the others."""
-    target, head = pair
-    ends = {"eos_token_id": [*range(40, 48)], "pad_token_id": 0}
+    arguments = {"max_new_tokens": 16, **ENDS, **SAMPLING[sampling]}
     for length in (9, 12):
-        arguments = {"max_new_tokens": 24, **ends, **SAMPLING[sampling]}
-        eager = steps(target, EagleCandidates(head, **shape), prompts(batch, length=length), **arguments)
+        eager = steps(head, prompts(batch, length), shape, **arguments)
         before = len(captures)
-        ours = steps(
-            target, EagleCandidates(head, **shape), prompts(batch, length=length), compile="graphs", **arguments
-        )
-        assert ours == eager
+        assert steps(head, prompts(batch, length), shape, compile="graphs", **arguments) == eager
         assert len(captures) > before
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_captured_head_of_each_format_same_drafts(name: str, captures: list[Any]) -> None:
-    target, head = EAGLE[name].target, load_head(EAGLE[name].head_folder)
-    eager = steps(target, EagleCandidates(head, k=3, tree=6), prompts(1), max_new_tokens=6)
-    assert steps(target, EagleCandidates(head, k=3, tree=6), prompts(1), max_new_tokens=6, compile="graphs") == eager
+def test_captured_head_of_another_format_same_drafts(captures: list[Any]) -> None:
+    arguments: Any = (load_head(EAGLE3.head_folder), prompts(1), {"k": 3, "tree": 6}, EAGLE3.target)
+    eager = steps(*arguments, max_new_tokens=6)
+    assert steps(*arguments, max_new_tokens=6, compile="graphs") == eager
 
 
-def test_captured_head_in_later_calls_uses_the_same_graphs(pair: Any, captures: list[Any]) -> None:
+def test_captured_head_in_later_calls_uses_the_same_graphs(captures: list[Any]) -> None:
     """Would catch: graphs that are captured anew for every call or length, each of which keeps memory."""
-    target, head = pair
-    candidates = EagleCandidates(head, k=3, tree=8)
-    steps(target, candidates, prompts(1), max_new_tokens=24, compile="graphs")
-    before = len(captures)
-    for length in (8, 15, 30):
-        steps(target, candidates, prompts(1, length=length), max_new_tokens=24, compile="graphs")
-    assert len(captures) <= before + 2  # a width that the first call did not need
+    candidates, before = EagleCandidates(EAGLE1.head_folder, **TREE), 0
+    for length in (12, 8, 30):
+        arguments = {"max_new_tokens": 16, "candidate_generator": candidates, "compile": "graphs"}
+        EAGLE1.target.generate(**prompts(1, length), **arguments)
+        before = before or len(captures)
+    assert 0 < len(captures) <= before + 2  # a width that the first call did not need
 
 
 def test_captured_head_of_a_text_that_outgrows_its_buffers_same_drafts(
-    pair: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
+    head: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_specgen.targets.graphs.CAPACITY_BLOCK", 8)
-    target, head = pair
-    eager = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=100)
-    assert steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=100, compile="graphs") == eager
+    eager = steps(head, prompts(2), TREE, max_new_tokens=40)
+    assert steps(head, prompts(2), TREE, max_new_tokens=40, compile="graphs") == eager
 
 
 def test_head_that_cannot_be_captured_runs_eagerly(
-    pair: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    head: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Would catch: a call that ends with an error of CUDA because its drafter cannot be captured."""
-    target, head = pair
     stand_in = graphs.capture
 
     def failing(run: Any, memory: Any) -> Any:
@@ -98,17 +90,16 @@ def test_head_that_cannot_be_captured_runs_eagerly(
             raise RuntimeError("operation not permitted when stream is capturing")
         return stand_in(run, memory)
 
-    eager = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=20)
+    eager = steps(head, prompts(2), TREE, max_new_tokens=20)
     monkeypatch.setattr(graphs, "capture", failing)
     monkeypatch.setattr(graphs, "EAGER_PASSES", 0)
-    ours = steps(target, EagleCandidates(head, k=3, tree=8), prompts(2), max_new_tokens=20, compile="auto")
-    assert ours == eager and caplog.text.count("; it runs eagerly") == 1
+    assert steps(head, prompts(2), TREE, max_new_tokens=20, compile="auto") == eager
+    assert caplog.text.count("; it runs eagerly") == 1
     with pytest.raises(ValueError, match='leave compile="graphs" out'):
-        steps(target, EagleCandidates(load_head(EAGLE[NAMES[0]].head_folder)), prompts(2), compile="graphs")
+        steps(load_head(EAGLE1.head_folder), prompts(2), TREE, max_new_tokens=20, compile="graphs")
 
 
-def test_captured_call_under_autocast_refused(pair: Any, captures: list[Any]) -> None:
+def test_captured_call_under_autocast_refused(head: Any, captures: list[Any]) -> None:
     """Would catch: graphs of passes under autocast that later calls without it replay."""
-    target, head = pair
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="runs under torch"):
-        steps(target, EagleCandidates(head, k=3), prompts(1), max_new_tokens=4, compile="graphs")
+        steps(head, prompts(1), {"k": 3}, max_new_tokens=4, compile="graphs")

@@ -3,7 +3,6 @@
 A replay on a CPU stands in for CUDA graphs; tests/cuda has the real ones.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -44,20 +43,6 @@ def same_tokens(model: Any, inputs: Any, candidates: Candidates, compile: Any = 
     ours = model.generate(**inputs, **arguments, **settings)
     assert torch.equal(plain, ours.sequences)
     return ours.speculation
-
-
-def test_captured_target_in_threads_same_tokens_and_captured_once(captures: list[Any]) -> None:
-    """Would catch: threads that capture the same pass twice or write to each other's slots."""
-    model = small()
-    expected = model.generate(**prompts(1), max_new_tokens=10)
-
-    def call(_: int) -> torch.Tensor:
-        candidates = NgramCandidates(k=3)
-        return model.generate(**prompts(1), max_new_tokens=10, candidate_generator=candidates, compile="graphs")
-
-    with ThreadPoolExecutor(2) as pool:
-        assert all(torch.equal(ids, expected) for ids in pool.map(call, range(4)))
-    assert 1 <= len(captures) <= 4  # two widths, each for the buffers of two calls at once
 
 
 @pytest.mark.parametrize(("architecture", "layers"), [("mistral", 1), ("gemma2", 2)])
@@ -247,12 +232,3 @@ def test_auto_without_memory_for_buffers_goes_on_eagerly(
     assert not captures and caplog.text.count("it runs eagerly") == 1
     with pytest.raises(torch.OutOfMemoryError):
         same_tokens(small(), prompts(2), NgramCandidates(k=3), compile="graphs")
-
-
-def test_buffers_that_are_idle_are_freed_with_their_graphs(captures: list[Any]) -> None:
-    """Would catch: memory that grows with the number of different batch sizes."""
-    model = small()
-    for batch in (1, 2, 3, 4, 5):
-        same_tokens(model, prompts(batch), NgramCandidates(k=3))
-    functions = graphs.captured_functions(model)
-    assert 1 <= len(functions._buffers.sets) <= 1 + graphs.MAX_IDLE_BUFFERS

@@ -21,6 +21,19 @@ SAMPLED = replace(PARTLY, do_sample=True)
 TIGHT = replace(PARTLY, tight_positions=True, eos_ids=tuple(range(3, 13)))
 BATCHES = ((12,), (12, 8, 4))
 END = tuple(range(3, 23))
+LATER_NODE = Case(
+    **{"seed": 4600, "architecture": "smollm3", "window": 4, "lengths": (9,), "repetitive": True, "draft_tree": 8},
+    **{"strategy": "draft_reencoded", "k": 4, "accuracy": 0.0, "policy": "random", "do_sample": True, "top_p": 0.5},
+    **{
+        "temperature": 0.7,
+        "min_p": 0.1,
+        "max_new_tokens": 10,
+        "eos_ids": (3, 4, 5),
+        "criteria": ("any_row", "max_time"),
+    },
+    **{"broken_logits": "nan", "entry": "custom", "return_dict": True, "output_scores": True, "cache": "dynamic"},
+)
+"""Tokens before a stop where a later node has invalid scores, which plain `generate` never samples."""
 
 
 def every(case: Case, **values: Sequence[Any]) -> list[Case]:
@@ -41,6 +54,7 @@ CASES: dict[str, list[Case]] = {
         *every(replace(OUTPUTS, accuracy=1.0), criteria=[(name,) for name in CRITERIA], eos_ids=[(), (98,)]),
         *every(replace(PARTLY, accuracy=1.0), criteria=[(name,) for name in CRITERIA if name != "scores"]),
         *every(replace(PARTLY, accuracy=1.0, max_new_tokens=24), stop_string_column=[0, 9], lengths=BATCHES),
+        *every(replace(PARTLY, architecture="qwen3_5_text"), criteria=[("after",), ("any_row",)], eos_ids=[(), (98,)]),
     ],
     # Columns behind the stop, several columns in one chunk, a stream without its prompt or end.
     "streamer": every(replace(PARTLY, streamer=True, eos_ids=END), entry=ENTRIES, lengths=BATCHES, return_dict=[True]),
@@ -60,6 +74,10 @@ CASES: dict[str, list[Case]] = {
         *every(replace(OUTPUTS, eos_ids=END), strategy=["oracle_tree", "skip"], repetition_penalty=[1.0, 1.3]),
         *every(replace(OUTPUTS, eos_ids=END, options=("guidance",)), criteria=[(), ("any_row",)], lengths=BATCHES),
         *every(replace(OUTPUTS, eos_ids=END, window=4), architecture=["mistral", "gemma2", "llama4_text"]),
+        # A recurrent state that cannot return to where a criterion cuts a row that is ahead.
+        *every(
+            replace(OUTPUTS, strategy="oracle", architecture="qwen3_5_text"), criteria=[("after",)], eos_ids=[(), (98,)]
+        ),
     ],
     # A cache that a call leaves for the next turn, its own or the caller's, used by either side.
     "next turn": every(
@@ -67,8 +85,9 @@ CASES: dict[str, list[Case]] = {
         cache=["none", "dynamic"],
         swap_caches=[False, True],
         lengths=BATCHES,
-        architecture=["llama", "gemma2", "mistral"],
-    ),
+        architecture=["llama", "gemma2", "mistral", "llama4_text"],
+    )
+    + every(replace(OUTPUTS, strategy="oracle", turns=2), lengths=BATCHES, architecture=["lfm2", "falcon_h1"]),
     # A window that is counted in cache slots instead of positions: siblings of a tree share one.
     "window": every(
         replace(TREES, max_new_tokens=24, window=4), architecture=["llama4_text", "gemma4_text", "mistral", "gemma2"]
@@ -88,6 +107,14 @@ CASES: dict[str, list[Case]] = {
             replace(SAMPLED, eos_ids=END), broken_logits=["nan"], return_dict=[False, True], repetition_penalty=[1, 1.2]
         ),
         *every(replace(TREES, strategy="ngram_tree"), broken_logits=BROKEN_LOGITS, lengths=BATCHES),
+        LATER_NODE,
+        # A criterion that ends the text before a column with invalid scores.
+        *every(
+            replace(SAMPLED, accuracy=1.0, k=8, broken_logits="nan", criteria=("after",)),
+            processors=[(), ("row_wise",), ("prefix",)],
+            seed=[1, 2, 3],
+            lengths=BATCHES,
+        ),
     ],
     # Plain steps in between that a drafter does not learn of.
     "plain steps": every(replace(PARTLY, policy="random"), strategy=["native", "skip"], lengths=BATCHES[:1]),

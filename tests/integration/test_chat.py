@@ -2,16 +2,14 @@
 
 import io
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from hf_specgen import LayerSkipCandidates, NgramCandidates
+from hf_specgen import NgramCandidates
 from hf_specgen.cli.chat import AnswerWriter, Chat, Conversation
-from hf_specgen.counters import RowStep, StepRecord
 
 EDIT = "Rename `x` to `total`: def add(x, y): return x + y"
 
@@ -49,17 +47,6 @@ def test_streamed_pieces_are_the_answer_and_mark_accepted_draft_tokens(conversat
     assert "tokens/s" in status and "% accepted" in status
 
 
-def test_streamer_marks_the_accepted_tokens_of_each_step(tokenizer: Any) -> None:
-    ids = tokenizer("one two three four five")["input_ids"]
-    pieces: list[tuple[str, bool]] = []
-    writer, text = AnswerWriter(tokenizer, lambda *piece: pieces.append(piece)), ids[:1]
-    writer.start(SimpleNamespace(state=SimpleNamespace(generated=[text])))
-    text += ids[1:4]
-    writer.observe(StepRecord([3], [RowStep(3, 3, 2, 3)], 4))
-    writer.end()
-    assert [marked for _, marked in pieces] == [False, True, True, False]
-
-
 def test_streamer_waits_for_the_last_byte_of_a_character(tokenizer: Any) -> None:
     """Would catch: replacement characters on the terminal."""
     text = "naïve 日本 🙂\nnext"
@@ -94,16 +81,6 @@ def test_again_with_another_strategy_gives_the_same_answer(conversation: Convers
     assert [name for name, _ in status] == ["n-grams", "plain", "n-grams"] and len({count for _, count in status}) == 1
     answers = re.findall(r"^(def .*)$", output, flags=re.M)
     assert len(answers) == 3 and len(set(answers)) == 1
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
-
-
-def test_again_with_a_strategy_that_cannot_be_used_keeps_the_answer(conversation: Conversation) -> None:
-    """Would catch: an IndexError, or an answer that is lost."""
-    choices = {"unusable": LayerSkipCandidates(10**3), "plain": None}
-    lines = iter([EDIT, "/strategy unusable", "/again", "/quit"])
-    output = io.StringIO()
-    Chat(conversation, choices, Console(file=output, width=80)).run(lambda: next(lines))
-    assert "unusable cannot be used" in output.getvalue()
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
 
 

@@ -3,20 +3,12 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from hf_specgen.cli.app import app
 from hf_specgen.version import __version__
+from tests.helpers.cli import run
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
-
-
-def run(*arguments: str, exit_code: int = 0) -> str:
-    """The output of a command, with single spaces."""
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == exit_code, result.output
-    return " ".join(result.output.replace("│", " ").split())
 
 
 BAD_INPUT = [

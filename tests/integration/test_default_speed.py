@@ -14,7 +14,7 @@ from hf_specgen.memory import memory
 DRAFTERS = ("draft_model", "medusa", "eagle", "layer_skip")
 MACHINES = {"free verification": (1.02, 0.05), "compute-bound": (4.0, 0.4)}
 """T(33) / T(1), and the time of a drafter pass in plain steps."""
-STRATEGIES = ("ngram", "auto", "medusa", "draft")
+STRATEGIES = ("auto", "draft")
 CALLS, NEW_TOKENS = 1, 64
 
 

@@ -21,14 +21,7 @@ from hf_specgen.evaluation.workloads import (
     read_prompts,
     torch_dtype,
 )
-
-
-def output_of(*arguments: str, exit_code: int = 0) -> str:
-    """The output of a command, with single spaces."""
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == exit_code, result.output
-    return " ".join(result.output.replace("│", " ").split())
-
+from tests.helpers.cli import run
 
 OURS = ("auto", "n-grams", "EAGLE", "draft model", "n-grams + draft")
 
@@ -85,17 +78,7 @@ def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest
 
     monkeypatch.setattr(workloads, "EMBEDDED_MODEL", tmp_path / "none")
     monkeypatch.setattr(workloads, "EMBEDDED_DRAFT", tmp_path / "none")
-    assert "pip install 'hf-specgen[demo]'" in output_of("demo", "--prompt", "Hello.", exit_code=2)
-
-
-def test_embedded_models_of_the_data_package_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from hf_specgen.evaluation import workloads
-
-    (tmp_path / "hf_specgen_demo").mkdir()
-    (tmp_path / "hf_specgen_demo" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(workloads, "__file__", str(tmp_path / "site-packages" / "hf_specgen" / "evaluation" / "x.py"))
-    assert workloads._assets() == tmp_path / "hf_specgen_demo"
+    assert "pip install 'hf-specgen[demo]'" in run("demo", "--prompt", "Hello.", exit_code=2)
 
 
 def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +93,7 @@ def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
         return samples
 
     monkeypatch.setattr(demo, "measure_round", disturbed)
-    output = output_of("demo", "--prompt", "Hello.", "--max-new-tokens", "4", "--wide", "0", exit_code=1)
+    output = run("demo", "--prompt", "Hello.", "--max-new-tokens", "4", "--wide", "0", exit_code=1)
     assert "1 of 1 answers differ from plain generate, of n-grams" in output
 
 

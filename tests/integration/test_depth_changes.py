@@ -1,6 +1,5 @@
 """Policies change how many steps a text takes, never its tokens: plain steps may come anywhere between drafts."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_specgen import (
     AdaptiveDepth,
-    Call,
     DraftModelCandidates,
     FixedDepth,
     NgramCandidates,
-    Policy,
-    PolicySession,
-    Schedule,
-    StepRecord,
 )
 from hf_specgen.depth import CostCurve, LatencyModel, calibrate
 from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
@@ -59,48 +53,6 @@ def test_adaptive_depth_with_given_latency_repeats() -> None:
         statistics = assert_same_tokens(model, prompts(3), candidates, max_new_tokens=40)
         depths.append([[step.depth for step in row] for row in statistics.rows])
     assert depths[0] == depths[1]
-
-
-def depths_used(policy: Policy, accuracy: float = 1.0, batch: int = 1, **arguments: Any) -> list[list[int]]:
-    """The depth of every draft of every row, with an oracle of depth 8."""
-    oracle = partial(Oracle, accuracy=accuracy, k=8, policy=policy)
-    arguments = {"max_new_tokens": 60, **arguments}
-    statistics = assert_same_tokens(tiny_model("llama"), prompts(batch), oracle, **arguments)
-    return [[step.depth for step in row] for row in statistics.rows]
-
-
-@pytest.mark.parametrize(("batch", "depth"), [(1, 8), (3, 4), (6, 2), (9, 0)])
-def test_schedule_by_batch_limits_the_depth(batch: int, depth: int) -> None:
-    assert max(map(max, depths_used(Schedule({1: 8, 3: 4, 5: 2, 8: 0}), batch=batch, max_new_tokens=20))) == depth
-
-
-class Rule(Policy):
-    """The depths of a function of the number of rows and of how many drafts in a row were rejected."""
-
-    def __init__(self, rule: Callable[[int, int], list[int]]):
-        self.rule = rule
-
-    def start(self, call: Call) -> PolicySession:
-        return _RuleSession(self.rule)
-
-
-class _RuleSession(PolicySession):
-    def __init__(self, rule: Callable[[int, int], list[int]]):
-        self._rule, self._rejected = rule, 0
-
-    def depths(self, room: Sequence[int]) -> list[int]:
-        return self._rule(len(room), self._rejected)
-
-    def observe(self, step: StepRecord) -> None:
-        accepted = any(row.accepted for row in step.rows if row is not None)
-        self._rejected = 0 if accepted else self._rejected + 1
-
-
-def test_own_policy_decides_the_depths() -> None:
-    depths = depths_used(Rule(lambda rows, rejected: [8 if rejected < 3 else 0] * rows), accuracy=0.0)[0]
-    assert depths[:3] == [8, 8, 8] and max(depths[3:]) == 0
-    with pytest.raises(ValueError, match="2 depths for 1 rows"):
-        depths_used(Rule(lambda rows, rejected: [1, 2]))
 
 
 def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -19,14 +17,12 @@ from hf_specgen.cli.doctor import Report, Speed, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
 from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation.measure import Sample, Total
-from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL, strategies
+from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
-from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.head_fixtures import FIXTURES
 
 MODEL, DRAFT, HEADS = str(EMBEDDED_MODEL), str(EMBEDDED_DRAFT), str(EMBEDDED_HEADS)
-FIXTURES = {one.folder.name: one for one in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")}
-WIDTH = blueprint(MODEL, "float32").config.hidden_size
 
 
 def results(report: Report) -> dict[str, str]:
@@ -93,32 +89,15 @@ def exchange_two_tokens(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(swapped, encoding="utf-8")
 
 
-def damage_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-
-
-def change_template_and_end(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "a"}), encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (exchange_two_tokens, {"tokenizers": "warning"}),  # sizes alone do not show it
-        (damage_tokenizer, {"tokenizers": "warning"}),
-        (change_template_and_end, {"tokenizers": "good", "chat template": "warning", "special tokens": "warning"}),
-    ],
-)
-def test_draft_with_another_tokenizer_is_a_warning(
-    change: Callable[[Path], None], expected: dict[str, str], tmp_path: Path
-) -> None:
-    """Would catch: a supported pair called bad, so that nothing is measured."""
+def test_draft_with_another_tokenizer_and_template_is_a_warning(tmp_path: Path) -> None:
+    """Would catch: a supported pair called bad, so that nothing is measured; sizes alone do not show it."""
     shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
-    change(tmp_path)
-    report = checked(draft=(str(tmp_path),))
-    assert expected.items() <= results(report).items() and report.recommendation
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    report = results(checked(draft=(str(tmp_path),)))
+    assert (report["tokenizers"], report["chat template"]) == ("good", "warning")
+    exchange_two_tokens(tmp_path)
+    other = checked(draft=(str(tmp_path),))
+    assert results(other)["tokenizers"] == "warning" and other.recommendation
 
 
 def test_memory_estimate_equals_the_bytes_of_weights_and_cache() -> None:
@@ -141,28 +120,8 @@ def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path)
     assert CliRunner().invoke(app, ["doctor", MODEL, "--batch-size", "1000000"]).exit_code == 1
 
 
-def saved_heads(folder: Path, width: int, base: str) -> str:
-    """Three Medusa v2 heads of zeros, whose config states a wrong number of heads."""
-    folder.mkdir()
-    tensors = {f"{head}.0.linear.weight": torch.zeros(width, width) for head in range(3)}
-    save_file(tensors, folder / "medusa_lm_head.safetensors")
-    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "base_model_name_or_path": base}))
-    return str(folder)
-
-
-def test_medusa_heads_are_checked_by_their_tensors(tmp_path: Path) -> None:
-    report = checked(heads=(saved_heads(tmp_path / "heads", WIDTH, "org/reference-lm"),))
-    found = {finding.subject: finding.found for finding in report.findings}
-    assert found["heads"].startswith("MedusaHeads, ")
-    assert not {"heads' target", "heads' base"} & results(report).keys()
-    report = checked(heads=(saved_heads(tmp_path / "others", WIDTH + 8, "org/another-model"),))
-    assert results(report)["heads' target"] == "bad" and results(report)["heads' base"] == "warning"
-    assert f"hidden size of {WIDTH + 8}" in report.bad[0].meaning
-    assert results(checked(heads=(str(tmp_path),)))["heads"] == "bad"
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama"])
+@pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama", "medusa_v1"])
 def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None:
     fixture = FIXTURES[name]
     found = doctor.heads(str(fixture.head_folder), blueprint(str(fixture.target_folder), "float32"))
@@ -207,31 +166,9 @@ def test_recommendation_is_the_fastest_of_what_was_measured(machine: str, line: 
     assert found.endswith(line) and reason in why
 
 
-def test_several_drafts_and_heads_are_checked_and_told_apart() -> None:
-    report = checked(draft=(DRAFT, MODEL), heads=(HEADS,))
-    found = [finding.found for finding in report.findings if finding.subject == "draft size"]
-    assert len(found) == 2 and found[0].startswith(f"{DRAFT}: ") and found[1].startswith(f"{MODEL}: ")
-    names = [one.name for one in strategies((DRAFT, MODEL), (HEADS,))]
-    assert names[:2] == ["n-grams", "Medusa"] and {"draft model draft-lm", "draft model reference-lm"} < set(names)
-
-
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
 def test_any_class_of_models_that_generate_is_checked(kind: str, tmp_path: Path) -> None:
     model = encoder_decoder(kind)
     model.save_pretrained(tmp_path)
     report = checked(model=str(tmp_path))
     assert report.findings[0].found.startswith(type(model).__name__) and report.findings[0].result == "good"
-
-
-@pytest.mark.parametrize(
-    ("measured", "explanation"),
-    [
-        (total(2 / 3.88, steps=12), "another process used the machine"),
-        (total(3.0, accepted=0, drafted=0), "nothing was drafted"),
-        (total(2.0), "no difference was shown"),
-        (total(3.0, accepted=1), "few draft tokens are accepted"),
-        (total(3.0, accepted=9), "drafting and verifying take too long"),
-    ],
-)
-def test_slow_strategy_is_explained(measured: Total, explanation: str) -> None:
-    assert explanation in doctor.note(Speed.of(measured, PLAIN))

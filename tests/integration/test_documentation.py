@@ -14,6 +14,7 @@ import typer
 from accelerate.commands.launch import launch_command_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.report.tables import BEGIN, END, collect
 from hf_specgen.cli.app import app
 from tests.helpers.paths import REFERENCE_LM, ROOT
 
@@ -78,6 +79,13 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
     """Would catch: a page that was moved or renamed."""
     for target, _ in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize(("page", "folder"), [("benchmarks/README.md", "."), ("docs/benchmarks.md", "projected")])
+def test_tables_are_those_of_the_records(page: str, folder: str) -> None:
+    """Would catch: a record that was renewed without its tables, a figure that was changed by hand."""
+    shown = (ROOT / page).read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    assert shown.strip() == collect(ROOT / "benchmarks" / "results" / folder).strip()
 
 
 def test_navigation_names_every_page() -> None:

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import datasets
 import pytest
 import yaml
 
@@ -23,20 +22,6 @@ def test_measured_curve_runs_the_passes_it_says() -> None:
         handle.remove()
     assert shapes == [(3, 12)] + 3 * [(3, 1), (3, 2), (3, 8)]
     assert (curve.queries, curve.context, curve.batch) == ((1, 2, 8), 12, 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"queries": (2,)}, "increase from 1"),
-        ({"context": 0}, "context and batch be positive"),
-        ({"batch": 0}, "context and batch be positive"),
-        ({"context": 10**6}, "positions"),
-    ],
-)
-def test_bad_measurement(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        measure_cost_curve(tiny_model("llama"), **arguments)
 
 
 LOCAL = [name for name, spec in yaml.safe_load(CATALOGUE.read_text())["domains"].items() if "data" in spec]
@@ -72,19 +57,6 @@ def test_own_domain_in_a_few_lines(tmp_path: Path) -> None:
     spec = {"data": "rows.jsonl", "where": {"b": 2}, "prompt": "Say {a}.", "generation": {"do_sample": False}}
     domain = load_domain("own", write(tmp_path, spec, rows))
     assert domain.conversations == [["Say two."]] and domain.generation == {"do_sample": False}
-
-
-def test_hub_domain_is_loaded_as_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
-
-    def load_dataset(*arguments, **options):
-        asked.update(arguments=arguments, **options)
-        return datasets.Dataset.from_list([{"q": "why?"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    spec = {"hub": "org/set", "config": "main", "split": "test", "revision": "abc", "prompt": "{q}"}
-    assert load_domain("own", write(tmp_path, spec)).conversations == [["why?"]]
-    assert asked == {"arguments": ("org/set", "main"), "split": "test", "revision": "abc"}
 
 
 @pytest.mark.parametrize(

@@ -61,17 +61,6 @@ def test_trees_accept_more_tokens_per_step_than_a_chain_of_the_same_depth(target
     assert tokens_per_step[1] > 1.1 * tokens_per_step[0]
 
 
-def test_trees_confidence_threshold_leaves_out_improbable_nodes(target: Any, draft: Any) -> None:
-    """Would catch: a threshold that chains follow and trees do not."""
-    drafted = []
-    for threshold in (0.0, 0.6):
-        candidates = DraftModelCandidates(draft, k=5, tree=16, confidence_threshold=threshold)
-        generate(target, **inputs(3), candidate_generator=candidates)
-        assert candidates.speculation is not None
-        drafted.append(candidates.speculation.drafted / candidates.speculation.drafts)
-    assert drafted[1] < 0.7 * drafted[0]
-
-
 @pytest.mark.parametrize("tree", [6, "auto"])
 def test_trees_rejection_sampling_has_the_distribution_of_the_target(tree: Any) -> None:
     """Would catch: siblings that count as independent, a wrong q, nodes left out because of their tokens.

@@ -1,6 +1,5 @@
 """Draft windows: a drafter reads a part of a long text; tokens, memory and passes."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 
 from hf_specgen import AutoCandidates, DraftModelCandidates
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
-from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.models import small_llama
 
-FIXTURES = {one.folder.name: one for one in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")}
 HEADS = ["eagle3_original", "speculators_peagle_llama", "dflash_zlab", "speculators_dspark_vanilla", "pard_llama"]
 HEADS += ["mtp_transformers_glm4_moe_2layers"]
 
@@ -42,13 +40,13 @@ def test_draft_model_with_a_window_drafts_what_it_drafts_after_the_window_alone(
 
 @pytest.mark.parametrize("kind", ["draft model", "eagle"])
 def test_memory_and_passes_of_a_drafter_with_a_window_do_not_grow_with_the_text(kind: str) -> None:
-    """16,000 tokens: the cache of the drafter stays as short as the window."""
+    """4,000 tokens: the cache of the drafter stays as short as the window."""
     if kind == "eagle":
         fixture = FIXTURES["eagle3_original"]
         target, candidates = fixture.target, AutoCandidates.from_pretrained(fixture.head_folder, k=2, draft_window=16)
     else:
-        target = small_llama(40, 3, max_position_embeddings=20_000)
-        candidates = DraftModelCandidates(small_llama(40, 4, max_position_embeddings=20_000), k=2, draft_window=16)
+        target = small_llama(40, 3, max_position_embeddings=5_000)
+        candidates = DraftModelCandidates(small_llama(40, 4, max_position_embeddings=5_000), k=2, draft_window=16)
     sizes: list[int] = []
     start = candidates.start
 
@@ -66,7 +64,7 @@ def test_memory_and_passes_of_a_drafter_with_a_window_do_not_grow_with_the_text(
         return session
 
     candidates.start = recording  # type: ignore[method-assign]
-    text = torch.randint(2, 40, (1, 16_000), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(2, 40, (1, 4_000), generator=torch.Generator().manual_seed(1))
     target.generate(text, max_new_tokens=24, do_sample=False, candidate_generator=candidates, pad_token_id=0)
     assert len(sizes) > 4 and max(sizes) <= 4 + 2 * 16 + 2 * 64
 

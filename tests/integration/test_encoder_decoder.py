@@ -330,10 +330,3 @@ def test_strategy_attached_to_whisper_speculates() -> None:
     attach(model, NgramCandidates(k=3))
     assert model.generate(features).tolist() == plain.tolist()
     assert statistics(model).drafted > 0 and not statistics(model).plain_calls
-
-
-def test_token_timestamps_are_refused_for_their_attentions() -> None:
-    with pytest.raises(ValueError, match="output_attentions"):
-        transcriber().generate(
-            torch.randn(1, 8, 40), return_token_timestamps=True, candidate_generator=NgramCandidates()
-        )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hf_specgen.cli import find
+from tests.helpers.cli import run
 from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
-from tests.integration.test_commands import run
 
 EAGLE_HEAD = REFERENCE_LM.parent / "eagle3-head"
 
@@ -47,7 +47,7 @@ def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch
     assert [(one.name[0], one.kind, one.size) for one in found] == [
         ("c", "EAGLE", 0.05),
         ("d", "EAGLE", None),
-        ("e", "DFlash", 0.0375),
+        ("e", "block head", 0.0375),
         ("a", "Medusa", 0.1),
         ("o", "draft model", 0.075),
     ]

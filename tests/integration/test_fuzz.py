@@ -107,26 +107,14 @@ def test_main_counts_cases_and_repeats_failures(
     """Would catch: failures that are not printed, or do not change the exit code; records that are not summed up."""
     monkeypatch.setattr("tests.fuzz.__main__.SHRUNK_FAILURES", 0)
     record = tmp_path / "record.json"
-    arguments = ["--cases", "2", "--seed", "1", "--architectures", "llama", "--strategies", "oracle"]
+    arguments = ["--cases", "4", "--seed", "1", "--architectures", "llama", "--strategies", "random"]
     assert main([*arguments, "--record", str(record)]) == 0
-    assert json.loads(record.read_text())["total"]["cases"] == 2
+    assert json.loads(record.read_text())["total"]["cases"] == 4
     assert main(["--merge", str(record), str(record)]) == 0
-    assert "| oracle | 4 |" in capsys.readouterr().out
+    assert "| random | 8 |" in capsys.readouterr().out
     assert main(["--case", Case(strategy="oracle", max_new_tokens=6).to_json()]) == 0
     with MUTATIONS["accept one token too many"]():
         assert main(arguments) == 1
         assert main(["--case", Case(accuracy=0.0).to_json()]) == 1
     printed = capsys.readouterr().out
     assert "python -m tests.fuzz --case '{" in printed and "tokens: row 0" in printed
-
-
-def test_tokens_before_a_stop_are_returned_where_a_later_node_has_invalid_scores() -> None:
-    """Would catch: an exception for a token that plain `generate` never samples; found by the random tester."""
-    case = {
-        **{"seed": 4600, "architecture": "smollm3", "window": 4, "lengths": [9], "repetitive": True},
-        **{"strategy": "draft_reencoded", "k": 4, "accuracy": 0.0, "policy": "random", "draft_tree": 8},
-        **{"do_sample": True, "temperature": 0.7, "top_p": 0.5, "min_p": 0.1, "max_new_tokens": 10},
-        **{"eos_ids": [3, 4, 5], "criteria": ["any_row", "max_time"], "broken_logits": "nan", "entry": "custom"},
-        **{"return_dict": True, "output_scores": True, "cache": "dynamic"},
-    }
-    assert main(["--case", json.dumps(case)]) == 0

@@ -10,8 +10,7 @@ from transformers import GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 import hf_specgen
-from hf_specgen import Call, Candidates, DraftModelCandidates, NgramCandidates, VerificationSession, Verifier, speculate
-from hf_specgen.verification import CoupledVerifier
+from hf_specgen import Candidates, DraftModelCandidates, NgramCandidates, speculate
 from tests.helpers import FailingOracle, fresh_model, prompts, tiny_model
 
 
@@ -67,26 +66,6 @@ def test_custom_generate_after_uninstall_same_tokens(uninstalled: None, batch: i
 # Verifiers of the caller's own
 
 
-class CountingVerifier(CoupledVerifier):
-    """Counts the sessions that are started."""
-
-    sessions = 0
-
-    def start(self, call: Call) -> VerificationSession:
-        self.sessions += 1
-        return super().start(call)
-
-
-def test_generate_with_own_verifier_starts_one_session_per_call() -> None:
-    model, inputs, verifier = tiny_model("llama"), prompts(2), CountingVerifier()
-    assert isinstance(verifier, Verifier)
-    expected = model.generate(**inputs, max_new_tokens=12)
-    for calls in (1, 2):
-        ours = model.generate(**inputs, max_new_tokens=12, candidate_generator=NgramCandidates(), verification=verifier)
-        assert torch.equal(ours, expected)
-        assert verifier.sessions == calls
-
-
 # Pipelines and PEFT
 
 
@@ -118,14 +97,6 @@ def lengths_at_drafts(monkeypatch: pytest.MonkeyPatch, model: Any, candidates: C
     monkeypatch.setattr(type(model), "_get_candidate_generator", lambda self, **kwargs: candidates)
     monkeypatch.setattr(candidates, "get_candidates", recorded)
     return lengths
-
-
-def test_ngram_candidates_in_transformers_own_loop_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = tiny_model("llama"), prompts(1)
-    expected = model.generate(**inputs, max_new_tokens=40)
-    lengths = lengths_at_drafts(monkeypatch, model, NgramCandidates(k=4))
-    assert torch.equal(model.generate(**inputs, max_new_tokens=40, prompt_lookup_num_tokens=4), expected)
-    assert 0 < len(lengths) < 40, "some draft tokens must have been accepted"
 
 
 def test_draft_model_in_transformers_own_loop_learns_of_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from hf_specgen import (
 )
 from tests.helpers import shared_draft, tiny_model
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
-from tests.helpers.streamers import RecordingStreamer
+from tests.helpers.processors import RecordingStreamer
 
 GPU_LIKE = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
 GREEDY = {"do_sample": False, "eos_token_id": [11, 60, 7], "pad_token_id": 0, "max_new_tokens": 20}

@@ -151,21 +151,6 @@ def test_grouped_attention_in_one_thread_is_not_seen_by_another(folded_calls: li
     assert torch.equal(torch.stack(before.logits), torch.stack(during.logits))
 
 
-def test_grouped_attention_leaves_the_function_of_another_library_in_place(folded_calls: list[int]) -> None:
-    def other(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return sdpa_attention_forward(*args, **kwargs)
-
-    before = AttentionInterface()["sdpa"]
-    AttentionInterface.register("sdpa", other)
-    try:
-        with torch.no_grad(), grouped_attention():
-            assert AttentionInterface()["sdpa"] is other
-            tiny_model("llama")(torch.ones(1, 3, dtype=torch.long), attention_mask=MASK[..., :3, 6:])
-    finally:
-        AttentionInterface.register("sdpa", before)
-    assert folded_calls == []
-
-
 def test_grouped_attention_does_not_enter_compiled_models(folded_calls: list[int]) -> None:
     """Would catch: a graph with grouped attention in it, or one that is compiled again outside of the context."""
     module, tensors = SimpleNamespace(num_key_value_groups=2), states(2, 2, 1, 3, 9)

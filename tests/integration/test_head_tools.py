@@ -9,12 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from hf_specgen.cli.app import app
-from hf_specgen.evaluation.workloads import strategies
 from hf_specgen.heads.head_formats import load_head
-from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.head_fixtures import FIXTURES
 
-ROOT = Path(__file__).parents[1] / "assets" / "fixtures"
-FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(ROOT)}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -34,12 +31,3 @@ def test_export_command_refuses_what_a_layout_cannot_express(tmp_path: Path) -> 
     source = str(FIXTURES["speculators_eagle3_e_twolayers_bias_fourtaps"].head_folder)
     result = CliRunner().invoke(app, ["export", source, "--to", "eagle", "--output", str(tmp_path / "out")])
     assert result.exit_code == 2 and "several layers" in result.output.replace("\n", " ")
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("eagle1_original", "EAGLE"), ("jetspec_causal", "DFlash"), ("medusa_v1", "Medusa")]
-)
-def test_strategies_heads_of_every_format_are_named_by_kind(name: str, expected: str) -> None:
-    found = strategies(heads=[str(FIXTURES[name].head_folder)])
-    assert [one.name for one in found] == ["n-grams", expected]
-    assert found[1].code.startswith(type(found[1].candidates).__name__)

@@ -1,20 +1,16 @@
 """Timing: both sides the same work, chats from the cache, first tokens, memory."""
 
-import subprocess
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.harness import provenance
 from benchmarks.harness.loading import StrategyError, build
 from benchmarks.harness.memory import peak_memory, reset_peak_memory
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import first_turns, followups
-from hf_specgen import LayerSkipCandidates, NgramCandidates
+from hf_specgen import NgramCandidates
 from hf_specgen.evaluation.measure import Variant, measure_round
-from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
-from hf_specgen.heads.exit_head import exit_layer_of
 from tests.helpers import tiny_model
 
 OURS = Variant("ours", lambda: {"candidate_generator": NgramCandidates(k=4)})
@@ -61,15 +57,6 @@ def test_peak_memory_sees_an_allocation() -> None:
     assert during - after > 32 * 2**20
 
 
-def test_loading_an_adapter_takes_no_noise(reference_model, tokenizer) -> None:
-    """The first call of a strategy loads its adapter; drawing its first weights once moved the call's noise."""
-    inputs = first_turns(tokenizer, ["Write a story about a fox."])
-    new = LayerSkipCandidates(exit_layer_of(EMBEDDED_ADAPTER), adapter=str(EMBEDDED_ADAPTER))
-    ours = Variant("ours", lambda: {"candidate_generator": new})
-    samples = measure_round(reference_model, inputs, [PLAIN, ours], {"max_new_tokens": 16, **SAMPLED}, 0)
-    assert torch.equal(samples["plain"].ids, samples["ours"].ids)
-
-
 @pytest.mark.parametrize(
     ("strategies", "peers", "message"),
     [
@@ -93,29 +80,44 @@ def test_bad_strategies(strategies: list[str], peers: list[str], message: str) -
         build(strategies, peers, tiny_model("llama"))
 
 
-def test_strategies_are_combined_with_plus(reference_model) -> None:
-    """Each setting of the last one, with the same depth for all of them."""
-    (family,) = build(["ngram+medusa"], [], reference_model)
-    assert family.name == "n-grams + Medusa" and set(family.settings) == {"k=2", "k=4", "k=6", "k=auto"}
-    combined = family.settings["k=4"]()["candidate_generator"]
-    assert [type(strategy).__name__ for strategy in combined.strategies] == ["NgramCandidates", "MedusaCandidates"]
+# The metric of evaluate, on cases that the field agrees on
 
 
-def git(folder: Path, *arguments: str) -> None:
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+evaluate: Any = pytest.importorskip("evaluate", reason="the metric needs evaluate")
+THREE_DRAFTS = {"drafted": [3, 3, 2], "accepted": [3, 1, 0]}
 
 
-def test_provenance_names_the_commit_and_changes_of_a_checkout(tmp_path: Path, monkeypatch) -> None:
-    package = tmp_path / "hf_specgen"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    git(tmp_path, "init")
-    monkeypatch.setattr(provenance, "PACKAGE", package)
-    assert provenance.provenance()["commit"] is None, "the package is not tracked"
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "ours")
-    commit = provenance.provenance()["commit"]
-    assert commit is not None and len(commit) == 40
-    (tmp_path / "new.py").touch()
-    assert provenance.provenance()["commit"] == f"{commit}+changes"
+@pytest.fixture(scope="module")
+def metric(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As a user loads it; `evaluate` keeps its files below the user's home otherwise."""
+    from tests.helpers.paths import ROOT
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate.config, "HF_METRICS_CACHE", str(tmp_path_factory.mktemp("metrics")))
+        yield evaluate.load(str(ROOT / "benchmarks" / "acceptance.py"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (THREE_DRAFTS, {"drafts": 3, "drafted": 8, "accepted": 4, "acceptance_rate": 0.5}),
+        (THREE_DRAFTS, {"acceptance_rate_per_position": [2 / 3, 1 / 3, 1 / 2]}),
+        # 7 nodes that are 3 deep reach position 3, not 7.
+        ({"drafted": [7], "accepted": [2], "depths": [3]}, {"acceptance_rate_per_position": [1, 1, 0]}),
+        # The two definitions differ where steps draft nothing or are cut.
+        (
+            {"drafted": [3, 3, 0, 0], "accepted": [3, 0, 0, 0], "emitted": [3, 1, 1, 1]},
+            {"mean_acceptance_length": 2.5, "tokens_per_step": 1.5},
+        ),
+    ],
+)
+def test_acceptance_of_steps(metric: Any, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = metric.compute(**given)
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_impossible_steps_are_refused(metric: Any) -> None:
+    with pytest.raises(ValueError, match="accepted <= depth <= drafted"):
+        metric.compute(drafted=[2], accepted=[3])
+    with pytest.raises(ValueError, match="argument 4 is longer"):
+        metric.compute(drafted=[2], accepted=[1], emitted=[1, 2], depths=[2])

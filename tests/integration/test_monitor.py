@@ -5,15 +5,14 @@ from collections import Counter
 from dataclasses import astuple
 from pathlib import Path
 from statistics import mean, median, pstdev
-from typing import Any
 
 import pytest
 
-from hf_specgen import Call, Monitor, MonitorSession, NgramCandidates, SpeculationMonitor, Statistics, StepRecord
+from hf_specgen import Monitor, NgramCandidates, SpeculationMonitor, Statistics
 from hf_specgen.depth import CostCurve
 from hf_specgen.monitoring.monitor import PREFIX, AcceptanceRates
 from hf_specgen.monitoring.plots import plot_monitor, plot_speedup, speedup
-from tests.helpers import FailingOracle, Oracle, prompts, tiny_model
+from tests.helpers import Oracle, prompts, tiny_model
 
 
 def run_monitored(monitor: Monitor, accuracy: float = 0.7, batch: int = 2) -> Statistics:
@@ -92,36 +91,3 @@ def test_plots_write_images(tmp_path: Path) -> None:
     assert (tmp_path / "monitor.png").read_bytes().startswith(b"\x89PNG")
     plot_speedup(tmp_path / "speedup.svg", depths=(1, 5))
     assert "<svg" in (tmp_path / "speedup.svg").read_text()
-
-
-class RecordingMonitor(Monitor):
-    """Records what happens in every call."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def start(self, call: Call) -> MonitorSession:
-        self.events.append("start")
-        return _RecordingSession(self.events)
-
-
-class _RecordingSession(MonitorSession):
-    def __init__(self, events: list[str]):
-        self._events = events
-
-    def observe(self, step: StepRecord) -> None:
-        self._events.append("step")
-
-    def end(self) -> None:
-        self._events.append("end")
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_monitor_session_ends_once_after_an_exception(steps: int) -> None:
-    """Would catch: a call that is counted as running forever."""
-    model, inputs, monitor = tiny_model("llama"), prompts(1), RecordingMonitor()
-    failing = FailingOracle(model.generate(**inputs, max_new_tokens=30)[:, 12:], steps)
-    arguments: dict[str, Any] = {"candidate_generator": failing, "monitor": monitor}
-    with pytest.raises(RuntimeError, match="the draft session failed"):
-        model.generate(**inputs, max_new_tokens=30, **arguments)
-    assert monitor.events == ["start", *["step"] * steps, "end"]

@@ -1,17 +1,19 @@
 """What a call returns and keeps alive; scores, logits and caches are compared in `test_cases.py`."""
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specgen import DraftModelCandidates, NgramCandidates
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates, speculate
 from hf_specgen.targets.cache import RaggedCache
-from tests.helpers import Oracle, perturbed_copy, prompts, tiny_model
+from tests.helpers import Oracle, RecordingStreamer, perturbed_copy, prompts, tiny_model
+from tests.helpers.comparison import plain_output
 
 
 def test_second_turn_reads_only_what_is_new() -> None:
@@ -29,22 +31,6 @@ def test_second_turn_reads_only_what_is_new() -> None:
     model.generate(input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values, **arguments)
     handle.remove()
     assert 4 <= read[0] <= 4 + 4  # the second prompt, the last token of the first turn, and tokens drafted behind them
-
-
-def test_cache_of_plain_generate_with_attention_in_chunks_continues() -> None:
-    """Plain `generate` keeps the last chunk only. Would catch: masks for slots that the cache no longer holds."""
-    model = tiny_model("llama4_text", attention_chunk_size=8)
-    expected, ours = (
-        model.generate(
-            torch.cat([first.sequences, torch.tensor([[3, 4]])], dim=1),
-            past_key_values=first.past_key_values,
-            max_new_tokens=12,
-            **arguments,
-        )
-        for arguments in ({}, {"candidate_generator": NgramCandidates(k=4, tree=8)})
-        for first in [model.generate(**prompts(1), max_new_tokens=8, return_dict_in_generate=True)]
-    )
-    assert torch.equal(expected, ours)
 
 
 def test_cache_made_in_inference_mode_continues_outside() -> None:
@@ -190,3 +176,62 @@ def test_repeated_calls_do_not_accumulate_tensors(candidates: Any) -> None:
         gc.collect()
         counts.append(sum(type(item) is torch.Tensor for item in gc.get_objects()))
     assert counts[1] == counts[2]
+
+
+# Rows that end leave the batch, and streamers receive the columns
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 0}, {"repetition_penalty": 1.2}])
+@pytest.mark.parametrize("kind", ["oracle", "draft", "skip"])
+def test_generate_ended_rows_leave_the_batch(sampling: dict, kind: str) -> None:
+    """Would catch: rows that change places once others have left the batch; ended rows that stay in it."""
+    model, inputs = tiny_model("llama"), prompts(6)
+    arguments = {"max_new_tokens": 30, "eos_token_id": list(range(0, 12)), "pad_token_id": 0, **sampling}
+    torch.manual_seed(8)
+    plain = model.generate(**inputs, **arguments)
+    candidates: Candidates = Oracle(plain[:, 12:], 0.6, branching=True)
+    if kind != "oracle":
+        candidates = DraftModelCandidates(model, k=2) if kind == "draft" else LayerSkipCandidates(1, k=2)
+    rows: list[int] = []
+    handle = model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    torch.manual_seed(8)
+    ours = model.generate(**inputs, **arguments, candidate_generator=candidates)
+    handle.remove()
+    assert torch.equal(ours, plain)
+    assert len(set((plain[:, 12:] != 0).sum(dim=1).tolist())) > 2, "the rows must end at different lengths"
+    assert min(rows) < 6
+
+
+STREAM_ENTRIES: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "keyword": lambda candidates, streamer: {"candidate_generator": candidates, "streamer": streamer},
+    "speculate": lambda candidates, streamer: {"custom_generate": speculate(candidates, streamer=streamer)},
+    "custom_generate": lambda candidates, streamer: {"custom_generate": speculate(candidates), "streamer": streamer},
+}
+
+
+def test_criterion_is_evaluated_before_the_streamer_receives_a_column() -> None:
+    """As in plain `generate`."""
+    order: list[str] = []
+
+    class Streamer(RecordingStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            order.append("streamer")
+
+    class Criterion(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+            order.append("criterion")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    arguments = {"max_new_tokens": 6, "stopping_criteria": StoppingCriteriaList([Criterion()]), "streamer": Streamer()}
+    tiny_model("llama").generate(**prompts(1), **arguments, candidate_generator=NgramCandidates())
+    assert order == ["streamer", *("criterion", "streamer") * 6]  # first the prompt
+
+
+@pytest.mark.parametrize("entry", STREAM_ENTRIES)
+def test_text_iterator_streamer_receives_the_text(entry: str, reference_model: Any, tokenizer: Any) -> None:
+    """Would catch: the first token dropped where the streamer skips the prompt, a reader that waits for ever."""
+    ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
+    plain = plain_output(reference_model, {"input_ids": ids}, max_new_tokens=20)[0]
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
+    reference_model.generate(ids, max_new_tokens=20, **STREAM_ENTRIES[entry](NgramCandidates(k=4), streamer))
+    assert "".join(streamer) == tokenizer.decode(plain[0, ids.shape[1] :])

@@ -9,10 +9,9 @@ import pytest
 
 from hf_specgen import AutoCandidates, CombinedCandidates, DraftModelCandidates, FixedDepth, NgramCandidates
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
-from tests.helpers.head_fixtures import find_fixtures
+from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.policies import AfterPlainSteps
 
-FIXTURES = {one.folder.name: one for one in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")}
 DRAFTS = ["pard_llama", "pard2_llama"]
 
 

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,30 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_specgen import DFlashCandidates, MTPCandidates
-from hf_specgen.candidates.growth import Growth
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import path_head
-from hf_specgen.heads import runner as runners
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.mtp import load_mtp
 from hf_specgen.heads.path_head import PathRunner
-from hf_specgen.tree import DraftTree
-from tests.helpers import SAMPLING, assert_same_tokens, prompts
-from tests.helpers.head_fixtures import Comparison, Fixture, features_of, find_fixtures
-from tests.helpers.head_runs import Rounds, captured_features
-from tests.helpers.head_sessions import LayeredMTP, corrected
+from hf_specgen.tree import DraftTree, TreeStructure
+from tests.helpers import assert_same_tokens, prompts
+from tests.helpers.head_fixtures import FIXTURES, Fixture, features_of
 
-FIXTURES = {
-    fixture.folder.name: fixture for fixture in find_fixtures(Path(__file__).parents[1] / "assets" / "fixtures")
-}
 HEADS = {name: fixture for name, fixture in FIXTURES.items() if fixture.family == "path"}
 LAYERED = FIXTURES["mtp_transformers_glm4_moe_2layers"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def grow(first: torch.Tensor, logits_after: Any, widths: list[int]) -> list[tuple[list[int], torch.Tensor]]:
-    """Every path of a tree of row 0 that grows by these widths, with the logits after it; all rows grow alike."""
-    growth, found = Growth([9] * len(first), 3, torch.zeros(len(first), 1)), [([], first[0])]
-
-    def add(logits: torch.Tensor) -> None:
-        best = logits.softmax(dim=-1).topk(3, dim=-1)
-        growth.add(best.indices, best.values.log(), torch.zeros_like(best.values))
-
-    add(first[:, None])
-    level: list[list[int]] = [[]]
-    for width in widths:
-        tree = growth.expand(width)
-        logits = logits_after(tree, width)
-        add(logits)
-        above, tokens = tree.above[0].tolist(), tree.tokens[0].tolist()
-        level = [[*level[parent], token] for parent, token in zip(above, tokens, strict=True)]
-        found += zip(level, logits[0], strict=True)
-    return found
+def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> torch.Tensor:
+    """`[batch, paths, depths, vocab]` logits along chains beside each other in one tree that grows level by level."""
+    batch, tokens = len(first), torch.tensor(paths)
+    found, root = [first[:, None].expand(-1, len(paths), -1)], torch.zeros(batch, len(paths), dtype=torch.long)
+    for level in range(1, tokens.shape[1]):
+        above = root if level == 1 else torch.arange(len(paths)).expand(batch, -1)
+        last, more = tokens[:, level - 1].expand(batch, -1), {"nodes": level * len(paths), "level": level}
+        found.append(runner.next_logits(GrownTree(last, TreeStructure(last, last), above=above, **more)))
+    return torch.stack(found, dim=2)
 
 
 @pytest.mark.parametrize(
@@ -58,110 +42,50 @@ def grow(first: torch.Tensor, logits_after: Any, widths: list[int]) -> list[tupl
     [*((name, False) for name in HEADS), ("domino_specforge", True), ("speculators_dspark_rnn", True)],
 )
 @torch.no_grad()
-def test_path_runner_tree_has_the_logits_of_every_path(
+def test_path_runner_has_the_logits_of_the_original_along_two_paths(
     name: str, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both rounds of the fixture: each node of a tree against the correction along its path alone, teacher-forced."""
+    """The greedy path and another one, in one tree. Would catch: the state of another path or depth."""
     monkeypatch.setattr(path_head, "MAX_CANDIDATES", 10)
     fixture = HEADS[name]
-    bound = load_head(fixture.head_folder).bind(fixture.target)
-    head: Any = bound.head
-    blocks: list[torch.Tensor] = []
-    head.register_forward_hook(lambda module, arguments, output: blocks.append(output.output))
-    runner = PathRunner(bound, len(fixture.prompts), full_vocabulary=not limited)
-    rounds = Rounds(fixture, fixture.prompts, bound, Comparison(fixture))
-    for number in (1, 2):
-        features, tokens = rounds.inputs(number)
-        first = runner.first_logits(features, [row.tolist() for row in tokens], [True] * len(tokens))
-        greedy = fixture.get(f"{fixture.prompts[0]}.round{number}.greedy.tokens")[0]
-        assert first[0].argmax() == greedy[0]
-        paths = grow(first, runner.next_logits, [2, 3, 3])
-        assert limited or greedy[:2].tolist() in [path for path, _ in paths]
-        for path, logits in paths:
-            previous = torch.tensor([[int(tokens[0][-1]), *path]])
-            expected = bound.to_target_vocabulary(corrected(bound, blocks[-1][:1], previous).logits[0, -1])
-            kept = logits > -torch.inf
-            if limited:
-                assert kept.sum() == min(runner.max_candidates, 10)
-            torch.testing.assert_close(logits[kept], expected[kept], atol=2e-5, rtol=1e-5)
+    bound: Any = load_head(fixture.head_folder).bind(fixture.target)
+    for prompt in fixture.prompts:
+        runner = PathRunner(bound, 1, full_vocabulary=not limited)
+        features, tokens = states_of(fixture, bound, fixture.text(prompt, 1))
+        recorded = [fixture.drafted(prompt, 1, part) for part in ("greedy.", "second.")]
+        first = runner.first_logits([features], [tokens], [True])
+        logits = level_by_level(runner, first, [one.tokens for one in recorded])[0]
+        for ours, one in zip(logits, recorded, strict=True):
+            ours = ours if one.candidates is None else ours.gather(-1, one.candidates)
+            ours, kept = ours.softmax(dim=-1) if one.is_normalised else ours, ours > -torch.inf
+            assert not limited or (kept.sum(dim=-1) == min(runner.max_candidates, 10)).all()
+            torch.testing.assert_close(ours[kept], one.logits[kept], atol=2e-4, rtol=1e-4)
+
+
+def states_of(fixture: Fixture, bound: Any, text: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """The hidden states of a text without its last token, and the token after each of these positions."""
+    states = fixture.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+    return features_of(bound, states)[0], text[1:]
 
 
 @torch.no_grad()
-def test_layered_runner_tree_has_the_logits_of_every_path() -> None:
-    """All rounds of the fixture: each node against the layers over the whole text and its path."""
+def test_layered_runner_tree_has_the_logits_of_each_path_alone() -> None:
+    """Would catch: a node that reads the tokens or states of a sibling."""
     bound = load_mtp(LAYERED.target, str(LAYERED.target_folder)).bind(LAYERED.target)
-    prompts_of = LAYERED.prompts
-    runner, known = LayeredRunner(bound, len(prompts_of)), [0] * len(prompts_of)
-    for number in (1, 2, 3, 4):
-        features, tokens, texts = [], [], []
-        for row, prompt in enumerate(prompts_of):
-            text = LAYERED.get(f"{prompt}.round{number}.input_ids")
-            rows = text.shape[1] - 1
-            states, _ = captured_features(LAYERED, {"output_hidden_states": True}, text[:, :-1], rows)
-            texts.append((features_of(bound, states)[0], text[0, 1:]))
-            features.append(texts[-1][0][known[row] :])
-            tokens.append(text[0, 1 + known[row] :].tolist())
-            known[row] = rows
-        first = runner.first_logits(features, tokens, [True] * len(tokens))
-        for row, prompt in enumerate(prompts_of):
-            expected = LAYERED.get(f"{prompt}.round{number}.logits")[0]
-            torch.testing.assert_close(first[row], expected[0], atol=2e-4, rtol=1e-4)
-        for path, logits in grow(first, runner.next_logits, [3])[1:]:
-            torch.testing.assert_close(logits, layered_logits(bound, *texts[0], path), atol=2e-4, rtol=1e-4)
+    for number in LAYERED.rounds:
+        features, tokens = states_of(LAYERED, bound, LAYERED.text("a", number))
 
+        def after(paths: list[list[int]], features: Any = features, tokens: Any = tokens) -> torch.Tensor:
+            runner = LayeredRunner(bound, 1)
+            return level_by_level(runner, runner.first_logits([features], [tokens], [True]), paths)[0]
 
-def layered_logits(bound: Any, features: torch.Tensor, tokens: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """The reference: all layers over the whole text, with the tokens of a path in place of what they would draft."""
-    session = LayeredMTP(bound, 1)
-    real, chosen = bound.logits, iter(path)
-
-    def forced(output: torch.Tensor) -> torch.Tensor:
-        logits = real(output)
-        token = next(chosen, None)
-        if token is not None:
-            logits = torch.nn.functional.one_hot(torch.tensor(token), logits.shape[-1]).float()
-        return logits
-
-    bound.logits = forced
-    try:
-        _, logits, _ = session.round([features], [tokens])
-    finally:
-        bound.logits = real
-    return logits[0][len(path)]
-
-
-@pytest.mark.parametrize("prefill_chunk", [4, 512])
-@torch.no_grad()
-def test_layered_runner_reads_long_prompts_in_chunks(monkeypatch: pytest.MonkeyPatch, prefill_chunk: int) -> None:
-    monkeypatch.setattr(runners, "PREFILL_CHUNK", prefill_chunk)
-    bound = load_mtp(LAYERED.target, str(LAYERED.target_folder)).bind(LAYERED.target)
-    for prompt in LAYERED.prompts:
-        text = LAYERED.get(f"{prompt}.round1.input_ids")
-        states, _ = captured_features(LAYERED, {"output_hidden_states": True}, text[:, :-1], text.shape[1] - 1)
-        runner = LayeredRunner(bound, 1)
-        first = runner.first_logits([features_of(bound, states)[0]], [text[0, 1:].tolist()], [True])
-        torch.testing.assert_close(first, LAYERED.get(f"{prompt}.round1.logits")[:, 0], atol=2e-4, rtol=1e-4)
-        assert runner.lengths == [text.shape[1] - 2]
+        paths = [[token, 0] for token in (5, 17, 40)]
+        for path, logits in zip(paths, after(paths), strict=True):
+            torch.testing.assert_close(logits, after([path])[0], atol=2e-4, rtol=1e-4)
 
 
 def strategy(fixture: Fixture, **settings: Any) -> Any:
     return (MTPCandidates if fixture is LAYERED else DFlashCandidates)(fixture.checkpoint_folder, **settings)
-
-
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "chain": ({"k": 4}, SAMPLING["sampled"]),
-    "tree": ({"k": 6, "tree": 12}, {}),
-    "auto": ({}, SAMPLING["sampled"]),
-}
-ONE_OF_EACH = ("deepspec_dspark_qwen3_rnn", "dflash2_zlab", "domino_specforge", LAYERED.folder.name)
-
-
-@pytest.mark.parametrize(("name", "kind"), list(product(ONE_OF_EACH, CALLS)))
-def test_path_head_same_tokens(name: str, kind: str) -> None:
-    settings, mode = CALLS[kind]
-    assert_same_tokens(
-        FIXTURES[name].target, prompts(3), strategy(FIXTURES[name], **settings), max_new_tokens=12, **mode
-    )
 
 
 def recorded_drafts(monkeypatch: pytest.MonkeyPatch, of: Any) -> list[DraftTree]:

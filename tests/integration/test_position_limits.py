@@ -64,42 +64,12 @@ def test_prompt_behind_position_table_same_logits(sampling: dict, candidates: An
     assert ours.speculation.drafted > 0
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
-@pytest.mark.parametrize(("length", "new"), [(12, 4), (13, 3), (14, 2)])
-@pytest.mark.parametrize("as_dict", [True, False])
-def test_row_that_ends_at_end_of_table_same_tokens(architecture: str, length: int, new: int, as_dict: bool) -> None:
-    """Would catch: the last token of an ended row being read at a position that does not exist."""
-    model, inputs = sharp_model(architecture, 15), prompts(2, length=length)
-    plain = model.generate(**inputs, max_new_tokens=new)
-    answers = plain[:, length:].clone()
-    answers[1] = (answers[1] + 1) % 90  # rejected in this row, which continues alone
-    ours = model.generate(
-        **inputs, max_new_tokens=new, candidate_generator=ALWAYS(answers), return_dict_in_generate=as_dict
-    )
-    assert torch.equal(plain, ours.sequences if as_dict else ours)
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_draft_model_whose_table_ends_with_the_prompt_same_logits(architecture: str) -> None:
     """Would catch: rows that the draft has no positions for being read with the others."""
     draft = sharp_model(architecture, 12)
     candidates = DraftModelCandidates(draft, k=3)
     assert_same_logits(sharp_model(architecture, 40), prompts(3, length=12), candidates, max_new_tokens=12)
-
-
-@pytest.mark.parametrize("max_length", [24, 25])
-@pytest.mark.parametrize("layers", [3, 4])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_layer_skip_to_end_of_table_same_tokens(batch: int, layers: int, max_length: int) -> None:
-    """Would catch: nodes of a row that has ended, or that can draft no further, behind the table of positions.
-
-    A text of 25 tokens fits into a table of 24: its last token is not read.
-    """
-    model = tiny_model("gptj", n_positions=24, n_layer=layers)
-    candidates = LayerSkipCandidates(2, k=5)
-    plain = model.generate(**prompts(batch), max_length=max_length)
-    ours = model.generate(**prompts(batch), max_length=max_length, candidate_generator=candidates)
-    assert torch.equal(plain, ours)
 
 
 def test_padding_behind_position_table_same_logits() -> None:

@@ -10,16 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_specgen import (
-    AdaptiveDepth,
-    DFlashCandidates,
-    EagleCandidates,
-    GemmaAssistantCandidates,
-    MTPCandidates,
-    NgramCandidates,
-    PEagleCandidates,
-    Policy,
-)
+from hf_specgen import AdaptiveDepth, AutoCandidates, NgramCandidates, Policy
 from tests.helpers import (
     END,
     SAMPLING,
@@ -31,9 +22,10 @@ from tests.helpers import (
     tiny_model,
 )
 from tests.helpers.comparison import answers, plain_output
+from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.oracle import ORACLES
 from tests.helpers.policies import Irregular, padding
-from tests.helpers.strategies import ENCODER_DECODERS, FIXTURES, PARTLY_RIGHT, RANDOM_HEADS, STRATEGIES, make
+from tests.helpers.strategies import ENCODER_DECODERS, PARTLY_RIGHT, RANDOM_HEADS, STRATEGIES, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = 24
@@ -64,15 +56,6 @@ CASES: list[tuple[str, Callable[[], Policy] | None, int]] = [
 ]
 """Arguments, policy (None for that of the strategy), rows."""
 LEARN_FROM_CALLS = ("n-grams, history", "recycling", "recycling, tree", "combined")
-HEADS: dict[str, Any] = {
-    "autoregressive": EagleCandidates,
-    "block": DFlashCandidates,
-    "path": DFlashCandidates,
-    "parallel": PEagleCandidates,
-    "mtp": MTPCandidates,
-    "mtp_recursive": MTPCandidates,
-    "assistant": GemmaAssistantCandidates,
-}
 UNUSUAL_PROMPTS: dict[str, torch.Tensor] = {
     "one token": torch.tensor([[5]]),
     "a row of padding": torch.tensor([[0, 0, 0], [5, 6, 5]]),
@@ -137,11 +120,11 @@ def test_strategy_other_verification_repeats_under_a_seed(strategy: str, verific
 
 
 @pytest.mark.parametrize("tree", [None, 6])
-@pytest.mark.parametrize("name", [name for name, fixture in FIXTURES.items() if fixture.family in HEADS])
+@pytest.mark.parametrize("name", FIXTURES)
 def test_head_of_every_format_same_tokens(name: str, tree: int | None) -> None:
     """Would catch: an option of a format that the loop does not know. Random heads, whose drafts are rejected."""
     fixture = FIXTURES[name]
-    candidates = HEADS[fixture.family](fixture.checkpoint_folder, k=2, tree=tree)
+    candidates = AutoCandidates.from_pretrained(fixture.checkpoint_folder, k=2, tree=tree)
     assert assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=6).drafted > 0
 
 

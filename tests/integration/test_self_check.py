@@ -5,42 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from hf_specgen import LayerSkipCandidates, NgramCandidates
 from hf_specgen.targets.requirements import TargetRequirements
 from tests.fuzz.models import tiny_model
-
-SMALL = {"vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GPT = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}
-WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "ctrl": {"n_embd": 64, "n_layer": 4, "n_head": 4, "dff": 128, "n_positions": 256},
-    "biogpt": {**WIDE, "max_position_embeddings": 256},
-    "gpt_bigcode": GPT,
-    "gpt2": GPT,
-    "openai-gpt": GPT,
-    "nanochat": {**WIDE, "num_key_value_heads": 2, "max_position_embeddings": 256},
-    "xglm": {"d_model": 64, "ffn_dim": 128, "num_layers": 4, "attention_heads": 4, "max_position_embeddings": 256},
-    "gpt_neo": {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "attention_types": [[["global"], 4]]},
-    "opt": {
-        "hidden_size": 64,
-        "ffn_dim": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "word_embed_proj_dim": 64,
-    },
-    "git": WIDE,
-    "moshi": {**WIDE, "sliding_window": 16, "max_position_embeddings": 256},
-}
-EAGER = ("openai-gpt", "xglm", "gpt_neo", "git")
-
-
-def model_of(kind: str) -> Any:
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**SMALL, **CONFIGS[kind])
-    implementation = "eager" if kind in EAGER else "sdpa"
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+from tests.helpers import fresh_model
 
 
 def identical(model: Any, candidates: Any, batch: int = 2) -> bool:
@@ -51,13 +20,17 @@ def identical(model: Any, candidates: Any, batch: int = 2) -> bool:
     return torch.equal(model.generate(**settings), model.generate(**settings, candidate_generator=candidates))
 
 
-@pytest.mark.parametrize(
-    "kind", ["ctrl", "biogpt", "gpt_bigcode", "gpt2", "openai-gpt", "nanochat", "xglm", "gpt_neo", "opt"]
-)
+@pytest.mark.parametrize("kind", ["biogpt", "gpt_bigcode", "gpt2", "nanochat", "xglm", "gpt_neo", "opt"])
+def test_layer_skip_where_positions_or_scales_come_before_the_layers(kind: str) -> None:
+    """Would catch: positions or scales that are added to the kept states a second time; states of dropped rows."""
+    assert identical(tiny_model(kind, layers=4), LayerSkipCandidates(2, k=2), batch=3)
+
+
+@pytest.mark.parametrize("kind", ["ctrl", "openai-gpt"])
 def test_layer_skip_on_a_model_that_cannot_be_divided_is_refused(kind: str) -> None:
-    """Would catch: positions or scales that are added before the first layer a second time; wrong tokens, silently."""
+    """Would catch: states that the model scales in place; wrong tokens, silently."""
     with pytest.raises(ValueError, match=r"cannot (draft with its own first layers|verify)|takes no position_ids"):
-        identical(model_of(kind), LayerSkipCandidates(2, k=2))
+        identical(tiny_model(kind, layers=4), LayerSkipCandidates(2, k=2))
 
 
 def test_layer_skip_on_a_model_without_one_vector_a_token_is_refused() -> None:
@@ -70,14 +43,14 @@ def test_layer_skip_on_a_model_without_one_vector_a_token_is_refused() -> None:
 def test_model_whose_verification_differs_is_refused(kind: str) -> None:
     """Would catch: other tokens than plain generate in padded batches (git) or behind the window (moshi)."""
     with pytest.raises(ValueError, match=r"cannot verify draft tokens|applies its sliding window in the cache"):
-        identical(model_of(kind), NgramCandidates(k=3))
+        identical(tiny_model(kind, layers=4), NgramCandidates(k=3))
 
 
 @pytest.mark.parametrize("kind", ["ctrl", "biogpt", "gpt_bigcode", "gpt2", "nanochat", "xglm", "gpt_neo", "opt"])
 def test_model_that_verifies_exactly_gives_the_tokens_of_plain_generate(kind: str) -> None:
     """Would catch: a check that refuses what works."""
     try:
-        assert identical(model_of(kind), NgramCandidates(k=3, tree=6))
+        assert identical(tiny_model(kind, layers=4), NgramCandidates(k=3, tree=6))
     except ValueError as refusal:
         assert "takes no position_ids" in str(refusal)
 
@@ -86,11 +59,7 @@ def test_model_that_verifies_exactly_gives_the_tokens_of_plain_generate(kind: st
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj", "llama"])
 def test_model_with_a_small_position_table_gives_the_tokens_of_plain_generate(kind: str, positions: int) -> None:
     """Would catch: a check whose text is longer than the table, so that a model that works is refused."""
-    layers = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8} if kind == "gptj" else CONFIGS.get(kind, WIDE)
-    name = "n_positions" if kind in ("gpt2", "gptj") else "max_position_embeddings"
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**{**SMALL, **layers, name: positions, "initializer_range": 0.5})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = tiny_model(kind, positions=positions)
     ids = torch.tensor([[5, 6], [7, 5]])
     settings = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": positions - 2}
     plain = model.generate(**settings)
@@ -99,7 +68,7 @@ def test_model_with_a_small_position_table_gives_the_tokens_of_plain_generate(ki
 
 def test_self_check_leaves_the_random_state_and_the_model_unchanged() -> None:
     """Would catch: noise drawn by the check, so that sampled text differs from that of plain generate."""
-    model = model_of("gpt2")
+    model = tiny_model("gpt2")
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     settings = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 12, "do_sample": True}
     torch.manual_seed(3)
@@ -113,7 +82,7 @@ def test_self_check_leaves_the_random_state_and_the_model_unchanged() -> None:
 def test_logits_that_are_not_finite_for_a_while_refuse_no_later_call(value: float) -> None:
     """Would catch: a model that is refused for ever because one call had faulty logits."""
     model = llama(initializer_range=0.2).eval()
-    handle = model.lm_head.register_forward_hook(lambda *_: torch.full((2, 1, SMALL["vocab_size"]), value))
+    handle = model.lm_head.register_forward_hook(lambda *_: torch.full((2, 1, 99), value))
     with pytest.raises(RuntimeError, match="probability tensor"):
         model.generate(torch.tensor([[5, 6, 7]] * 2), do_sample=True, candidate_generator=NgramCandidates(k=3))
     handle.remove()
@@ -121,8 +90,7 @@ def test_logits_that_are_not_finite_for_a_while_refuse_no_later_call(value: floa
 
 
 def llama(**settings: Any) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, **WIDE, **settings))
+    return fresh_model("llama", **{"num_hidden_layers": 4, **settings})
 
 
 def test_training_mode_with_dropout_is_refused() -> None:

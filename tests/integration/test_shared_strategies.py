@@ -7,11 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from hf_specgen import AdaptiveDepth, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen import AdaptiveDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.heads import ExitHead, load_head, save_head
 from hf_specgen.heads.exit_head import save_exit_head
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
-from tests.helpers.medusa import fitted_heads, random_heads
+from tests.helpers.medusa import random_heads
 
 
 @pytest.fixture
@@ -69,22 +69,3 @@ def test_medusa_by_folder_then_loaded_with_remembered_acceptance_same_tokens(bat
     ):
         assert isinstance(candidates.policy, AdaptiveDepth)
         assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=30)
-
-
-@pytest.mark.parametrize("order", [(16, 3), (3, 16)])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_ngram_adaptive_depth_of_different_k_on_one_model_same_tokens(order: tuple[int, int], batch: int) -> None:
-    """Would catch: what one strategy has learnt applied to another one of other depth."""
-    model = tiny_model("llama", num_hidden_layers=3)
-    for k in order:
-        candidates = NgramCandidates(k=k, policy=AdaptiveDepth())
-        assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=30)
-
-
-def test_medusa_on_a_second_model_uses_its_own_heads() -> None:
-    """Would catch: heads that stay attached to the first model."""
-    first, second = tiny_model("llama", num_hidden_layers=3), other_model()
-    candidates = MedusaCandidates(fitted_heads(second, prompts(1)), tree=6, policy=FixedDepth())
-    accepted_steps(candidates, first)
-    fresh = MedusaCandidates(fitted_heads(second, prompts(1)), tree=6, policy=FixedDepth())
-    assert accepted_steps(candidates, second) == accepted_steps(fresh, second)

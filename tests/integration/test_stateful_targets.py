@@ -1,29 +1,24 @@
 """Targets with convolutions, recurrent states or indexed attention give the tokens of plain `generate`."""
 
 import copy
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specgen import (
-    Call,
     CombinedCandidates,
     DraftModelCandidates,
     FixedDepth,
     MedusaCandidates,
     NgramCandidates,
-    Policy,
-    PolicySession,
 )
 from hf_specgen.targets.replay import ReplayQueue
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.comparison import END
 from tests.helpers.medusa import random_heads
-from tests.helpers.models import SPEC, VOCAB, fresh_model, stateful_model
+from tests.helpers.models import SPEC, fresh_model, stateful_model
 from tests.helpers.oracle import ORACLES, Oracle
 from tests.helpers.policies import Irregular
 
@@ -94,76 +89,6 @@ def test_many_uncached_tokens_are_processed_in_a_pass_of_their_own(monkeypatch: 
         handle.remove()
     assert statistics.accepted == 0
     assert max(width for width in widths if width != prompts(3)["input_ids"].shape[1]) <= 2 + 1 + 1 + 4
-
-
-@pytest.mark.parametrize("kind", ["lfm2", "falcon_h1"])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_returned_cache_continues_the_text(kind: str, batch: int) -> None:
-    """Would catch: a returned state that lacks unread tokens, or has read more than the text."""
-    model, inputs = stateful_model(kind), prompts(batch)
-
-    def two_turns(**more: Any) -> torch.Tensor:
-        first = model.generate(**inputs, max_new_tokens=8, return_dict_in_generate=True, **more)
-        ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]] * batch)], dim=1)
-        mask = torch.cat([inputs["attention_mask"], torch.ones(batch, ids.shape[1] - 12).long()], 1)
-        return model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=8)
-
-    oracle = ORACLES["sometimes"](model.generate(**inputs, max_new_tokens=8)[:, 12:])
-    assert torch.equal(two_turns(candidate_generator=oracle), two_turns())
-
-
-class _StopsAt(StoppingCriteria):
-    """Ends some rows once the text has this length."""
-
-    def __init__(self, length: int, rows: list[bool]):
-        self._length, self._rows = length, torch.tensor(rows)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return self._rows & (input_ids.shape[1] >= self._length)
-
-
-class _OneRowAhead(Policy):
-    """Drafts in the last of three rows only."""
-
-    def start(self, call: Call) -> PolicySession:
-        return _OneRowAheadSession()
-
-
-class _OneRowAheadSession(PolicySession):
-    def depths(self, room: Sequence[int]) -> list[int]:
-        return [0, 0, 4]
-
-
-@pytest.mark.parametrize("stops", [[True, True, True], [False, False, True]], ids=["all_rows", "row_ahead"])
-@pytest.mark.parametrize("scores", [False, True], ids=["tokens", "scores"])
-@pytest.mark.parametrize("column", [3, 11])
-def test_criterion_that_cuts_a_row_that_is_ahead_same_output(column: int, scores: bool, stops: list[bool]) -> None:
-    """Would catch: a recurrent state that cannot return so far, or scores of padding behind tokens that were cut.
-
-    The last row is ahead in the third column, and in the eleventh it has had all its tokens for some steps.
-    """
-    model, inputs = stateful_model("qwen3_5_text"), prompts(3)
-    answers = model.generate(**inputs, max_new_tokens=12)[:, 12:]
-
-    def generate(**more: Any) -> Any:
-        criteria = StoppingCriteriaList([_StopsAt(12 + column, stops)])
-        return model.generate(
-            **inputs,
-            max_new_tokens=12,
-            eos_token_id=VOCAB - 1,
-            pad_token_id=0,
-            stopping_criteria=criteria,
-            return_dict_in_generate=True,
-            output_scores=scores,
-            **more,
-        )
-
-    plain, ours = generate(), generate(candidate_generator=Oracle(answers, 1.0, policy=_OneRowAhead()))
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert ours.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
-    if scores:
-        for mine, expected in zip(ours.scores, plain.scores, strict=True):
-            torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_uncached_tokens_come_first_until_a_pass_is_kept_completely() -> None:

@@ -10,9 +10,9 @@ from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head
 from tests.helpers import prompts, tiny_model
+from tests.helpers.cli import run
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import REFERENCE_LM
-from tests.integration.test_commands import run
 
 
 def test_measure_latency_has_the_drafters_that_run_a_network() -> None:

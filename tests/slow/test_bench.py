@@ -135,16 +135,6 @@ def test_verdicts() -> None:
     assert few["verdict"] == "too few requests" and "low" not in few
 
 
-def test_projected_speedup_is_a_ratio_of_sums_beside_the_measured_one() -> None:
-    cell = cell_of(seconds=[1.0, 1.0, 1.0], plain=[2.0, 2.0, 2.0])
-    for record, seconds in zip(cell.records, (1.0, 2.0, 5.0), strict=True):
-        record["projected"] = {"seconds": seconds, "plain_seconds": 4.0}
-    (row,) = summary.speed([cell], "domain")
-    assert row["speedup"] == pytest.approx(2.0) and row["projected speedup"] == pytest.approx(12 / 8)
-    (unprojected,) = summary.speed([cell_of(seconds=[1.0], plain=[2.0])], "domain")
-    assert "projected speedup" not in unprojected
-
-
 @pytest.mark.parametrize(
     ("others", "found"), [([[5, 6, 7, 8], [5, 6, 7, 4]], (1, 3, 9, 4)), ([[5, 6], [5, 6]], (0, 2, 7, -1)), (None, None)]
 )

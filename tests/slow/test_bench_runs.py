@@ -14,9 +14,8 @@ from benchmarks.harness import memory, runner
 from benchmarks.harness.journal import Journal, JournalError
 from benchmarks.harness.runner import run
 from benchmarks.report import page
-from benchmarks.report.results import result, sentence
+from benchmarks.report.results import result
 from hf_specgen.depth import CostCurve
-from hf_specgen.depth.latency import Bucket, DraftLatency, LatencyModel
 from tests.helpers.bench_run import SMALL, on_tiny_target
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks
@@ -120,19 +119,6 @@ def exit_code(arguments: list[str]) -> int:
         return int(ended.code or 0)
 
 
-def test_without_network_the_local_domains_still_run(folder: Path, tmp_path: Path) -> None:
-    plan = replace(
-        on_tiny_target(SMALL, folder),
-        strategies=("ngram",),
-        peers=(),
-        domains=("gsm8k-hub", "edit"),
-        repeats=1,
-    )
-    outcome = run(replace(plan, batches=(), temperatures=(), contexts=()), tmp_path, quiet())
-    assert outcome is not None and {r["cell"] for r in outcome.records} == {"edit"}
-    assert "gsm8k-hub" in outcome.notes[0] and "no network" in outcome.notes[0]
-
-
 def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     arguments = ["suite", "--model", str(folder / "target"), "--strategies", "ngram", "--peers", ""]
     arguments += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4"]
@@ -150,32 +136,7 @@ def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     assert saved["execution"] == "eagerly"
 
 
-def profile(folder: Path, *drafters: str) -> str:
-    """A file in which T(q) is flat and a drafter pass takes 0.05 T(1)."""
-    curve = CostCurve((1, 256), (1.0, 1.0), context=512, batch=1)
-    latency = LatencyModel((Bucket(curve, {name: DraftLatency(seconds=(0.05,)) for name in drafters}),))
-    path = folder / "flat.json"
-    latency.save(path)
-    return str(path)
-
-
 ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperatures=(), contexts=())
-
-
-def test_profile_gives_projected_speedups_that_follow_from_the_counts(folder: Path, tmp_path: Path) -> None:
-    """With a flat T(q) and a free drafter, the projected speedup is the number of tokens per step."""
-    flat = profile(tmp_path)
-    plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("ngram",), default_settings=True, profile=flat)
-    plan = replace(plan, max_new_tokens=16)
-    outcome = run(plan, tmp_path / "out", quiet())
-    assert outcome is not None and "flat.json" in outcome.notes[0] and "not measured" in outcome.notes[0]
-    found = result(outcome)
-    over_all = next(row for row in found["tables"]["acceptance"] if row["domain"] == "all")
-    (row,) = found["tables"]["projected by domain"]
-    assert row["variant"] == "n-grams k=auto" and row["all"] == pytest.approx(over_all["tokens/step"])
-    assert sentence(found) is None
-    text = page.write(found, tmp_path / "out").read_text()
-    assert "Projected speedup" in text and "Not measured" in text
 
 
 def test_memory_is_measured_for_every_strategy_with_and_without_scores(

@@ -1,42 +1,31 @@
 """Training passes equal drafting; losses equal naive ones, with their gradients; sharded drafters learn."""
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import losses
 import train_dflash
 import train_dspark
 import train_eagle
-import train_medusa
 from conversations import IGNORED
-from drafter import answer_numbers, choose_anchors
+from drafter import choose_anchors
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
-from hf_specgen.targets.model_parts import decoder_layers, output_logits
+from hf_specgen.targets.model_parts import output_logits
 from losses import Drafts, Learnt, acceptance_counts, draft_loss, later_pairs
 from target import read_target
 from tests.helpers import VOCAB, tiny_model
-from tests.helpers.head_fixtures import find_fixtures
-from tests.helpers.head_sessions import corrected
+from tests.helpers.head_fixtures import FIXTURES, corrected
 from tests.helpers.medusa import random_heads
-from tests.helpers.paths import HEAD_FIXTURES
-from tests.helpers.processes import run_in_ranks
-from tests.helpers.recipes import arguments
 from tests.helpers.reference import naive_medusa_loss
 
-FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTURES)}
 EAGLE = [name for name in FIXTURES if name.startswith(("eagle3", "speculators_eagle3"))]
 BLOCK = ["dflash_zlab", "jetspec_causal", "speculators_dflash_full"]
 DSPARK = ["speculators_dspark_vanilla", "speculators_dspark_rnn", "deepspec_dspark_qwen3_vanilla"]
@@ -55,17 +44,16 @@ def batch_of(length: int, packed: bool = False) -> dict[str, torch.Tensor]:
         positions[:, 8:] -= 8
         predicts[0, 9 : length - 1] = True
     batch = {"input_ids": ids, "labels": torch.where(predicts, ids.roll(-1, dims=1), IGNORED)}
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[1, length - 3 :] = 0
-    return batch | ({"position_ids": positions} if packed else {"attention_mask": mask})
+    return batch | {"position_ids": positions}
 
 
 def conversations_of(batch: dict[str, torch.Tensor]) -> list[tuple[int, int, list[int], int]]:
     """For each predicting position: row, first position of its conversation, its text, place in it."""
     found = []
     for row, root in (batch["labels"] != IGNORED).nonzero().tolist():
-        begin = 8 if "position_ids" in batch and root >= 8 else 0
-        end = 8 if "position_ids" in batch and root < 8 else batch["input_ids"].shape[1]
+        is_packed = bool((batch["position_ids"][:, 8] == 0).all())
+        begin = 8 if is_packed and root >= 8 else 0
+        end = 8 if is_packed and root < 8 else batch["input_ids"].shape[1]
         found.append((row, begin, batch["input_ids"][row, begin:end].tolist(), root - begin))
     return found
 
@@ -95,8 +83,8 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
         outputs = [runner.first_logits([known], [following], [True])[0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
-                chain = GrownTree(torch.tensor([text[root + 2 : root + 2 + step]]))
-                outputs.append(runner.next_logits(chain, 1)[0, 0])
+                chain = GrownTree(torch.tensor([[text[root + 1 + step]]]), nodes=step)
+                outputs.append(runner.next_logits(chain)[0, 0])
         for step, expected in enumerate(outputs):
             torch.testing.assert_close(bound.target_logits(drafted[step][number]), expected, atol=1e-4, rtol=1e-4)
 
@@ -239,45 +227,3 @@ def test_no_more_than_a_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch
     vocabulary = [shape for shape in kept if VOCAB in shape]
     assert max(shape[0] for shape in vocabulary if shape[-1] == VOCAB and shape[0] != 64) <= 4
     assert sum(shape == (VOCAB, 64) for shape in vocabulary) <= 3 * 10 * 2 + 3  # matrices in use, one gradient a head
-
-
-def train_sharded(given: list[str], shard: bool) -> tuple[float, float]:
-    """In a rank of its own: losses of two steps of a Medusa drafter; `shard`: it and the target's layers, by FSDP2."""
-    from arguments import parse
-
-    Accelerator()
-    args = parse(train_medusa.MedusaArguments, None, given)
-    torch.manual_seed(0)
-    target = tiny_model("llama").requires_grad_(False)
-    args.target = str(Path(given[1]))
-    drafter = train_medusa.MedusaDrafter(args, target, None)
-    if shard:
-        for layer in decoder_layers(target):
-            fully_shard(layer)
-        fully_shard(drafter, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.SGD([p for p in drafter.parameters() if p.requires_grad], lr=0.5)
-    ids = torch.arange(3, 27).view(2, 12)
-    mine = slice(dist.get_rank(), dist.get_rank() + 1) if shard else slice(None)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.roll(-1, 1)}
-    seen = []
-    for _ in range(2):
-        loss = drafter(**{name: tensor[mine] for name, tensor in batch.items()}, num_items_in_batch=torch.tensor(24))[
-            "loss"
-        ]
-        (loss * (2 if shard else 1)).backward()  # gradients are averaged over the processes
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        if shard:
-            dist.all_reduce(total)
-        seen.append(float(total))
-    return seen[0], seen[1]
-
-
-def test_two_processes_with_sharded_drafter_and_target_have_the_loss_of_one(folder: Path) -> None:
-    """Would catch: a head that is not reached through its module's forward pass, gradients of one shard only."""
-    given = arguments(folder, "sharded", "--num-heads", "2")
-    two = run_in_ranks(train_sharded, [(given, True)] * 2)
-    (one,) = run_in_ranks(train_sharded, [(given, False)])
-    assert two[0] == two[1] == pytest.approx(one, rel=1e-4) and one[1] < one[0]
-    assert answer_numbers({"labels": torch.tensor([[5, IGNORED]])}).tolist() == [1]

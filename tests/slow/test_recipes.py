@@ -32,7 +32,7 @@ from target import read_target
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks
-from tests.helpers.recipes import FAST, LaunchedScript, arguments, losses, run_as_script, save_tiny
+from tests.helpers.recipes import FAST, LaunchedScript, arguments, losses, run_sharded, save_tiny
 
 SAVES = ["--save-strategy", "steps"]
 HEAD = ["--depth", "3", "--anchors", "8"]
@@ -44,7 +44,6 @@ MIXTURE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_inte
 TARGETS: dict[str, dict[str, Any]] = {
     "gpt2": SIZES,
     "gpt_neox": SIZES | {"intermediate_size": 64},
-    "gemma2": SIZES | WIDE,
     "gemma3_text": SIZES | WIDE,
     "qwen3_moe": SIZES | WIDE | MIXTURE,
 }
@@ -59,35 +58,52 @@ def assert_drafts(target: Any, folder: Path) -> Any:
     return candidates
 
 
-@pytest.mark.parametrize(
-    ("architecture", "recipe", "more"),
-    [
-        ("gpt2", train_eagle, [*HEAD, "--draft-vocab-size", "600", "--loss", "{lk: 1}"]),
-        ("gpt2", train_medusa, ["--num-heads", "2"]),
-        ("gpt_neox", train_dflash, [*HEAD, "--layers", "2", "3"]),
-        ("gpt_neox", train_layer_skip, ["--exit-layer", "2", "--rank", "2"]),
-        ("gemma2", train_dspark, [*HEAD, "--markov-rank", "8"]),
-        (
-            "gemma3_text",
-            train_eagle,
-            [*HEAD, "--parallel", "true", *AUX, "1", "3", "--fc-norm", "true"],
-        ),
-        ("gemma3_text", train_draft, ["--layers", "0", "3"]),
-        ("qwen3_moe", train_dflash, ["--causal", "true", "--packing", "true", *HEAD]),
-        ("qwen3_moe", train_draft, ["--layers", "3", "--streaming", "true"]),
-    ],
-)
-def test_any_target_gets_a_drafter_from_conversations(
-    folder: Path, tmp_path: Path, architecture: str, recipe: Any, more: list[str]
+RECIPES: dict[str, tuple[Any, list[str]]] = {
+    "medusa": (train_medusa, ["--num-heads", "2"]),
+    "eagle": (train_eagle, HEAD),
+    "dflash": (train_dflash, HEAD),
+    "dspark": (train_dspark, [*HEAD, "--markov-rank", "8"]),
+    "draft": (train_draft, ["--layers", "0", "3"]),
+    "layer_skip": (train_layer_skip, ["--exit-layer", "2", "--rank", "2"]),
+}
+FOR_TARGET = {
+    "gpt2": ["--loss", "{lk: 1, confidence: 1}"],
+    "gpt_neox": ["--streaming", "true"],
+    "gemma3_text": ["--evaluation-tokens", "6"],
+    "qwen3_moe": ["--packing", "true"],
+}
+VARIANTS = {
+    ("gpt2", "eagle"): ["--draft-vocab-size", "600"],
+    ("gpt_neox", "dflash"): ["--layers", "2", "3"],
+    ("gemma3_text", "eagle"): ["--parallel", "true", *AUX, "1", "3", "--fc-norm", "true"],
+    ("qwen3_moe", "dflash"): ["--causal", "true"],
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("architecture", FOR_TARGET)
+def test_any_target_gets_any_drafter_from_conversations(
+    folder: Path, tmp_path: Path, architecture: str, name: str
 ) -> None:
-    """Conversations of three turns; prompts of the evaluation without a domain."""
-    save_tiny(CONFIG_MAPPING[architecture](**TARGETS[architecture]), tmp_path / "target")
-    held_out = ["--evaluation", str(folder / "questions.jsonl"), "--evaluation-tokens", "6"]
-    given = ["--data", str(folder / "messages.jsonl"), "--output", str(tmp_path / "out"), *held_out]
-    recipe.main(["--target", str(tmp_path / "target"), *FAST, *given, *more])
-    assert_drafts(AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32), tmp_path / "out")
+    """20 steps on conversations of three turns; one target with an evaluation, whose prompts have no domain."""
+    target, (recipe, more) = tmp_path / "target", RECIPES[name]
+    save_tiny(CONFIG_MAPPING[architecture](**TARGETS[architecture]), target)
+    given = ["--data", str(folder / "messages.jsonl"), "--output", str(tmp_path / "out")]
+    if architecture == "gemma3_text":
+        given += ["--evaluation", str(folder / "questions.jsonl")]
+    more = [
+        *more,
+        "--steps",
+        "20",
+        "--batch-size",
+        "2",
+        *FOR_TARGET[architecture],
+        *VARIANTS.get((architecture, name), []),
+    ]
+    recipe.main(["--target", str(target), *FAST, *given, *more])
+    assert_drafts(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert "| all |" in card.text and "1 of 1" in card.text and "Final loss" in card.text
+    assert "Loss at the end: 0." in card.text and ("1 of 1" in card.text) == (architecture == "gemma3_text")
     assert "AutoCandidates" in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
 
 
@@ -108,7 +124,7 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training, "DrafterTrainer", Interrupted)
         train_eagle.main(arguments(folder, "resumed", *more))
-    with pytest.raises(ValueError, match=r"checkpoint of an earlier run: continue it with --resume true"):
+    with pytest.raises(ValueError, match=r"holds an earlier run: continue it with --resume true"):
         train_eagle.main(arguments(folder, "resumed", *more))
     with pytest.raises(ValueError, match=r"has a run with depth 3 \(now 2\).*resume it with the same settings"):
         train_eagle.main(arguments(folder, "resumed", *more, "--depth", "2", "--resume", "true"))
@@ -118,7 +134,7 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
     one, two = (load_file(folder / name / "model.safetensors") for name in ("whole", "resumed"))
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, two[name])
-    with pytest.raises(ValueError, match=r"holds an earlier result; give another --output, or --overwrite true"):
+    with pytest.raises(ValueError, match=r"holds an earlier run: .* replace it with --overwrite true"):
         train_eagle.main(arguments(folder, "whole", *more))
 
 
@@ -155,12 +171,24 @@ def test_states_on_disk_give_the_same_losses_without_the_target(
         recipe.main(arguments(folder, str(tmp_path / "other"), *more, *features, "--max-length", "20"))
 
 
-def test_two_processes_train_what_one_trains(folder: Path) -> None:
-    """Catches: answer tokens weighed by process, a batch seen twice, anchors that depend on the process."""
-    more = [*HEAD, *SAVES, "--steps", "4", "--save-steps", "4", "--shard-target", "true"]
-    run_in_ranks(run_as_script, [("train_eagle.py", arguments(folder, "two", *more))] * 2)
-    train_eagle.main(arguments(folder, "one", *more[:-2]))
-    assert losses(folder / "two") == pytest.approx(losses(folder / "one"), rel=1e-4)
+@pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")  # of DeepSpeed
+@pytest.mark.parametrize("config", [None, "fsdp.yaml", "zero3.yaml"])
+def test_two_processes_train_what_one_trains(folder: Path, tmp_path: Path, config: str | None) -> None:
+    """Drafter replicated, or sharded by FSDP2 or ZeRO-3 as in the shipped config; the target is sharded by FSDP2.
+
+    Catches: answer tokens weighed by process, a batch seen twice, anchors that depend on the process; a drafter that is
+    not reached through its module's forward pass; weights of one shard in the result.
+    """
+    if config == "zero3.yaml":
+        pytest.importorskip("deepspeed", reason="pip install deepspeed")
+    more = [*HEAD, *SAVES, "--steps", "4", "--save-steps", "4"]
+    train_eagle.main(arguments(folder, str(tmp_path / "one"), *more))
+    two = arguments(folder, str(tmp_path / "two"), *more, "--shard-target", "true")
+    run_in_ranks(run_sharded, [("train_eagle.py", two, config)] * 2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    one, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(sharded[name], tensor, atol=1e-3, rtol=1e-2)  # bfloat16
 
 
 def test_a_lora_draft_is_merged_or_saved_as_an_adapter(folder: Path) -> None:
@@ -257,7 +285,7 @@ def test_the_hub_is_asked_before_training_and_gets_the_result_without_checkpoint
 
     monkeypatch.setattr(training, "HfApi", Hub)
     hub = ["--push-to-hub", "true", "--hub-model-id"]
-    with pytest.raises(ValueError, match=r"other/head cannot be written: 403 Forbidden"):
+    with pytest.raises(OSError, match="403 Forbidden"):
         train_draft.main(arguments(folder, "pushed", "--layers", "0", *hub, "other/head"))
     train_draft.main(arguments(folder, "pushed", "--layers", "0", *hub, "user/draft"))
     assert calls[:2] == ["other/head", "user/draft"] and calls[2][0] == "user/draft" and calls[2][2] == "checkpoint*"
@@ -289,9 +317,10 @@ def test_answers_are_the_targets_own_and_resume(folder: Path, monkeypatch: Any) 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(generate_answers, "answer_rows", lambda *given, **more: interrupted(answer_rows(*given, **more)))
         generate_answers.main([*settings, "--output", str(resumed)])
-    with (Path(f"{resumed}.parts") / "0.jsonl").open("a", encoding="utf-8") as file:
+    (parts,) = folder.glob("resumed*.parts")
+    with (parts / "0.jsonl").open("a", encoding="utf-8") as file:
         file.write('[9, {"pro')  # interrupted in the eighth answer
-    kept = generate_answers.answers_so_far(Path(f"{resumed}.parts"))
+    kept = generate_answers.answers_so_far(parts)
     generate_answers.main([*settings, "--output", str(resumed)])
     assert len(kept) == 7 and all(row in rows for row in kept.values())
     assert resumed.read_bytes() == whole.read_bytes()
@@ -347,16 +376,6 @@ def test_accelerate_launch_trains_heads(folder: Path, monkeypatch: Any) -> None:
     command = [*settings, "--dynamo_backend", "no", recipe, *arguments(folder, "launched", "--num-heads", "1")]
     launch_command(launch_command_parser().parse_args(command))  # raises for another exit code than 0
     assert (folder / "launched" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "configs").glob("*.yaml")))
-def test_accelerate_reads_the_shipped_launch_configs(path: Path) -> None:
-    """As far as can be checked without GPUs: accelerate knows every key, and the kinds are what the names say."""
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    config = load_config_from_file(str(path))
-    assert str(config.distributed_type) in {"FSDP", "DEEPSPEED", "DistributedType.FSDP", "DistributedType.DEEPSPEED"}
-    assert config.mixed_precision == "bf16"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

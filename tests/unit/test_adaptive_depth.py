@@ -2,13 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
 
 from hf_specgen.counters import RowStep, StepRecord
-from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel
+from hf_specgen.depth import (
+    AdaptiveDepth,
+    Bucket,
+    CostCurve,
+    DisableWhen,
+    DraftLatency,
+    LatencyModel,
+    MovingWindow,
+    Policy,
+    Schedule,
+)
 from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS
 from hf_specgen.memory import memory
 from tests.helpers.depth import Model, depth_call, run
@@ -47,45 +56,6 @@ def test_adaptive_depth_where_drafts_fail_tries_again_when_the_loss_is_made_up_f
     depths = [depth for (depth,) in run(AdaptiveDepth(STEEP).start(depth_call()), 300, [0])]
     trials = [step for step, depth in enumerate(depths) if depth][-3:]
     assert [depths[step] for step in trials] == [1, 1, 1] and trials[2] - trials[1] == trials[1] - trials[0] == 51
-
-
-@pytest.mark.parametrize("speedup", [0.7, 1.15, 2.0])
-@pytest.mark.parametrize("cost", [1.5, 3.0])
-def test_adaptive_depth_of_short_calls_is_near_the_better_of_drafting_and_plain(speedup: float, cost: float) -> None:
-    """Drafts of a tree of 6 levels by chance, 64 tokens a call, on machines where a draft costs a little or a lot.
-
-    Would catch: single rejections that turn drafting off where it is faster on average, and trials that lose 7% of
-    every call where it is slower.
-    """
-    acceptance = bisect(lambda a: sum(a**i for i in range(7)) >= speedup * cost)
-    ratios = [ratio for seed in range(8) for ratio in chance_calls(acceptance, cost, seed)]
-    assert sum(ratios) / len(ratios) > (0.95 if speedup < 1 else 0.92 * speedup)
-
-
-def bisect(reached: Callable[[float], bool]) -> float:
-    """The smallest acceptance rate at which this holds."""
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        low, high = (low, (low + high) / 2) if reached((low + high) / 2) else ((low + high) / 2, high)
-    return high
-
-
-def chance_calls(acceptance: float, cost: float, seed: int) -> list[float]:
-    """Tokens over cost of five calls, with a memory."""
-    random, model, speeds = Random(seed), Model(), []
-    curve = CostCurve((1, 64), (1.0, 1.0), 256, 1)
-    for _ in range(5):
-        session = AdaptiveDepth().start(depth_call(model=model, k=6, negligible_cost=False, sizes_trees=True))
-        session.known = LatencyModel.from_curves(curve, draft_step=cost - 1)
-        tokens = seconds = 0.0
-        while tokens < 64:
-            (depth,) = session.depths([99])
-            accepted = next((level for level in range(depth) if random.random() > acceptance), depth)
-            session.observe(StepRecord([depth], [RowStep(depth, depth, accepted, accepted + 1)], 1 + depth, {}, ()))
-            tokens, seconds = tokens + accepted + 1, seconds + (cost if depth else 1.0)
-        speeds.append(tokens / seconds)
-    memory.clear()
-    return speeds
 
 
 def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
@@ -169,3 +139,55 @@ def test_adaptive_depth_after_a_pause_counts_what_the_drafter_has_to_catch_up_on
     session = prompt_call(10, 10**6)
     run(session, 3, [0])
     assert not any(depth for (depth,) in run(session, 400, [0])), "the longer the pause, the more there is to process"
+
+
+# Policies by rule
+
+
+LATENCY = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1))
+
+
+@pytest.mark.parametrize(
+    ("limits", "depth"), [([9], 8), ([9] * 3, 4), ([9] * 5, 2), ([9] * 8, 0), ([9, 0, 0, 0, 0, 0, 0, 9, 9], 4)]
+)
+def test_schedule_by_batch_counts_rows_that_take_part(limits: list[int], depth: int) -> None:
+    call = depth_call(rows=len(limits))
+    schedule = Schedule({1: 8, 3: 4, 5: 2, 8: 0})
+    assert schedule.start(call).depths(limits) == [depth] * len(limits)
+    call.state.other_rows = 8
+    assert schedule.start(call).depths(limits) == [0] * len(limits), "rows of other calls in the same passes count"
+
+
+@pytest.mark.parametrize(("prompt", "depth"), [(10, 6), (38, 6), (39, 1), (500, 1)])
+def test_schedule_by_context_counts_tokens_of_the_longest_row(prompt: int, depth: int) -> None:
+    assert Schedule(by_context={0: 6, 40: 1}).start(depth_call(prompt=prompt)).depths([9]) == [depth]
+
+
+def test_moving_window_follows_the_acceptance_of_each_row() -> None:
+    depths = run(MovingWindow(start=4).start(depth_call(rows=2)), 12, [99, 0])
+    assert [row[0] for row in depths] == [min(16, 4 + step) for step in range(12)]
+    assert [row[1] for row in depths] == [max(1, 4 - step) for step in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "off"),
+    [
+        (DisableWhen(temperature_above=1.0), {"temperature": 1.3}, True),
+        (DisableWhen(temperature_above=1.0), {"temperature": 1.0}, False),
+        (DisableWhen(temperature_above=0.0), {"temperature": 0.0}, False),
+        (DisableWhen(new_tokens_below=16), {"max_new_tokens": 15}, True),
+        (DisableWhen(new_tokens_below=16), {"max_new_tokens": 16}, False),
+        (DisableWhen(new_tokens_below=16), {}, False),
+        (DisableWhen(1.0, otherwise=DisableWhen(new_tokens_below=61)), {"max_new_tokens": 60}, True),
+    ],
+)
+def test_disabled_calls_draft_nothing(policy: Policy, settings: dict[str, Any], off: bool) -> None:
+    assert policy.start(depth_call(**settings)).depths([9]) == ([0] if off else [16])
+
+
+def test_disabling_forwards_everything_of_the_policy_within() -> None:
+    """B10: around a controller, the latency model by which heads size their trees got lost."""
+    policy = AdaptiveDepth(LATENCY)
+    session, plain = DisableWhen(1.0, otherwise=policy).start(depth_call()), policy.start(depth_call())
+    assert session.latency == plain.latency and session.latency is not None
+    assert run(session, 12, [3]) == run(plain, 12, [3])

@@ -168,20 +168,6 @@ def test_retokenizer_shared_tokens_are_not_encoded_again() -> None:
     )
 
 
-def test_token_texts_uses_a_tokenizer_without_a_backend() -> None:
-    class Slow:
-        def get_vocab(self) -> dict[str, int]:
-            return {"x": 0, "y": 1}
-
-        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-            return [0]
-
-        def decode(self, tokens: list[int], clean_up_tokenization_spaces: bool) -> str:
-            return "".join("xy"[token] for token in tokens)
-
-    assert token_texts(Slow()) == {("text", "x"): 0, ("text", "y"): 1}  # type: ignore[arg-type]
-
-
 # The comparison of tokenizers
 
 

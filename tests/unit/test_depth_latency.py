@@ -2,53 +2,38 @@
 
 import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_specgen.depth import Bucket, CostCurve, DraftLatency, LatencyModel
 from hf_specgen.depth.latency import FORMAT
 
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
-positive = st.floats(1e-6, 1e3)
 
 
-@st.composite
-def models(draw: st.DrawFn) -> LatencyModel:
-    buckets = []
-    for _ in range(draw(st.integers(1, 4))):
-        queries = sorted({1, *draw(st.lists(st.integers(2, 300), max_size=5))})
-        seconds = draw(st.lists(positive, min_size=len(queries), max_size=len(queries)))
-        curve = CostCurve(tuple(queries), tuple(seconds), draw(st.integers(1, 10**5)), draw(st.integers(1, 64)))
-        widths = sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=4)))
-        times = draw(st.lists(st.floats(0, 10), min_size=len(widths), max_size=len(widths)))
-        draft = DraftLatency(tuple(widths), tuple(times), draw(st.floats(0, 1)))
-        buckets.append(Bucket(curve, {"draft_model": draft}))
-    return LatencyModel(tuple(buckets), "draft_model")
+DRAFT = DraftLatency((1, 16), (0.2, 0.9), 0.05)
+MODEL = LatencyModel(
+    (
+        Bucket(CostCurve((1, 4, 64), (0.4, 0.3, 7.0), 100, 1), {"draft_model": DRAFT}),
+        Bucket(CostCurve((1, 9), (2.0, 2.0), 9000, 16), {"draft_model": DraftLatency((1,), (0.0,), 0.5)}),
+    ),
+    "draft_model",
+)
 
 
-@settings(max_examples=100, deadline=None)
-@given(models())
-def test_model_survives_a_file(model: LatencyModel) -> None:
-    with TemporaryDirectory() as folder:
-        model.save(Path(folder) / "latency.json")
-        assert LatencyModel.load(Path(folder) / "latency.json").select("draft_model") == model
+def test_model_survives_a_file(tmp_path: Path) -> None:
+    MODEL.save(tmp_path / "latency.json")
+    assert LatencyModel.load(tmp_path / "latency.json").select("draft_model") == MODEL
 
 
-@settings(max_examples=100, deadline=None)
-@given(models(), st.integers(1, 100), st.integers(1, 10**5), st.integers(1, 5000))
-def test_model_times_are_positive_and_do_not_fall_beyond_the_last_point(
-    model: LatencyModel, rows: int, context: int, tokens: int
-) -> None:
-    step = model.at(rows, context)
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 1000, 5000])
+@pytest.mark.parametrize(("rows", "context"), [(1, 50), (3, 100), (16, 10_000), (100, 9000)])
+def test_model_times_are_positive_and_do_not_fall_beyond_the_last_point(rows: int, context: int, tokens: int) -> None:
+    step = MODEL.at(rows, context)
     last = step.target.queries[-1] * step.target.batch
     beyond = [step.target.seconds_of(size) for size in (last, last + tokens, last + 2.0 * tokens)]
-    assert step.target.seconds_of(tokens) > 0
-    assert (np.diff(beyond) >= -1e-9).all()
+    assert step.target.seconds_of(tokens) > 0 and beyond == sorted(beyond)
     assert step.drafter.draft([1, tokens]) >= step.drafter.overhead
 
 
@@ -72,16 +57,6 @@ def test_selecting_a_drafter_that_the_profile_lacks_raises() -> None:
         model.select("crystal_ball")
     free = model.select("crystal_ball", negligible_draft_cost=True).at(1, 1).drafter
     assert free.draft([1, 1, 1]) == 0.0
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 17, 64, 256, 257, 512, 2048])
-def test_gpu_like_profile_follows_its_formula(tokens: int) -> None:
-    """T(q)/T(1) = 1 + 0.002 (q - 1) for q = rows x tokens up to 256, rising as q/256 beyond."""
-    expected = 1 + 0.002 * (min(tokens, 256) - 1)
-    expected *= max(1.0, tokens / 256)
-    for rows, context in ((1, 10), (16, 100_000)):
-        step = LatencyModel.load(GPU_LIKE).select("draft_model").at(rows, context)
-        assert step.target.seconds_of(tokens) == pytest.approx(expected)
 
 
 CURVE = {"queries": [1, 2], "seconds": [1.0, 1.5], "context": 1, "batch": 1}

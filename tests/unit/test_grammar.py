@@ -1,7 +1,10 @@
 """Drafts under a grammar, with a grammar that is a table: forced, forbidden and free tokens."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,10 +13,12 @@ from hypothesis import strategies as st
 
 from hf_specgen import DraftTree, NgramCandidates
 from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.grammar import GrammarSession, GrammarState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
 from tests.helpers.calls import make_call, make_state
+from tests.helpers.paths import REFERENCE_LM
 
 VOCAB = 8
 Table = dict[int, tuple[int, ...]]
@@ -118,3 +123,73 @@ def test_grammar_that_the_text_has_left_is_not_used(text: list[int]) -> None:
     call = make_call(state, candidates=NgramCandidates(k=2))
     session = GrammarSession(Fixed(call, DraftTree.chains([[7]])), [TableState({0: (1,), 1: (5,)}, 0)], None)
     assert paths_of(session.draft([2])) == [[7]]
+
+
+class LayoutState(GrammarState):
+    """Fixed text with free whitespace, and a word of letters in place of each "@"; the contents of tokens have none."""
+
+    def __init__(self, contents: Sequence[str], rest: str, in_word: bool, masks: dict[tuple[str, bool], np.ndarray]):
+        self._contents, self._rest, self._in_word, self._masks = contents, rest, in_word, masks
+
+    def _rest_after(self, content: str) -> tuple[str, bool] | None:
+        rest, in_word = self._rest, self._in_word
+        for character in content:
+            if character.isalpha() and (in_word or rest[:1] == "@"):
+                rest, in_word = rest if in_word else rest[1:], True
+            elif rest[:1] == character:
+                rest, in_word = rest[1:], False
+            else:
+                return None
+        return rest, in_word
+
+    def _allowed(self) -> np.ndarray:
+        key = self._rest, self._in_word
+        if key not in self._masks:
+            self._masks[key] = np.array([self._rest_after(content) is not None for content in self._contents])
+        return self._masks[key]
+
+    def after(self, token: int) -> GrammarState:
+        after = self._rest_after(self._contents[token])
+        assert after is not None
+        return LayoutState(self._contents, *after, self._masks)
+
+
+LAYOUT = """[
+  {
+    "name": "Maria",
+    "role": {
+      "title": "teacher",
+      "level": "senior"
+    },
+    "city": "Oslo"
+  },
+  {
+    "name": "Paul",
+    "role": {
+      "title": "doctor",
+      "level": "junior"
+    },
+    "city": "Lisbon"
+  }
+]"""
+RECORD = '{"name":"@","role":{"title":"@","level":"@"},"city":"@"}'
+
+
+@pytest.mark.parametrize("layout, steps", [("pretty", 44), ("spaces", 30), ("compact", 30)])
+def test_grammar_with_free_whitespace_drafts_the_layout_of_the_text(layout: str, steps: int) -> None:
+    """Would catch: whitespace drafted again and again, or never; keys that are not drafted after whitespace."""
+    joint = {"pretty": None, "spaces": " ", "compact": ""}[layout]
+    tokenizer = load_tokenizer(str(REFERENCE_LM))
+    script = tokenizer.encode(LAYOUT if joint is None else joint.join(LAYOUT.split()), add_special_tokens=False)
+    contents = ["".join(tokenizer.decode([token]).split()) for token in range(len(tokenizer))]
+    state = make_state([tokenizer.encode("Extract the people as JSON.\n\n", add_special_tokens=False)])
+    state.append(0, script[:1])
+    call = replace(make_call(state), model=cast(Any, SimpleNamespace(name_or_path=str(REFERENCE_LM))))
+    grammar = LayoutState(contents, f"[{RECORD},{RECORD}]", False, {})
+    session, count = GrammarSession(Fixed(call, DraftTree.empty(1)), [grammar], None), 0
+    while len(state.generated[0]) < len(script):
+        [draft], done = session.draft([10]).token_lists(), len(state.generated[0])
+        accepted = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(draft, script[done:], strict=False))))
+        state.append(0, script[done : done + accepted + 1])
+        count += 1
+    assert count <= steps, count

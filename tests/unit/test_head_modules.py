@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from hf_specgen.heads import load_head
 from hf_specgen.heads.block import BlockAttention, block_layers, block_mask
 from hf_specgen.heads.eagle import eagle_layers
 from hf_specgen.heads.head_file import configured_layers
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding
 from hf_specgen.targets.masks import chain_mask
-from tests.helpers.head_sessions import causal_mask
+from tests.helpers.head_fixtures import FIXTURES
 
 LAYER = LayerConfig(
     hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True
@@ -49,10 +50,9 @@ def test_block_mask_of_ragged_rows_follows_the_definition(
     assert mask.tolist() == expected
 
 
-def test_causal_mask_of_ragged_rows_follows_the_definition() -> None:
+def test_chain_mask_of_ragged_rows_follows_the_definition() -> None:
     lengths = [3, 0, 5]
     expected = [[[[slot <= length + query for slot in range(7)] for query in range(2)]] for length in lengths]
-    assert causal_mask(lengths, 2).tolist() == expected
     assert chain_mask(lengths, 2, torch.device("cpu")).tolist() == expected
 
 
@@ -94,7 +94,7 @@ def test_decoder_layer_computes_what_the_layer_of_llama_computes(rope: dict[str,
     ours, reference = DecoderLayer(config, 0), LlamaDecoderLayer(reference_config, 0)
     ours.load_state_dict(reference.state_dict())
     states, positions = torch.randn(2, 5, 16), torch.arange(40, 45)[None].expand(2, -1)
-    mask = causal_mask([0, 0], 5)
+    mask = chain_mask([0, 0], 5, torch.device("cpu"))
     expected = reference(
         states,
         position_embeddings=LlamaRotaryEmbedding(reference_config)(states, positions),
@@ -139,3 +139,23 @@ def test_eagle_layers_of_a_target(layers: int, expected: tuple[int, ...]) -> Non
 )
 def test_block_layers_of_a_target(layers: int, draft_layers: int, expected: tuple[int, ...]) -> None:
     assert block_layers(layers, draft_layers) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, fixture in FIXTURES.items() if fixture.family == "assistant"])
+def test_assistant_pass_over_several_nodes_is_that_over_each(name: str) -> None:
+    """Would catch: nodes of a level that see each other, or positions that Transformers' layers leave out."""
+    bound = load_head(FIXTURES[name].head_folder).bind(FIXTURES[name].target)
+    head, random = bound.head, torch.Generator().manual_seed(3)
+    layers: Any = [layer.self_attn for layer in head.model.layers]
+    shared = {
+        one.layer_type: tuple(torch.randn(2, 2, 12, one.head_dim, generator=random) for _ in range(2)) for one in layers
+    }
+    embeddings, hidden = (torch.randn(2, 3, head.config.hidden_size, generator=random) for _ in range(2))
+    lengths, padding = torch.tensor([12, 9]), torch.tensor([0, 4])
+    rest = shared, lengths, padding, dict.fromkeys(shared, 0)
+    positions = (lengths - padding)[:, None].expand(2, 3)
+    together = bound.target_logits(head(embeddings, hidden, positions, *rest).output)
+    for node in range(3):
+        parts = (part[:, node : node + 1] for part in (embeddings, hidden, positions))
+        alone = bound.target_logits(head(*parts, *rest).output)
+        torch.testing.assert_close(together[:, node : node + 1], alone, atol=1e-4, rtol=1e-4)  # other kernels

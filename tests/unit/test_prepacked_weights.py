@@ -143,30 +143,6 @@ def test_prepacking_that_is_slower_changes_nothing(monkeypatch: pytest.MonkeyPat
         assert attributes(model) == before
 
 
-def test_is_faster_compares_results_and_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: weights of another layer, whose time is all that is looked at."""
-    layer, other = nn.Linear(64, 64), nn.Linear(64, 64)
-    copy_of_other = torch.ops.mkldnn._reorder_linear_weight(other.weight.detach(), 8)
-    monkeypatch.setattr(prepacked_weights, "perf_counter", iter(range(1000)).__next__)
-    assert not prepacked_weights._is_faster([_PrepackedLayer(layer, copy_of_other)])
-    seconds = {(1, False): 10, (1, True): 10, (8, False): 20, (8, True): 10}
-
-    def decided() -> bool:
-        now, times = 0.0, []
-        for key in [*seconds] * 4:
-            times += [now, now + seconds[key]]
-            now += seconds[key]
-        monkeypatch.setattr(prepacked_weights, "perf_counter", iter(times).__next__)
-        own = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), 8)
-        return prepacked_weights._is_faster([_PrepackedLayer(layer, own)])
-
-    assert decided()
-    seconds[1, True] = 12
-    assert not decided()
-    seconds |= {(1, True): 9, (8, True): 22}
-    assert not decided()
-
-
 def test_layers_that_cannot_be_prepacked_are_left_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 8)).double()
     prepacked_weights._warn_once.cache_clear()

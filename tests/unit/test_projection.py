@@ -1,11 +1,8 @@
 """Projected speedups: by hand, and against a simulation of the steps of a real call."""
 
-from typing import Any
-
 import pytest
 
 from benchmarks.harness.projection import latency_for, project
-from benchmarks.report.results import choices
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import CostCurve, LatencyModel
@@ -45,41 +42,3 @@ def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:
     assert latency_for(NgramCandidates(k=1), profile).at(1, 9).drafter.draft([]) == 0.0
     with pytest.raises(ValueError, match="no drafter 'draft_model'; it has"):
         latency_for(DraftModelCandidates("folder", k=1), profile)
-
-
-# The first page of a benchmark report and its table on the terminal: what to use, and how much faster it is
-
-
-NGRAM, DRAFT = "n-grams k=auto", "draft model k=4"
-
-
-def row(domain: str, variant: str, speedup: float, verdict: str = "faster") -> dict[str, Any]:
-    known = {} if verdict == "too few requests" else {"low": speedup - 0.1, "high": speedup + 0.1}
-    return {"domain": domain, "variant": variant, "speedup": speedup, "verdict": verdict, **known}
-
-
-def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    ours = {NGRAM: "NgramCandidates()", DRAFT: "DraftModelCandidates('org/small', k=4)"}
-    return {"ours": ours, "tables": {"speed": rows}}
-
-
-MIXED = result(
-    [
-        row("edit", NGRAM, 2.5),
-        row("edit", "prompt lookup k=10 n=2", 3.0),
-        row("prose", NGRAM, 0.8, "slower"),
-        row("prose", DRAFT, 1.02, "no difference"),
-        row("chat", DRAFT, 1.3, "too few requests"),
-        row("all", NGRAM, 1.4),
-        row("all", DRAFT, 1.7),
-    ]
-)
-
-
-def test_choices_are_the_fastest_of_ours_for_each_kind_of_text_all_first() -> None:
-    found = {choice["domain"]: (choice["variant"], choice["code"]) for choice in choices(MIXED)}
-    assert list(found) == ["all", "edit", "prose", "chat"]
-    assert found["all"] == (DRAFT, "DraftModelCandidates('org/small', k=4)")
-    assert found["edit"] == (NGRAM, "NgramCandidates()"), "a strategy of Transformers is no choice"
-    assert found["prose"] == (None, None), "an interval that includes 1 is no reason to use it"
-    assert found["chat"][0] == DRAFT

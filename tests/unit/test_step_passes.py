@@ -7,10 +7,7 @@ import pytest
 
 from hf_specgen import (
     Candidates,
-    CombinedCandidates,
     DraftModelCandidates,
-    DraftSession,
-    DraftTree,
     LayerSkipCandidates,
     NgramCandidates,
 )
@@ -76,30 +73,3 @@ def test_plain_step_has_no_drafter_passes() -> None:
     drafted = [step.drafted for step in statistics.rows[0]]
     assert 0 in drafted and max(drafted) > 0
     assert [not step.has_draft for step in statistics.passes] == [count == 0 for count in drafted]
-
-
-class _Unknown(Candidates):
-    """Drafts two tokens, and does not report its passes."""
-
-    def __init__(self) -> None:
-        super().__init__(k=2)
-
-    def start(self, call: Any) -> DraftSession:
-        return _UnknownSession(call)
-
-
-class _UnknownSession(DraftSession):
-    def draft(self, budget: Any) -> DraftTree:
-        return DraftTree.chains([[3] * min(2, depth) for depth in budget])
-
-
-@pytest.mark.parametrize("combined", [False, True])
-def test_unknown_passes_are_assumed_to_be_one_per_level(combined: bool) -> None:
-    candidates: Candidates = CombinedCandidates([NgramCandidates(k=2), _Unknown()]) if combined else _Unknown()
-    if combined:
-        statistics = speculate(tiny_model("llama"), candidates, policy=None)
-        drafted = [step.passes for step in statistics.passes if step.passes]
-        assert drafted and all(set(passes) == {1} and len(passes) <= 2 for passes in drafted)
-    else:
-        statistics = speculate(tiny_model("llama"), candidates)
-        assert list(statistics.passes[0].passes) == [1, 1]

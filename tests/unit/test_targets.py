@@ -107,13 +107,6 @@ def test_it_is_off_inside_and_on_again_after_an_exception() -> None:
     assert kernels.cudnn_sdp_enabled()
 
 
-def test_what_a_user_has_turned_off_stays_off() -> None:
-    kernels.enable_cudnn_sdp(False)
-    with without_cudnn_attention(GPU):
-        pass
-    assert not kernels.cudnn_sdp_enabled()
-
-
 def test_it_stays_on_where_no_other_kernel_may_be_used() -> None:
     kernels.enable_mem_efficient_sdp(False)
     kernels.enable_math_sdp(False)

@@ -13,16 +13,13 @@ from hf_specgen.candidates.independent_heads import best_combinations
 from hf_specgen.candidates.tree_search import (
     LEVELS_PER_READ,
     SearchLimits,
-    SearchTree,
     TreeSize,
     best_first,
-    draft_rows,
 )
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.tree import DraftTree
 from tests.helpers import reference
-from tests.helpers.calls import make_call, make_state
 
 probabilities = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3)
 
@@ -334,25 +331,3 @@ def test_best_first_pulls_the_next_sibling_only_after_the_one_before_is_added() 
 
     tree = best_first(0, children, 1, SearchLimits(2))
     assert tree.tokens == [5, 6] and tree.probability == [0.5, 0.3] and pulled == [5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    ("size", "nodes", "min_probability", "is_chain"),
-    [(12, 12, 0.0, False), (None, 5, 0.0, True), ("auto", 5, 0.05, False)],
-    ids=["number", "chain", "auto without latencies"],
-)
-@pytest.mark.parametrize("is_prefill", [False, True])
-def test_draft_rows_limits_follow_the_size(
-    size: int | str | None, nodes: int, min_probability: float, is_chain: bool, is_prefill: bool
-) -> None:
-    """Would catch: a tree at prefill, which verifies chains; a fixed chain cut off by its probability."""
-    limits: list[SearchLimits] = []
-
-    def search(row: int, given: SearchLimits) -> SearchTree[None]:
-        limits.append(given)
-        return SearchTree([7] * row, list(range(-1, row - 1)), [0.5**depth for depth in range(1, row + 1)])
-
-    call = make_call(make_state([[1], [2]]))
-    draft, trees = draft_rows(call, size, [0, 5], search, is_prefill)  # type: ignore[arg-type]
-    assert limits == [SearchLimits(nodes, min_probability, is_chain or is_prefill)] * 2
-    assert draft.parents == ((), (-1,)) and draft.probability == ((), (0.5,)) and len(trees) == 2
