@@ -71,7 +71,7 @@ def make_parser() -> ArgumentParser:
     suite.add_argument("--out", type=Path, default=Path("benchmark-report"), help="folder for the results")
     micro = commands.add_parser("micro", help="single parts, each with a table")
     micro.set_defaults(run=run_micro)
-    micro.add_argument("names", nargs="*", help="all that need no GPU if left out")
+    micro.add_argument("names", nargs="*", help="all short ones that need no GPU if left out")
     micro.add_argument("--repeats", type=int, default=3, help="repeats of everything that is timed")
     micro.add_argument("--quick", action="store_true", help="little work: no results to quote")
     micro.add_argument("--prompt", help="text to continue in step-operations (an embedded prompt)")
@@ -137,7 +137,7 @@ def run_micro(options: Namespace) -> int:
     from rich.console import Console
 
     from benchmarks.harness.provenance import provenance
-    from benchmarks.micro import MICRO, ON_A_GPU, WITH_PROMPT
+    from benchmarks.micro import IF_NAMED, MICRO, WITH_PROMPT
     from benchmarks.report.tables import show
 
     if unknown := sorted(set(options.names) - set(MICRO)):
@@ -150,7 +150,7 @@ def run_micro(options: Namespace) -> int:
         )
     console, repeats = Console(), 1 if options.quick else options.repeats
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.names or (name for name in MICRO if name not in ON_A_GPU):
+    for name in options.names or (name for name in MICRO if name not in IF_NAMED):
         begin = perf_counter()
         rows = MICRO[name](repeats, options.quick, **(settings if name in WITH_PROMPT else {}))
         show(console, name, rows)

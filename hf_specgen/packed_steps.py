@@ -236,15 +236,18 @@ class PackedSteps:
         """
         self._drop_cancelled()
         self._tokens, self._began = tokens, perf_counter()
-        drafts, self._plain_steps = not self._plain_steps, max(0, self._plain_steps - 1)
         requests = [self._request(one.state) for one in scheduled]
         self._decoding = sum(bool(one.has_new_token and one.state.generated_tokens) for one in scheduled)
+        most = max(0, token_budget - tokens) if self._decoding else 0
+        seconds = self._seconds(requests, token_budget)
+        # Not where even drafts that are accepted as a whole would not be faster.
+        drafts = not self._plain_steps and (seconds is None or best_count([1.0] * most, self._decoding, seconds) > 0)
+        self._plain_steps = max(0, self._plain_steps - 1)
         for one, request in zip(scheduled, requests, strict=True):
             if one.has_new_token and request.text:
                 request.propose(drafts and bool(one.state.generated_tokens), self._decoding)
         self._drafting = perf_counter() - self._began if drafts and self._decoding else 0.0
-        emitted = sum(one.has_new_token for one in scheduled)
-        counts = self._counts(requests, emitted, token_budget)
+        counts = self._counts(requests, most, seconds)
         for one, request, count in zip(scheduled, requests, counts, strict=True):
             count = max(0, min(count, self._slots - 1 - one.state.position_offset))
             request.tree = request.tree.first_nodes(count if count and self._has_slots(one.state, 1 + count) else 0)
@@ -253,16 +256,25 @@ class PackedSteps:
             self._tokens += request.tree.nodes
         return self._tokens - tokens
 
-    def _counts(self, requests: Sequence[Request], emitted: int, token_budget: int) -> list[int]:
+    def _seconds(self, requests: Sequence[Request], tokens: int) -> Floats | None:
+        """Seconds of the step by draft tokens, up to `tokens` in all; None if the policy has no latencies.
+
+        Without the time of prompts in the step: what they take does not depend on drafts.
+        """
+        latency = requests[0].loop.policy.pass_latency
+        if latency is None or not self._decoding:
+            return None
+        context = max(request.target.first_positions[0] + len(request.text) for request in requests)
+        seconds = _step_seconds(latency.at(self._decoding, context).target, tokens)
+        return seconds[self._tokens :] - seconds[self._tokens] + seconds[self._decoding]
+
+    def _counts(self, requests: Sequence[Request], most: int, seconds: Floats | None) -> list[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
         ranked = [(gain, number) for number, request in enumerate(requests) for gain in request.gains()]
-        ranked = sorted(ranked, key=lambda one: -one[0])[: max(0, token_budget - self._tokens)]
-        latency = requests[0].loop.policy.pass_latency
-        if ranked and latency is not None:
-            context = max(1, max(one.loop.target.first_positions[0] + len(one.text) for one in requests))
-            target = latency.at(self._decoding, context).target
-            seconds = _step_seconds(target, token_budget)[self._tokens : self._tokens + len(ranked) + 1]
-            ranked = ranked[: best_count([gain for gain, _ in ranked], emitted, seconds, self._overhead)]
+        ranked = sorted(ranked, key=lambda one: -one[0])[:most]
+        if ranked and seconds is not None:
+            gains = [gain for gain, _ in ranked]
+            ranked = ranked[: best_count(gains, self._decoding, seconds[: 1 + len(gains)], self._overhead)]
             self._interval = 0 if ranked else min(MAX_INTERVAL, 2 * self._interval + 1)
             self._plain_steps = self._interval
         taken = Counter(number for _, number in ranked)

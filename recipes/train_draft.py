@@ -56,6 +56,7 @@ class ModelDrafter(Drafter):
         self.adapted: Any = None
         if args.layers is not None:
             self.model, self.copied = from_layers(target, args.layers), args.layers
+            self.model.config.get_text_config().trained_length = args.max_length
             return
         self.model = AutoModelForCausalLM.from_pretrained(cast(str, args.draft), dtype=torch.float32)
         if args.lora is not None:

@@ -12,6 +12,7 @@ from benchmarks.micro.grammars import grammar_drafts, grammar_verification
 from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
+from benchmarks.micro.serving import batch_of_eight, generate_batch, packed_passes, replaced_rows
 from benchmarks.micro.step_operations import step_operations
 from benchmarks.micro.trace_replay import trace_replay
 
@@ -20,6 +21,10 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "other-tokenizer": other_tokenizer,
     "step-operations": step_operations,
     "trace-replay": trace_replay,
+    "packed-passes": packed_passes,
+    "generate-batch": generate_batch,
+    "generate-many": replaced_rows,
+    "batch-of-eight": batch_of_eight,
     "draft-window": draft_window,
     "block-verification": block_verification,
     "grammar-drafts": grammar_drafts,
@@ -27,7 +32,7 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
 }
-ON_A_GPU = ("large-target", "large-target-graphs")
-"""Measurements that are made only if they are named."""
+IF_NAMED = ("packed-passes", "generate-batch", "generate-many", "batch-of-eight", "large-target", "large-target-graphs")
+"""Measurements that are made only if they are named: of minutes, or for a GPU."""
 WITH_PROMPT = ("step-operations",)
 """Measurements on a prompt that may be given."""

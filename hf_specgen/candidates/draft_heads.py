@@ -26,6 +26,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.draft_vocabulary import (
+    DraftVocabulary,
+    check_vocabulary,
+    restricted_head,
+    vocabulary_ids,
+)
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.head_sessions import EagleSession, LastStateSession, PathSession
 from hf_specgen.candidates.independent_heads import MedusaSession, ParallelSession, default_size
@@ -287,6 +293,7 @@ class MTPCandidates(HeadCandidates):
     Args:
         checkpoint: folder or Hub id of the target's checkpoint, or of a head in the `mtp` format of speculators; left
             out, it is where the target was loaded from.
+        draft_vocabulary: which tokens are drafted, as for `DraftModelCandidates`.
         k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`.
 
     Example:
@@ -298,19 +305,34 @@ class MTPCandidates(HeadCandidates):
     """The layer was trained to predict one token; further ones are less accurate."""
     head_classes, expected = (MTPHead,), "MTP layers"
 
-    def __init__(self, checkpoint: str | Path | None = None, k: Depth = "auto", **settings: Any):
+    def __init__(
+        self,
+        checkpoint: str | Path | None = None,
+        k: Depth = "auto",
+        *,
+        draft_vocabulary: DraftVocabulary = None,
+        **settings: Any,
+    ):
         super().__init__("" if checkpoint is None else str(checkpoint), k, **settings)
+        self.draft_vocabulary = check_vocabulary(draft_vocabulary)
+        self._restricted: BoundModules[BoundHead] = BoundModules()
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The layer, from the checkpoint."""
         return load_mtp(model, self._name or None)
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        layers = cast(MTPConfig, bound.head.config).num_layers
+        layers, full = cast(MTPConfig, bound.head.config).num_layers, bound
+        if (vocabulary := self.draft_vocabulary) is not None and call.model is not None:
+            ids = vocabulary_ids(vocabulary, call.state.prompts, bound.head.config.draft_vocab_size)
+            bound = self._restricted.on(call.model, lambda: restricted_head(full, ids))
         if layers == 1:
             return super().begin(call, target, bound)
         runner = LayeredRunner(bound, call.state.batch)
         return EagleSession(call, target, runner, min(self.k, layers), self.tree, self.window(call, bound))
+
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        return (*super().profile_key(), str(self.draft_vocabulary))
 
     def __repr__(self) -> str:
         return super().__repr__().replace("('', ", "(")

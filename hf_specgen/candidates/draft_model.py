@@ -25,10 +25,17 @@ from transformers import (
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
-from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
+from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_heads import BoundModules, number_of
 from hf_specgen.candidates.draft_sessions import DraftModelSession, DraftRunner, ParallelDraft, ParallelDraftSession
+from hf_specgen.candidates.draft_vocabulary import (
+    DraftVocabulary,
+    check_vocabulary,
+    restricted_model,
+    shown,
+    vocabulary_ids,
+)
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
@@ -65,6 +72,8 @@ class DraftModelCandidates(PretrainedCandidates):
         draft_window: how much of a long text the draft reads: a number of recent tokens, or a pair of first and recent
             ones; its cache holds up to twice as many. "auto": only beyond the positions of its config, half of them;
             None: all of it. For decoder-only drafts with the target's tokenizer.
+        draft_vocabulary: which tokens the draft proposes: ids, or "frequent" for a quarter of the vocabulary, tokens of
+            the first call's prompts and those of the lowest ids. Its output matrix, a copy, is smaller by as much.
         compile: whether the draft's forward passes are captured as CUDA graphs, as for `speculate`.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
@@ -91,6 +100,7 @@ class DraftModelCandidates(PretrainedCandidates):
         trust_remote_code: bool = False,
         share_encoder: bool | None = None,
         draft_window: DraftWindowSetting = "auto",
+        draft_vocabulary: DraftVocabulary = None,
         compile: Compile = "auto",
         policy: Policy | None = None,
     ):
@@ -113,6 +123,8 @@ class DraftModelCandidates(PretrainedCandidates):
             self._copies = BoundModules()
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
         self.draft_window = check_window(draft_window)
+        self.draft_vocabulary = check_vocabulary(draft_vocabulary)
+        self._restricted: BoundModules[tuple[PreTrainedModel, SharedVocabulary]] = BoundModules()
         if compile not in ("auto", "graphs", False, None):
             raise ValueError(f'compile must be "auto", "graphs" or False, got {compile!r}')
         self.compile, self._is_given_loaded = compile, loaded
@@ -143,6 +155,7 @@ class DraftModelCandidates(PretrainedCandidates):
                 f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
                 "lengths; load the draft with attn_implementation='sdpa'"
             )
+        size = vocabulary_size(call.model or draft)
         if self._has_other_tokenizer(draft, call):
             texts, shared = retokenized_texts(call, draft)
             parallel = window = None
@@ -151,6 +164,13 @@ class DraftModelCandidates(PretrainedCandidates):
             parallel = None if reads_encoder(draft) else ParallelDraft.of(draft)
             # The target's hidden states are those of the whole text.
             window = None if parallel is not None and parallel.layers else self._window(draft, call)
+        if (vocabulary := self.draft_vocabulary) is not None:
+            if shared is not None or parallel is not None:
+                kind = "of another tokenizer" if parallel is None else "that drafts all tokens in one pass (PARD)"
+                raise ValueError(f"draft_vocabulary cannot be used with a draft model {kind}; leave it out")
+            full = draft
+            ids = vocabulary_ids(vocabulary, call.state.prompts, min(size, vocabulary_size(full)))
+            draft, shared = self._restricted.on(full, lambda: restricted_model(full, ids, size))
         prompts = [known_tokens(text.tokens, embedding_size(draft)) for text in texts]
         longest, positions = max(map(len, prompts)), position_table(text_config(draft))
         longest = sum(window) if window is not None and window.is_exceeded_by(longest) else longest
@@ -170,7 +190,7 @@ class DraftModelCandidates(PretrainedCandidates):
         runner = DraftRunner(call, draft, texts, reader, window)
         if parallel is not None:
             return ParallelDraftSession(call, draft, runner, parallel, self.k, self.tree)
-        return DraftModelSession(call, draft, runner, shared, self.k, self.tree, self.confidence_threshold)
+        return DraftModelSession(call, runner, size, shared, self.k, self.tree, self.confidence_threshold)
 
     def _has_other_tokenizer(self, draft: PreTrainedModel, call: DraftCall) -> bool:
         if call.model is None or have_same_vocabulary(draft, call.model):
@@ -186,12 +206,13 @@ class DraftModelCandidates(PretrainedCandidates):
         """The part of the texts of a call that the draft model reads."""
         if reads_encoder(draft):
             return None
-        trained = getattr(text_config(draft), "max_position_embeddings", None)
+        config = text_config(draft)
+        trained = getattr(config, "trained_length", None) or getattr(config, "max_position_embeddings", None)
         return draft_window(self.draft_window, trained, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        settings = self.confidence_threshold, str(self.share_encoder), str(self.compile), str(self.draft_window)
-        return ("draft_model", *self._identity(), self.k, str(self.tree), *settings)
+        kinds = (self.share_encoder, self.compile, self.draft_window, self.draft_vocabulary, self.tree)
+        return ("draft_model", *self._identity(), self.k, self.confidence_threshold, *map(str, kinds))
 
     def _identity(self) -> tuple[str, ...]:
         """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
@@ -220,6 +241,7 @@ class DraftModelCandidates(PretrainedCandidates):
             confidence_threshold=self.confidence_threshold,
             share_encoder=self.share_encoder,
             draft_window=None if self.draft_window == "auto" else self.draft_window,
+            draft_vocabulary=shown(self.draft_vocabulary),
             compile=None if self.compile == "auto" else self.compile,
         )
         return f"DraftModelCandidates({self._name!r}, k={self.k}{settings})"

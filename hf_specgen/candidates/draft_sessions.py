@@ -170,15 +170,15 @@ class DraftModelSession(AutoregressiveSession):
     def __init__(
         self,
         call: DraftCall,
-        draft: PreTrainedModel,
         runner: DraftRunner,
+        vocabulary: int,
         shared: SharedVocabulary | None,
         k: int,
         tree: Tree,
         confidence_threshold: float,
     ):
         tree = None if runner.reader.verifies_chains_only else tree
-        super().__init__(call, k, tree, vocabulary_size(call.model or draft), confidence_threshold)
+        super().__init__(call, k, tree, vocabulary, confidence_threshold)
         self._runner, self._shared = runner, shared
 
     def max_draft_tokens(self, row: int) -> int:

@@ -9,9 +9,13 @@ Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" 
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from hf_specgen.call import Call
+
+logger = logging.getLogger("hf_specgen")
 
 FIRST_TOKENS = 4
 """First tokens of a window that is given by its recent part, as in the paper."""
@@ -60,11 +64,27 @@ def draft_window(setting: DraftWindowSetting, trained_length: int | None, call: 
         trained_length: the longest text that the drafter was trained on, if its config states it.
         call: whose texts may be longer.
     """
+    longest = max(map(len, call.state.prompts), default=0) + call.max_new_tokens
     if setting == "auto":
-        longest = max(map(len, call.state.prompts), default=0) + call.max_new_tokens
         if trained_length is None or longest <= trained_length or trained_length <= 2 * FIRST_TOKENS:
             return None
         return DraftWindow(FIRST_TOKENS, (trained_length - FIRST_TOKENS) // 2)
-    if setting is None:
-        return None
-    return DraftWindow(*setting) if isinstance(setting, tuple) else DraftWindow(FIRST_TOKENS, int(setting))
+    window = None
+    if setting is not None:
+        window = DraftWindow(*setting) if isinstance(setting, tuple) else DraftWindow(FIRST_TOKENS, int(setting))
+    read = longest if window is None else min(longest, window.first + 2 * window.recent)
+    if trained_length is not None and read > trained_length:
+        _warn(setting, read, trained_length)
+    return window
+
+
+@lru_cache
+def _warn(setting: DraftWindowSetting, read: int, trained_length: int) -> None:
+    """Log a warning, once for each case."""
+    logger.warning(
+        "with draft_window=%r the drafter may read %d tokens, but it was trained on %d; beyond them fewer of its "
+        'tokens are accepted: draft_window="auto" keeps to them',
+        setting,
+        read,
+        trained_length,
+    )

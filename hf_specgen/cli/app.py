@@ -64,7 +64,7 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Hub id or folder of the target.")],
     draft: Annotated[list[str] | None, typer.Option(help="Hub id or folder of a draft model.")] = None,
-    heads: Annotated[list[str] | None, typer.Option(help="The same of heads; without continuous batching.")] = None,
+    heads: Annotated[list[str] | None, typer.Option(help="The same of heads.")] = None,
     adapter: Annotated[str, typer.Option(help="The same of an exit adapter; without continuous batching.")] = "",
 ) -> None:
     """Start `transformers serve` for a model that speculates; all other options are those of `transformers serve`."""

@@ -20,13 +20,13 @@ BATCHING = "--continuous-batching"
 def serve(model: str, draft: Sequence[str], heads: Sequence[str], adapter: str, options: Sequence[str]) -> None:
     """Run the server; `options` are those of `transformers serve`.
 
-    Requests are batched continuously, unless the options say otherwise, or heads or an adapter are given, which only
-    speculate in `generate`: then they are answered one after the other.
+    Requests are batched continuously, unless the options say otherwise, or an adapter is given, which only speculates
+    in `generate`: then they are answered one after the other.
     """
     from transformers.cli.transformers import app
 
     named = strategies(draft, heads, adapter)[1:]
-    batches = not (heads or adapter or any(BATCHING[2:] in option for option in options))
+    batches = not (adapter or any(BATCHING[2:] in option for option in options))
     with speculating(named[-1].candidates if named else default_candidates()):
         app(["serve", model, *([BATCHING] if batches else []), *options], standalone_mode=False)
 

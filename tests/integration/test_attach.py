@@ -307,19 +307,14 @@ def test_error_during_generation_is_raised_and_not_repeated(model: Any) -> None:
 # Inner calls, settings of one call, threads, functions that hold the model
 
 
-@pytest.mark.parametrize("how", ["attached", "keyword"])
-def test_token_healing_same_tokens(reference_model: Any, tokenizer: Any, how: str) -> None:
+def test_token_healing_same_tokens(reference_model: Any, tokenizer: Any) -> None:
     """Would catch: a tokenizer that does not reach `generate`, or a prompt that is healed twice."""
     inputs = tokenizer("def add(x, y):\n    return x + y\n\ndef ad", return_tensors="pt")
     arguments = {"max_new_tokens": NEW, "do_sample": False, "token_healing": True, "tokenizer": tokenizer}
     plain = reference_model.generate(**inputs, **arguments)
-    if how == "keyword":
-        ids = reference_model.generate(**inputs, **arguments, candidate_generator="auto")
-    else:
-        with hf_specgen.attached(reference_model, strict=True) as totals:
-            ids = reference_model.generate(**inputs, **arguments)
-        assert totals.calls == 1
-    assert torch.equal(ids, plain)
+    with hf_specgen.attached(reference_model, strict=True) as totals:
+        ids = reference_model.generate(**inputs, **arguments)
+    assert totals.calls == 1 and torch.equal(ids, plain)
 
 
 def test_fingerprint_of_a_function_over_an_attached_model_is_stable(model: Any) -> None:

@@ -73,3 +73,13 @@ def test_memory_and_passes_of_a_drafter_with_a_window_do_not_grow_with_the_text(
 def test_draft_window_that_is_none_is_refused(window: Any) -> None:
     with pytest.raises(ValueError, match='draft_window must be "auto", None, a number of recent tokens or a pair'):
         DraftModelCandidates("org/draft", draft_window=window)
+
+
+def test_window_beyond_the_trained_length_is_warned_of_once(caplog: Any) -> None:
+    """Would catch: a warning in each call, or where the window keeps to the trained length."""
+    target, draft = small_llama(40, 3), small_llama(40, 4)
+    draft.config.trained_length = 12
+    for window, warnings in (((2, 5), 0), ("auto", 0), (None, 1), (None, 1), (8, 2)):
+        candidates = DraftModelCandidates(draft, k=2, draft_window=window)
+        assert_same_tokens(target, {"input_ids": torch.arange(2, 12)[None]}, candidates, max_new_tokens=12)
+        assert caplog.text.count("but it was trained on 12") == warnings

@@ -22,6 +22,7 @@ from tests.helpers import (
     shared_draft,
     tiny_model,
 )
+from tests.helpers.comparison import plain_output
 from tests.helpers.paths import DRAFT_LM
 from tests.helpers.policies import AfterPlainSteps
 
@@ -48,6 +49,15 @@ def test_draft_model_equal_to_target_all_tokens_accepted(batch: int, sampling: s
     statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=length, **SAMPLING[sampling])
     assert statistics.accepted == statistics.drafted
     assert all(len(steps) == -(-length // (k + 1)) for steps in statistics.rows)
+
+
+def test_draft_tokens_that_end_a_row_count_as_accepted() -> None:
+    """Would catch: an accepted end token taken for the target's own, so that a draft that was right lowers the rate."""
+    model, inputs = llama(), prompts(1)
+    end = int(plain_output(model, inputs, max_new_tokens=4)[0][0, -1])
+    ends = {"eos_token_id": end, "pad_token_id": 0}
+    statistics = assert_same_tokens(model, inputs, DraftModelCandidates(model, k=6), max_new_tokens=20, **ends)
+    assert (statistics.accepted, statistics.lengths) == (4, [4])
 
 
 def check(model: Any, candidates: Candidates) -> None:

@@ -1,7 +1,6 @@
 """What a call returns and keeps alive; scores, logits and caches are compared in `test_cases.py`."""
 
 import gc
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates, speculate
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.targets.cache import RaggedCache
 from tests.helpers import Oracle, RecordingStreamer, perturbed_copy, prompts, tiny_model
 from tests.helpers.comparison import plain_output
@@ -202,13 +201,6 @@ def test_generate_ended_rows_leave_the_batch(sampling: dict, kind: str) -> None:
     assert min(rows) < 6
 
 
-STREAM_ENTRIES: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
-    "keyword": lambda candidates, streamer: {"candidate_generator": candidates, "streamer": streamer},
-    "speculate": lambda candidates, streamer: {"custom_generate": speculate(candidates, streamer=streamer)},
-    "custom_generate": lambda candidates, streamer: {"custom_generate": speculate(candidates), "streamer": streamer},
-}
-
-
 def test_criterion_is_evaluated_before_the_streamer_receives_a_column() -> None:
     """As in plain `generate`."""
     order: list[str] = []
@@ -227,11 +219,10 @@ def test_criterion_is_evaluated_before_the_streamer_receives_a_column() -> None:
     assert order == ["streamer", *("criterion", "streamer") * 6]  # first the prompt
 
 
-@pytest.mark.parametrize("entry", STREAM_ENTRIES)
-def test_text_iterator_streamer_receives_the_text(entry: str, reference_model: Any, tokenizer: Any) -> None:
+def test_text_iterator_streamer_receives_the_text(reference_model: Any, tokenizer: Any) -> None:
     """Would catch: the first token dropped where the streamer skips the prompt, a reader that waits for ever."""
     ids = tokenizer("def add(x, y):", return_tensors="pt").input_ids
     plain = plain_output(reference_model, {"input_ids": ids}, max_new_tokens=20)[0]
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
-    reference_model.generate(ids, max_new_tokens=20, **STREAM_ENTRIES[entry](NgramCandidates(k=4), streamer))
+    reference_model.generate(ids, max_new_tokens=20, candidate_generator=NgramCandidates(k=4), streamer=streamer)
     assert "".join(streamer) == tokenizer.decode(plain[0, ids.shape[1] :])

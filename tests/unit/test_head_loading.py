@@ -68,6 +68,16 @@ def tensors(change: Callable[[Tensors], Any]) -> Damage:
     return change_file
 
 
+def packed_by(method: str) -> Damage:
+    """Quantises a matrix as a library does: config and names show it."""
+    name = "midlayer.mlp.up_proj.weight"
+    changes = (
+        config(quantization_config={"quant_method": method}),
+        tensors(lambda t: t.update({f"{name}_packed": t.pop(name)})),
+    )
+    return lambda folder: [change(folder) for change in changes]
+
+
 def text(content: str, name: str = "config.json") -> Damage:
     """Replaces a file."""
     return lambda folder: (folder / name).write_text(content, encoding="utf-8")
@@ -154,6 +164,7 @@ DAMAGE: list[tuple[Damage, str]] = [
     (config(target_layer_ids=[1, 2, 3], **{EAGLE_IDS: [1, 2, 3]}), "twice, and differently"),
     (tensors(lambda t: t.pop("fc.weight")), "the tensor fc.weight is missing"),
     (tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "1 tensors are missing, such as layers.0.mlp.up_proj"),
+    (packed_by("compressed-tensors"), "the head is quantised by 'compressed-tensors', which is not read"),
     (tensors(lambda t: t.pop("midlayer.self_attn.q_proj.weight")), "layers.0.self_attn.q_proj.weight is missing"),
     (tensors(lambda t: t.pop("d2t")), "needs an integer tensor d2t of that size, found none"),
     (tensors(lambda t: t.update(d2t=torch.zeros(12))), "needs an integer tensor d2t .* dtype torch.float32"),
@@ -179,6 +190,12 @@ def test_load_head_damaged_files_raise_one_sentence_that_names_the_folder(
         load_head(folder)
     assert str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
     assert "code from a checkpoint" not in capsys.readouterr().out
+
+
+def test_load_head_with_the_quantisation_of_its_target_in_the_config_loads(folder: Path) -> None:
+    """Would catch: a head refused because its config is a copy of that of a quantised target."""
+    config(quantization_config={"quant_method": "fp8"})(folder)
+    load_head(folder)
 
 
 def set_field(*path: str, value: Any) -> Damage:

@@ -1,0 +1,194 @@
+"""Wall time with many prompts: continuous batching, replaced rows and batches; the sides take turns.
+
+The target is the embedded model, widened to 300M parameters in float32 without changing its function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from hf_specgen import (
+    AdaptiveDepth,
+    Candidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    NgramCandidates,
+    NgramHistory,
+    generate_many,
+)
+from hf_specgen.evaluation import WorkloadSettings
+from hf_specgen.evaluation.cost import widen
+from hf_specgen.evaluation.workloads import (
+    DOMAINS,
+    EMBEDDED_DRAFT,
+    EMBEDDED_EAGLE,
+    EMBEDDED_PROMPTS,
+    load,
+    read_prompts,
+)
+
+PARAMETERS = 300 * 10**6
+GPU_LIKE = "benchmarks/profiles/gpu_like.json"
+Tokens = list[list[int]]
+Side = Callable[[], Tokens]
+
+
+def generate_batch(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """`generate_batch` with drafts over plain, 2 and 40 requests at a time, of the shortest edits and JSON objects."""
+    model, prompts = _model(quick), _prompts(("edit", "json"), 40)
+    rows = []
+    for at_a_time, count, tokens in ((2, 8, 48), (40, 40, 24)):
+        requests, new = (prompts[:4], 8) if quick else (prompts[:count], tokens)
+
+        def run(candidates: Any, requests: Tokens = requests, new: int = new, at: int = at_a_time) -> Tokens:
+            return _in_packed_steps(model, requests, new, at, candidate_generator=candidates)
+
+        sides: dict[str, Side] = {
+            "plain": lambda run=run: run(None),  # type: ignore[misc]
+            "n-grams": lambda run=run: run(NgramCandidates()),  # type: ignore[misc]
+            "n-grams, recycling": lambda run=run: run(CombinedCandidates()),  # type: ignore[misc]
+        }
+        rows += _compare(f"{at_a_time} at a time", sides, repeats)
+    return rows
+
+
+def packed_passes(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Passes of `generate_batch` over plain for 40 edits and JSON objects, and their time by given latencies."""
+    model, prompts, rows = _model(True), _prompts(("edit", "json"), 8 if quick else 40), []
+    policy, sizes = AdaptiveDepth(GPU_LIKE), list[int]()
+    assert policy.latency is not None
+    target = policy.latency.buckets[0].target
+    handle = model.register_forward_pre_hook(
+        lambda _, __, arguments: sizes.append(arguments["input_ids"].numel()), with_kwargs=True
+    )
+    strategies: dict[str, Candidates | None] = {
+        "plain": None,
+        "n-grams": NgramCandidates(),
+        "n-grams, history": NgramCandidates(history=NgramHistory()),
+        "n-grams, recycling": CombinedCandidates(),
+        "draft model": DraftModelCandidates(str(EMBEDDED_DRAFT)),
+        "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE)),
+    }
+    for at_a_time in (8, 40):
+        plain: tuple[Tokens, int, float] | None = None
+        for name, candidates in strategies.items():
+            sizes.clear()
+            tokens = _in_packed_steps(
+                model, prompts, 8 if quick else 96, at_a_time, candidate_generator=candidates, policy=policy
+            )
+            found = tokens, len(sizes), sum(map(target.seconds_of, sizes))
+            plain = plain or found
+            row = {
+                "at a time": at_a_time,
+                "variant": name,
+                "passes": found[1],
+                "passes over plain": found[1] / plain[1],
+            }
+            row |= {"passes over plain": found[1] / plain[1], "time over plain": found[2] / plain[2]}
+            rows.append({**row, "same tokens": tokens == plain[0]})
+    handle.remove()
+    return rows
+
+
+def _in_packed_steps(model: Any, prompts: Tokens, new_tokens: int, at_a_time: int, **arguments: Any) -> Tokens:
+    results = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=2, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=300, page_size=32, max_batch_tokens=1024, max_requests_per_batch=at_a_time
+        ),
+        progress_bar=False,
+        **arguments,
+    )
+    return [results[name].generated_tokens for name in sorted(results, key=lambda name: int(name[4:]))]
+
+
+def replaced_rows(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """`generate_many` over fixed batches of 8 in `generate`, both with n-grams: 64 prompts, answers of any length."""
+    model, prompts = _model(quick), _prompts(tuple(DOMAINS), 8 if quick else 64)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [prompts[index] for index in torch.randperm(len(prompts), generator=generator).tolist()]
+    arguments: dict[str, Any] = {"max_new_tokens": 8 if quick else 200, "do_sample": False}
+
+    def batches() -> Tokens:
+        groups = [prompts[first : first + 8] for first in range(0, len(prompts), 8)]
+        return [row for group in groups for row in _generate(model, group, NgramCandidates(), **arguments)]
+
+    def many() -> Tokens:
+        answers = generate_many(model, prompts, NgramCandidates(), max_rows=8, ordered=True, **arguments)
+        return [answer.tokens for answer in answers]
+
+    return _compare("64 prompts", {"batches of 8": batches, "generate_many": many}, 1 if quick else min(repeats, 1))
+
+
+def batch_of_eight(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """`generate` with a batch of 8 and n-grams over plain, with 16M and 300M parameters."""
+    rows: list[dict[str, Any]] = []
+    prompts = _prompts(("edit", "json"), 8)
+    for name, small in (("16M", True), ("300M", quick)):
+        model, arguments = _model(small), {"max_new_tokens": 8 if quick else 48, "do_sample": False}
+
+        def run(candidates: Any, model: PreTrainedModel = model, arguments: dict[str, Any] = arguments) -> Tokens:
+            return _generate(model, prompts, candidates, **arguments)
+
+        sides: dict[str, Side] = {
+            "plain": lambda run=run: run(None),  # type: ignore[misc]
+            "n-grams": lambda run=run: run(NgramCandidates()),  # type: ignore[misc]
+        }
+        rows += _compare(name, sides, repeats)
+    return rows
+
+
+def _model(small: bool) -> PreTrainedModel:
+    model, _ = load(WorkloadSettings())
+    return model if small else widen(model, PARAMETERS)
+
+
+def _prompts(domains: Sequence[str], count: int) -> Tokens:
+    """The shortest prompts of some domains, as many of each."""
+    _, tokenizer = load(WorkloadSettings())
+    texts = read_prompts(EMBEDDED_PROMPTS, 20)
+    each = [sorted((tokenizer(text)["input_ids"] for text in texts[domain]), key=len) for domain in domains]
+    return [prompt for group in zip(*each, strict=True) for prompt in group][:count]
+
+
+def _generate(model: PreTrainedModel, prompts: Tokens, candidates: Any, **arguments: Any) -> Tokens:
+    ids, ones = ([torch.tensor(one) for one in prompts], [torch.ones(len(one), dtype=torch.long) for one in prompts])
+    inputs, mask = (pad_sequence(part, batch_first=True, padding_side="left") for part in (ids, ones))
+    found: Any = model.generate(  # type: ignore[operator]
+        inputs, attention_mask=mask, eos_token_id=2, pad_token_id=0, candidate_generator=candidates, **arguments
+    )
+    rows = found[:, inputs.shape[1] :].tolist()
+    return [row[: row.index(2) + 1] if 2 in row else row for row in rows]
+
+
+def _compare(part: str, sides: dict[str, Side], repeats: int) -> list[dict[str, Any]]:
+    """Wall time of each side and its ratio to the first, both the median over turns; first calls included."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    tokens: dict[str, Tokens] = {}
+    for turn in range(repeats):
+        names = list(sides)[:: 1 if turn % 2 == 0 else -1]
+        for name in names:
+            begin = perf_counter()
+            tokens[name] = sides[name]()
+            seconds[name].append(perf_counter() - begin)
+    first = next(iter(sides))
+    return [
+        {
+            "part": part,
+            "variant": name,
+            "tokens": sum(map(len, tokens[name])),
+            "seconds": median(times),
+            "time over the first": median([one / other for one, other in zip(times, seconds[first], strict=True)]),
+            "same tokens": tokens[name] == tokens[first],
+        }
+        for name, times in seconds.items()
+    ]

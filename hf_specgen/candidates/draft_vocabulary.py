@@ -1,0 +1,106 @@
+"""A smaller vocabulary for a drafter: its output matrix is restricted to frequent tokens.
+
+With vocabularies of 150,000 to 250,000 tokens most of a small drafter's pass is its output matrix. Tokens that are left
+out are never drafted; the target generates them itself, so that the text is the same. q is the softmax over the tokens
+that are left, which rejection sampling needs.
+
+Source: Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via Frequency-Ranked Speculative Sampling"
+(2025).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_specgen.candidates.cross_tokenizer import SharedVocabulary
+from hf_specgen.heads.base import BoundHead
+
+DraftVocabulary = Literal["frequent"] | Sequence[int] | None
+"""Token ids; or "frequent": a quarter of the vocabulary, the most frequent tokens; None: all tokens."""
+
+
+def check_vocabulary(setting: DraftVocabulary) -> Literal["frequent"] | tuple[int, ...] | None:
+    """The setting, with ids in ascending order; `ValueError` for anything else."""
+    if setting is None or setting == "frequent":
+        return setting
+    ids = () if isinstance(setting, str) else tuple(sorted(set(setting)))
+    if not ids or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids) or ids[0] < 0:
+        raise ValueError(f'draft_vocabulary must be "frequent", None or token ids, got {setting!r:.80}')
+    return ids
+
+
+def shown(setting: Literal["frequent"] | tuple[int, ...] | None) -> str | None:
+    """The setting in a few words."""
+    return f"{len(setting)} tokens" if isinstance(setting, tuple) else setting
+
+
+def vocabulary_ids(
+    setting: Literal["frequent"] | tuple[int, ...], prompts: Sequence[Sequence[int]], size: int
+) -> torch.Tensor:
+    """The ids of a draft vocabulary, in ascending order, out of `size`.
+
+    "frequent" are those of the prompts, the most frequent first, and then the lowest: byte-pair encodings number tokens
+    in the order in which they were merged, which is about that of their frequency.
+
+    Example:
+        >>> vocabulary_ids("frequent", [[9, 9, 30]], 16).tolist()
+        [0, 1, 2, 9]
+    """
+    if setting != "frequent":
+        if setting[-1] >= size:
+            raise ValueError(f"draft_vocabulary has token {setting[-1]}, but the drafter has {size} tokens")
+        return torch.tensor(setting)
+    seen = (token for token, _ in Counter(chain.from_iterable(prompts)).most_common() if token < size)
+    return torch.tensor(sorted(list(dict.fromkeys(chain(seen, range(size))))[: max(1, size // 4)]))
+
+
+def restricted_model(model: PreTrainedModel, ids: torch.Tensor, size: int) -> tuple[PreTrainedModel, SharedVocabulary]:
+    """A model that shares all modules but the output matrix, and its tokens among the target's `size` tokens."""
+    restricted = _copied(model)
+    restricted.set_output_embeddings(_rows(model.get_output_embeddings(), ids))
+    places = {token: place for place, token in enumerate(ids.tolist())}
+    return restricted, _RestrictedVocabulary([places.get(token, -1) for token in range(size)], size, len(places))
+
+
+def restricted_head(bound: BoundHead, ids: torch.Tensor) -> BoundHead:
+    """A head that shares all modules but the output matrix."""
+    head, result = _copied(bound.head), copy.copy(bound)
+    head.config = replace(bound.head.config, draft_vocab_size=len(ids), own_lm_head=True)
+    result.head, result._lm_head = head, _rows(bound._lm_head, ids)
+    head.draft_to_target = ids.to(result._lm_head.weight.device)
+    return result
+
+
+class _RestrictedVocabulary(SharedVocabulary):
+    """Tokens of the output matrix; the draft model reads the target's ids."""
+
+    def draft_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
+def _copied(module: Any) -> Any:
+    """A module with the same submodules and buffers, which can be replaced."""
+    copied = copy.copy(module)
+    copied._modules, copied._buffers = dict(module._modules), dict(module._buffers)
+    return copied
+
+
+def _rows(matrix: Any, ids: torch.Tensor) -> nn.Linear:
+    """Some rows of an output matrix."""
+    if not isinstance(matrix, nn.Linear) or type(matrix.weight.data) is not torch.Tensor:
+        raise ValueError(f"draft_vocabulary needs a drafter with a plain output matrix, not {type(matrix).__name__}")
+    ids = ids.to(matrix.weight.device)
+    rows = nn.Linear(matrix.in_features, len(ids), bias=matrix.bias is not None, device="meta")
+    rows.weight = nn.Parameter(matrix.weight.detach()[ids], requires_grad=False)
+    if matrix.bias is not None:
+        rows.bias = nn.Parameter(matrix.bias.detach()[ids], requires_grad=False)
+    return rows

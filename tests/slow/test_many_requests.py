@@ -1,0 +1,50 @@
+"""2,000 requests of one manager of continuous batching, whose block pool is too small for those that run at once."""
+
+import gc
+from typing import Any
+
+import hf_specgen
+from hf_specgen import CombinedCandidates, FixedDepth
+from hf_specgen.packed_steps import Request
+from tests.helpers import fresh_model
+from tests.integration.test_continuous_batching import requests, run, started
+
+REQUESTS, TOKENS = 2000, 8
+SCARCE = {"num_blocks": 24, "page_size": 8, "max_batch_tokens": 96}
+
+
+def test_two_thousand_requests_of_which_some_are_cancelled() -> None:
+    """Would catch: a lost or mixed-up request, tokens changed by an eviction, blocks or sessions that are never freed.
+
+    Every seventh request is cancelled as soon as it is added, or when another one ends.
+    """
+    model, prompts = fresh_model("llama"), requests(40)
+    expected = [tokens[:TOKENS] for tokens in run(model, prompts)]
+    hf_specgen.attach(model, CombinedCandidates(tree=4, policy=FixedDepth()), strict=True)
+    manager: Any = started(model, SCARCE)
+    names = {}
+    for number in range(REQUESTS):
+        name = manager.add_request(prompts[number % 40], max_new_tokens=TOKENS, streaming=number % 5 == 0)
+        names[name] = number
+        if number % 14 == 0:
+            manager.cancel_request(name)
+    cancelled = {name for name, number in names.items() if number % 7 == 0}
+    waiting, to_cancel = set(names) - cancelled, iter(sorted(cancelled))
+    while waiting:
+        result = manager.get_result(timeout=60)
+        assert result is not None and result.error is None
+        own = expected[names[result.request_id] % 40]
+        assert result.generated_tokens == (own if result.is_finished() else own[: len(result.generated_tokens)])
+        if result.is_finished():
+            waiting.discard(result.request_id)
+            manager.cancel_request(next(to_cancel, result.request_id))
+    cache = manager.batch_processor.cache
+    manager.stop(block=True)
+    cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    assert cache.compute_free_capacity() == 1.0
+    totals = hf_specgen.statistics(model)
+    assert totals.calls >= REQUESTS - len(cancelled) and totals.accepted > 0
+    del manager
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is Request]
