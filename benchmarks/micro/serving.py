@@ -69,20 +69,20 @@ def packed_passes(repeats: int, quick: bool) -> list[dict[str, Any]]:
     handle = model.register_forward_pre_hook(
         lambda _, __, arguments: sizes.append(arguments["input_ids"].numel()), with_kwargs=True
     )
-    strategies: dict[str, Candidates | None] = {
-        "plain": None,
-        "n-grams": NgramCandidates(),
-        "n-grams, history": NgramCandidates(history=NgramHistory()),
-        "n-grams, recycling": CombinedCandidates(),
-        "draft model": DraftModelCandidates(str(EMBEDDED_DRAFT)),
-        "EAGLE-3": EagleCandidates(str(EMBEDDED_EAGLE)),
+    strategies: dict[str, Callable[[], Candidates | None]] = {
+        "plain": lambda: None,
+        "n-grams": NgramCandidates,
+        "n-grams, history": lambda: NgramCandidates(history=NgramHistory()),
+        "n-grams, recycling": CombinedCandidates,
+        "draft model": lambda: DraftModelCandidates(str(EMBEDDED_DRAFT)),
+        "EAGLE-3": lambda: EagleCandidates(str(EMBEDDED_EAGLE)),
     }
     for at_a_time in (8, 40):
         plain: tuple[Tokens, int, float] | None = None
-        for name, candidates in strategies.items():
+        for name, strategy in strategies.items():
             sizes.clear()
             tokens = _in_packed_steps(
-                model, prompts, 8 if quick else 96, at_a_time, candidate_generator=candidates, policy=policy
+                model, prompts, 8 if quick else 96, at_a_time, candidate_generator=strategy(), policy=policy
             )
             found = tokens, len(sizes), sum(map(target.seconds_of, sizes))
             plain = plain or found

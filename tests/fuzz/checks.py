@@ -73,7 +73,7 @@ def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor], 
     """Everything that a caller can see; the errors of both are compared elsewhere."""
     assert plain.ids is not None and ours.ids is not None
     prompt = inputs["input_ids"]
-    if case.verification == "exact" or (case.verification == "rejection" and not case.do_sample):
+    if _has_same_text(case):
         yield from _same_text(plain, ours, prompt.shape[1])
         if torch.equal(plain.ids, ours.ids):
             yield from _same_outputs(plain, ours)
@@ -83,9 +83,14 @@ def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor], 
     yield from _statistics(ours, prompt.shape[1])
 
 
-def compare_errors(plain: Run, ours: Run) -> Iterator[Difference]:
-    """At least one of the calls has raised; a refusal is no difference."""
-    if ours.is_refusal:
+def _has_same_text(case: Case) -> bool:
+    """Whether the tokens are those of plain `generate`, not another sample or other acceptable ones."""
+    return case.verification == "exact" or (case.verification == "rejection" and not case.do_sample)
+
+
+def compare_errors(case: Case, plain: Run, ours: Run) -> Iterator[Difference]:
+    """At least one of the calls has raised; a refusal is no difference, nor are invalid scores after another text."""
+    if ours.is_refusal or (case.broken_logits and not _has_same_text(case) and None in (plain.error, ours.error)):
         return
     if ours.error is None:
         yield Difference("no error", f"plain generate raises {describe(plain.error or Hang())}")

@@ -128,7 +128,7 @@ class Comparison:
             texts = (replace(run, output=None, cache=None) for run in (again, ours))
             self._differ(checks.compare(self.case, *texts, inputs, self._vocab))
         else:
-            self._differ(checks.compare_errors(plain, ours))
+            self._differ(checks.compare_errors(self.case, plain, ours))
             self.outcome.status = "refused" if ours.is_refusal else "raised"
             self.outcome.reason = str(ours.error)
         statistics = self._statistics(ours)
