@@ -110,8 +110,8 @@ class HeadCandidates(PretrainedCandidates):
         aux_hidden_state_layers: which hidden states of the target the head reads, as indices into Transformers'
             `hidden_states`, instead of those that the checkpoint names.
         draft_window: how much of a long text the head reads: a number of recent tokens, or a pair of first and recent
-            ones; its cache holds up to twice as many. "auto": only beyond the length that the head was trained on (the
-            `trained_length` of its config, else its number of positions), half of it; None: all of it.
+            ones; its cache holds up to twice as many. "auto": as many recent ones as the head was trained on (the
+            `trained_length` of its config), or half of its number of positions; None: all of it.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
@@ -163,8 +163,8 @@ class HeadCandidates(PretrainedCandidates):
     def window(self, call: DraftCall, bound: BoundHead) -> DraftWindow | None:
         """The part of the texts of a call that the head reads."""
         config: Any = bound.head.config
-        longest = getattr(getattr(config, "layer", None), "max_position_embeddings", None)
-        return draft_window(self.draft_window, config.trained_length or longest, call)
+        positions = getattr(getattr(config, "layer", None), "max_position_embeddings", None)
+        return draft_window(self.draft_window, config.trained_length, positions, call)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The head, on the CPU; a copy of one that was given loaded."""

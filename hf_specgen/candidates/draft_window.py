@@ -57,34 +57,39 @@ def check_window(setting: DraftWindowSetting) -> DraftWindowSetting:
     )
 
 
-def draft_window(setting: DraftWindowSetting, trained_length: int | None, call: Call) -> DraftWindow | None:
+def draft_window(
+    setting: DraftWindowSetting, trained_length: int | None, positions: int | None, call: Call
+) -> DraftWindow | None:
     """The window of a call.
 
     Args:
         trained_length: the longest text that the drafter was trained on, if its config states it.
+        positions: the drafter's number of positions, if it is limited.
         call: whose texts may be longer.
     """
     longest = max(map(len, call.state.prompts), default=0) + call.max_new_tokens
+    fitting = None if positions is None else (positions - FIRST_TOKENS) // 2
+    recent = min((size for size in (trained_length, fitting) if size is not None), default=0)
+    most = FIRST_TOKENS + 2 * recent  # that the drafter reads with the default window
     if setting == "auto":
-        if trained_length is None or longest <= trained_length or trained_length <= 2 * FIRST_TOKENS:
-            return None
-        return DraftWindow(FIRST_TOKENS, (trained_length - FIRST_TOKENS) // 2)
+        return DraftWindow(FIRST_TOKENS, recent) if recent > 0 and longest > most else None
     window = None
     if setting is not None:
         window = DraftWindow(*setting) if isinstance(setting, tuple) else DraftWindow(FIRST_TOKENS, int(setting))
     read = longest if window is None else min(longest, window.first + 2 * window.recent)
-    if trained_length is not None and read > trained_length:
-        _warn(setting, read, trained_length)
+    if trained_length is not None and read > most:
+        _warn(setting, read, trained_length, most)
     return window
 
 
 @lru_cache
-def _warn(setting: DraftWindowSetting, read: int, trained_length: int) -> None:
+def _warn(setting: DraftWindowSetting, read: int, trained_length: int, most: int) -> None:
     """Log a warning, once for each case."""
     logger.warning(
-        "with draft_window=%r the drafter may read %d tokens, but it was trained on %d; beyond them fewer of its "
-        'tokens are accepted: draft_window="auto" keeps to them',
+        "with draft_window=%r the drafter may read %d tokens, but it was trained on %d; far beyond them fewer of its "
+        'tokens are accepted: draft_window="auto" lets it read %d',
         setting,
         read,
         trained_length,
+        most,
     )

@@ -38,6 +38,11 @@ def logits_of(heads: Any, model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return MedusaRunner(heads.bind(model), model).all_logits(hidden, [5] * len(hidden), heads.config.num_heads)
 
 
+def states_of(heads: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """`[rows, heads, hidden]` hidden states of heads that read no tokens."""
+    return torch.stack([heads.head_state(head, hidden) for head in range(heads.config.num_heads)], dim=1)
+
+
 SHAPES: list[dict[str, Any]] = [
     {},
     {"own_outputs": True},
@@ -111,7 +116,7 @@ def test_truncated_vocabulary_scores_the_tokens_of_its_map(layout: str, tmp_path
         (save_head if layout == "own format" else lambda *args: export_head(*args, "vllm"))(loaded, tmp_path / "again")
         loaded = load_head(tmp_path / "again")
     hidden = torch.randn(2, loaded.config.hidden_size)
-    logits, states = logits_of(loaded, model, hidden), heads(hidden)
+    logits, states = logits_of(loaded, model, hidden), states_of(heads, hidden)
     expected = torch.stack([states[:, head] @ matrix[kept].T for head, matrix in enumerate(matrices)], dim=1)
     torch.testing.assert_close(logits[..., kept], 0.5 * expected)
     assert (logits > -torch.inf).sum(dim=-1).eq(20).all()
@@ -223,7 +228,7 @@ def test_low_rank_matrices_agree_with_peft_and_are_merged_by_an_export(tmp_path:
     """From PEFT's folder, from our own file and from merged matrices; the target does not change."""
     model, heads, lora = peft_heads(tmp_path / "ours")
     before, hidden = model.lm_head.weight.clone(), torch.randn(2, 64)
-    states = heads(hidden)
+    states = states_of(heads, hidden)
     expected = torch.stack([lora.base_model.model["heads"][head](states[:, head]) for head in range(3)], dim=1)
     assert not torch.allclose(expected, model.lm_head(states), atol=1e-2)
     with pytest.raises(ValueError, match="give the target"):
