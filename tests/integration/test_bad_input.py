@@ -263,7 +263,11 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
     ("llama", lambda: LayerSkipCandidates(2), "exit_layer must be from 1 to 1 .* got 2$"),
     ("llama", lambda: CombinedCandidates([LayerSkipCandidates(1), LayerSkipCandidates(2)]), "different ways"),
     ("llama", lambda: DraftModelCandidates(tiny_model("llama", vocab_size=70)), "vocabulary of 70, the target of 99"),
-    ("llama", lambda: DraftModelCandidates(tiny_model("gpt2", n_positions=8), draft_window=None), "has 12 tokens, but the draft reads at"),
+    (
+        "llama",
+        lambda: DraftModelCandidates(tiny_model("gpt2", n_positions=8), draft_window=None),
+        "has 12 tokens, but the draft reads at",
+    ),
     ("llama", lambda: DraftModelCandidates(stateful_model("lfm2")), "keeps a state"),
     ("lfm2", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
     ("qwen3_next", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
