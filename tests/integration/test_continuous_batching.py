@@ -85,7 +85,7 @@ def alone(model: Any, prompt: list[int], settings: Any, seed: int = 0) -> list[i
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_greedy_requests_same_tokens(attention: str) -> None:
     """Would catch: a logit of another position, a rejected token that stays in the cache, a text beyond EOS."""
-    model, prompts = fresh_model("llama"), requests(40 if attention == "sdpa" else 12)
+    model, prompts = fresh_model("llama"), requests(40 if attention == "sdpa" else 24)
     model.set_attn_implementation(attention)
     plain = run(model, prompts)
     assert plain == [alone(model, prompt, config()) for prompt in prompts]
@@ -263,7 +263,7 @@ def test_persistent_manager_speculates_only_where_the_call_does() -> None:
 
 def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) -> None:
     """Four requests at a time, with the budget of a memory-bound accelerator."""
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 6)
+    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     policy = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
     passes: list[int] = []
@@ -277,11 +277,11 @@ def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) 
 
 @pytest.mark.parametrize("knee", [1, 16])
 def test_draft_budget_follows_the_latency_of_the_step(reference_model: Any, tokenizer: Any, knee: int) -> None:
-    """Twelve requests at once, on a device that computes `knee` tokens in the time of one, and more in proportion.
+    """Eight requests at once, on a device that computes `knee` tokens in the time of one, and more in proportion.
 
     Would catch: drafts that a compute-bound step has no time for, drafting that goes on though nothing is verified.
     """
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 6)
+    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     sizes = tuple(sorted({1, knee, 256}))
     curve = CostCurve(sizes, tuple(max(1.0, size / knee) for size in sizes), context=64, batch=1)
