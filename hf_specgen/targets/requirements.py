@@ -21,6 +21,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
@@ -179,12 +180,14 @@ def check_computation(
         divisible_layers(model, requirements.exit_layer)  # a layer that does not exist is no failure of the check
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
     implementation = compat.attention_implementation(text_config(model))
+    dropout = tuple(module.p for module in model.modules() if isinstance(module, nn.Dropout)) if model.training else ()
     key: tuple[Any, ...] = (
         requirements.exit_layer,
         model.dtype,
         compat.input_device(model),
         implementation,
         model.training,
+        dropout,
     )
     inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
     problem, cause, one_row_works = None, None, False

@@ -101,6 +101,13 @@ def test_training_mode_with_dropout_is_refused() -> None:
     ):
         identical(model, NgramCandidates(k=3))
     assert identical(llama().train(), NgramCandidates(k=3))
+    model = fresh_model("gptj").train()  # has dropout modules, here of probability 0
+    assert identical(model, NgramCandidates(k=3))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    with pytest.raises(ValueError, match="draws random numbers"):  # not what was found before the change
+        identical(model, NgramCandidates(k=3))
 
 
 def test_training_mode_that_draws_random_numbers_is_refused() -> None:
