@@ -216,7 +216,7 @@ def encoded(rows: Any, chat: ChatFormat, max_length: int, packing: bool = False)
 
 
 def _packed(columns: dict[str, list[Any]], max_length: int) -> dict[str, list[Any]]:
-    """Conversations, longest first, each in the first row that has room; positions begin again with each of them."""
+    """Conversations, longest first, each in the first row with space; positions begin again with each of them."""
     packs: list[Row] = []
     for place in sorted(range(len(columns["length"])), key=lambda place: -columns["length"][place]):
         length = columns["length"][place]

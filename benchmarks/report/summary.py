@@ -192,7 +192,7 @@ def _identical(records: Sequence[Record]) -> bool | str:
     if all(r["identical"] for r in records):
         return True
     if all(r["identical"] or (r["sampled"] and "steps" not in r) for r in records):
-        return "own draws"
+        return "independent samples"
     return "rounding" if all(map(is_explained, records)) else False
 
 

@@ -177,7 +177,7 @@ class NgramHistory:
         max_tokens = int(metadata["max_tokens"])
         shapes = [file.get_slice(name).get_shape() for name in ("tokens", "is_output")]
         if shapes[0] != shapes[1] or len(shapes[0]) != 1 or not shapes[0][0] <= max_tokens <= MAX_TOKENS_OF_FILE:
-            raise ValueError(f"it has {shapes} tokens and flags, but room for {max_tokens}")
+            raise ValueError(f"it has {shapes} tokens and flags, but holds at most {max_tokens}")
         tokens, is_output = file.get_tensor("tokens"), file.get_tensor("is_output")
         if tokens.dtype != np.int32 or is_output.dtype != np.uint8 or (tokens < SEPARATOR).any():
             raise ValueError(f"it has tokens of type {tokens.dtype} and flags of type {is_output.dtype}")

@@ -26,7 +26,7 @@ CONTEXT = ORDERS[-1] - 1
 SEPARATOR = -1
 """Marker between texts, which is no token id, so that no match spans two texts."""
 MIN_CAPACITY = 1023
-"""Tokens for which there is room at first."""
+"""Tokens that the first arrays can hold."""
 MAX_BATCH = 2**16
 """Tokens that are indexed at once, which bounds the memory of intermediate arrays."""
 BASE = 0x9E3779B1

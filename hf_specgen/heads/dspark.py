@@ -97,8 +97,8 @@ class DSparkHead(PathHead):
             gate = self.markov_head.gate_proj(torch.cat((hidden, previous), dim=-1)).sigmoid()
             return Step(gate * previous, state)
         if self.config.markov_head_type == "rnn":
-            joint = self.markov_head.joint_proj(torch.cat((state, previous, hidden), dim=-1))
-            keep, content, query = joint.chunk(3, dim=-1)
+            projected = self.markov_head.joint_proj(torch.cat((state, previous, hidden), dim=-1))
+            keep, content, query = projected.chunk(3, dim=-1)
             keep = keep.sigmoid()
             return Step(query.tanh(), keep * state + (1 - keep) * content.tanh())
         return Step(previous, state)

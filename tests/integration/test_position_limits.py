@@ -82,7 +82,7 @@ def test_padding_behind_position_table_same_logits() -> None:
 
 
 def test_given_cache_with_whole_prompt_same_tokens() -> None:
-    """Plain `generate` then reads the prompt again. Would catch: a draft taken for the unread rest of the prompt."""
+    """Plain `generate` then reads the prompt again. Would catch: a draft taken for the uncached rest of the prompt."""
     model, inputs = tiny_model("llama"), prompts(1)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     for cache in caches:

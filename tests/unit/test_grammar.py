@@ -35,7 +35,7 @@ class TableState(GrammarState):
         return np.isin(np.arange(VOCAB), self._table.get(self._last, tuple(range(VOCAB))))
 
     def after(self, token: int) -> GrammarState:
-        assert self.allowed[token], "a matcher is asked to accept a token that it forbids"
+        assert self.allowed[token], "a matcher receives a token that it forbids"
         return TableState(self._table, token)
 
 
@@ -117,7 +117,7 @@ def test_grammar_session_reports_outcomes_of_the_drafters_own_tree() -> None:
 
 @pytest.mark.parametrize("text", [[1, 2, 3, 4], [1, 2, 3]])
 def test_grammar_that_the_text_has_left_is_not_used(text: list[int]) -> None:
-    """Would catch: a matcher that is asked about a text which it has refused."""
+    """Would catch: a matcher that receives more of a text which it has refused."""
     state = make_state([[1]])
     state.append(0, text)
     call = make_call(state, candidates=NgramCandidates(k=2))
@@ -178,9 +178,9 @@ RECORD = '{"name":"@","role":{"title":"@","level":"@"},"city":"@"}'
 @pytest.mark.parametrize("layout, steps", [("pretty", 44), ("spaces", 30), ("compact", 30)])
 def test_grammar_with_free_whitespace_drafts_the_layout_of_the_text(layout: str, steps: int) -> None:
     """Would catch: whitespace drafted again and again, or never; keys that are not drafted after whitespace."""
-    joint = {"pretty": None, "spaces": " ", "compact": ""}[layout]
+    separator = {"pretty": None, "spaces": " ", "compact": ""}[layout]
     tokenizer = load_tokenizer(str(REFERENCE_LM))
-    script = tokenizer.encode(LAYOUT if joint is None else joint.join(LAYOUT.split()), add_special_tokens=False)
+    script = tokenizer.encode(LAYOUT if separator is None else separator.join(LAYOUT.split()), add_special_tokens=False)
     contents = ["".join(tokenizer.decode([token]).split()) for token in range(len(tokenizer))]
     state = make_state([tokenizer.encode("Extract the people as JSON.\n\n", add_special_tokens=False)])
     state.append(0, script[:1])
