@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,8 @@ class TopTokens:
                 slots += range(row * logits.shape[1], row * logits.shape[1] + 1 + len(parents))
         rows = logits.flatten(0, 1)
         rows = rows if len(slots) == len(rows) else rows[torch.tensor(slots, device=rows.device)]
-        return next(cls.of_rows(rows, [tokens], count))
-
-    @classmethod
-    def of_rows(cls, logits: torch.Tensor, tokens: Sequence[Sequence[int]], count: int) -> Iterator[TopTokens]:
-        """Of each list of input tokens; `logits` `[n, vocab]` are those after all of them, in this order."""
-        values, successors = logits.topk(min(count, logits.shape[-1]), dim=-1)
+        values, successors = rows.topk(min(count, rows.shape[-1]), dim=-1)
         # In one transfer; token ids below 2**24 are exact.
         packed = torch.cat([values.float().softmax(dim=-1), successors.float()], dim=1).cpu().numpy()
-        for part in tokens:
-            probabilities, most_likely = np.split(packed[: len(part)], 2, axis=1)
-            yield cls(np.array(part), most_likely.astype(np.int64), probabilities)
-            packed = packed[len(part) :]
+        probabilities, most_likely = np.split(packed, 2, axis=1)
+        return cls(np.array(tokens), most_likely.astype(np.int64), probabilities)
