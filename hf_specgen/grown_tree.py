@@ -123,7 +123,9 @@ class GrownTree(DraftTree):
             structure = TreeStructure(pad(structure.depths, (0, more)), ancestors)
         tree = self.replace(tokens=pad(self.tokens, (0, more)))
         tree.nodes, tree._structure, tree._host = nodes, structure, None
-        tree._values = None if self._values is None else pad(self._values, (0, more), value=NO_NODE)
+        if self._values is not None:
+            tree._values = pad(self._values, (0, more), value=-2)  # no number, and that of no parent
+            tree._values[:, PATH, -more:] = NO_NODE
         tree._inputs = None if self._inputs is None else pad(self._inputs, (0, more))
         tree.q = None if self.q is None else pad(self.q, (0, 0, 0, more))
         return tree

@@ -295,6 +295,7 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     assert tree.probability[0] == pytest.approx((0.5, 0.25, 0.125))
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # values of padding that are no integers
 @pytest.mark.parametrize(("children", "expanded_first"), [(1, False), (3, False), (3, True)])
 def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int, expanded_first: bool) -> None:
     """Would catch: padding that is no token, which the target cannot embed; padding that counts as nodes."""
