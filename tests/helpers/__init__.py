@@ -2,7 +2,7 @@
 
 from tests.helpers.comparison import END, SAMPLING, assert_same_tokens, plain_and_speculative
 from tests.helpers.models import ARCHITECTURES, VOCAB, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
-from tests.helpers.oracle import FailingOracle, Oracle
+from tests.helpers.oracle import Oracle
 from tests.helpers.processors import (
     PrefixReader,
     RecordingStreamer,
@@ -16,7 +16,6 @@ __all__ = [
     "END",
     "SAMPLING",
     "VOCAB",
-    "FailingOracle",
     "Oracle",
     "PrefixReader",
     "RecordingStreamer",

@@ -1,12 +1,11 @@
 """A strategy that proposes the tokens of plain `generate` with an adjustable accuracy."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from hf_specgen import Call, DraftSession, DraftTree, Policy
+from hf_specgen import Policy
 from tests.fuzz.scripted import Nodes, Script, Scripted
 from tests.helpers.models import VOCAB
 
@@ -50,26 +49,6 @@ class Oracle(Scripted):
             return tokens, tuple(parents)
 
         return propose
-
-
-class FailingOracle(Oracle):
-    """An `Oracle` that is always right, and raises `RuntimeError` when it is asked for another draft after `steps`."""
-
-    def __init__(self, answers: torch.Tensor, steps: int = 2):
-        super().__init__(answers, 1.0)
-        self.steps = steps
-
-    def start(self, call: Call) -> DraftSession:
-        session, left = super().start(call), iter(range(self.steps))
-        draft = session.draft
-
-        def fail(budget: Sequence[int]) -> DraftTree:
-            if next(left, None) is None:
-                raise RuntimeError("the draft session failed")
-            return draft(budget)
-
-        vars(session).update(draft=fail, draft_at_prefill=lambda budget: DraftTree.empty(len(budget)))
-        return session
 
 
 ORACLES: dict[str, Any] = {

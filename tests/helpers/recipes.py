@@ -17,7 +17,6 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from tests.helpers.paths import REFERENCE_LM, ROOT
-from tests.helpers.processes import started
 
 FAST = ["--steps", "2", "--batch-size", "4", "--micro-batch-size", "2", "--max-length", "96", "--bf16", "false"]
 FAST += ["--warmup-steps", "0", "--logging-steps", "1", "--save-strategy", "no", "--disable-tqdm", "true"]
@@ -110,23 +109,3 @@ def run_sharded(recipe: str, arguments: list[str], config: str | None) -> None:
     os.environ |= {"ACCELERATE_USE_CPU": "false", "ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
     with mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU)):
         run_as_script(recipe, [*arguments, "--use-cpu", "false"])
-
-
-class LaunchedScript:
-    """Stands for `subprocess.Popen` in a launcher: forks instead of importing PyTorch and Transformers once more.
-
-    Args:
-        command: interpreter, recipe and its arguments.
-        env: of the new process.
-    """
-
-    returncode: int | None = None
-
-    def __init__(self, command: list[str], env: dict[str, str]):
-        interpreter, script, *given = command
-        assert interpreter == sys.executable and Path(script).parent == ROOT / "recipes"
-        self._process = started(run_as_script, Path(script).name, given, environment=env)
-
-    def wait(self) -> None:
-        self._process.join()
-        self.returncode = self._process.exitcode

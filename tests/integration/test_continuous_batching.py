@@ -1,7 +1,9 @@
-"""`generate_batch` with draft tokens: the tokens of plain `generate_batch` and of plain `generate`."""
+"""`generate_batch` with draft tokens: the tokens of plain `generate_batch` and of plain `generate`.
+
+Requests that are streamed or cancelled are in `tests/slow/test_many_requests.py`.
+"""
 
 import warnings
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -154,43 +156,6 @@ def test_scarce_resources_same_tokens(batching: dict[str, Any]) -> None:
     assert candidates.speculation.emitted == sum(map(len, expected))
 
 
-def test_cancelled_requests_leave_nothing_and_others_unchanged() -> None:
-    model, prompts = fresh_model("llama"), requests(30)
-    expected = run(model, prompts)
-    hf_specgen.attach(model, NgramCandidates(k=5), strict=True)
-    manager = started(model)
-    names = [manager.add_request(prompt, max_new_tokens=NEW) for prompt in prompts]
-    cancelled = set(names[::3])
-    results: dict[str, list[int]] = {}
-    while not results.keys() >= set(names) - cancelled:
-        result = manager.get_result(timeout=30)
-        assert result is not None
-        if result.is_finished():
-            results[result.request_id] = result.generated_tokens
-            for name in cancelled:  # in the middle of the others
-                manager.cancel_request(name)
-    cache = manager.batch_processor.cache
-    manager.stop()
-    assert {name: expected[names.index(name)] for name in results} == results
-    cache.evict_cached_blocks()
-    cache.pool.try_to_free_sectors()
-    assert cache.compute_free_capacity() == 1.0
-    totals = hf_specgen.statistics(model)
-    assert len(names) - len(cancelled) <= totals.calls <= len(names) and totals.accepted > 0
-
-
-def test_streamed_requests_receive_every_token() -> None:
-    model, prompts = fresh_model("llama"), requests(3)
-    expected = run(model, prompts)
-    hf_specgen.attach(model, NgramCandidates(k=5))
-    manager = started(model)
-    name = manager.add_request(prompts[0], max_new_tokens=NEW, streaming=True)
-    streamed = [result.generated_tokens for result in manager.request_id_iter(name)]
-    manager.stop()
-    assert streamed[-1] == expected[0]
-    assert all(longer[: len(one)] == one for one, longer in pairwise(streamed))
-
-
 class Failing(NgramCandidates):
     """Raises in the second step of a request."""
 
@@ -316,6 +281,12 @@ REFUSED = {
     "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "monitor=, prediction="),
     "asynchronous": ({}, {"use_async_batching": True}, {}, "asynchronous batching"),
     "prediction": ({"prediction": [1, 2, 3]}, {}, {}, "prediction="),
+    "layer skip": (
+        {"candidate_generator": LayerSkipCandidates(exit_layer=1, k=3)},
+        {},
+        {},
+        "LayerSkipCandidates needs a part of",
+    ),
     "graphs": ({}, {"use_cuda_graph": True}, {}, "CUDA graphs"),
     "compiled": ({}, {"default_compile_level": 1}, {}, "CUDA graphs and compilation"),
     "text": (
@@ -373,11 +344,6 @@ def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tok
         )
         assert found == expected
         assert strategy.speculation.steps <= 1.1 * one_by_one
-
-
-def test_layer_skip_is_refused() -> None:
-    with pytest.raises(ValueError, match="LayerSkipCandidates needs a part of the target's layers"):
-        run(tiny_model("llama"), requests(1), candidate_generator=LayerSkipCandidates(exit_layer=1, k=3))
 
 
 def test_attached_strategy_falls_back_with_one_warning_or_raises_if_strict() -> None:

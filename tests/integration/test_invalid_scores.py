@@ -111,6 +111,7 @@ def test_exception_anywhere_ends_sessions_and_restores_the_random_state(failing:
     torch.manual_seed(5)
     with pytest.raises(Failure, match=failing):
         model.generate(**inputs, **SAMPLED, **arguments, streamer=streamer)
+    assert oracle.speculation is None, "statistics of the failed call"
     state, columns = torch.get_rng_state(), len(streamer.chunks) - 1
     assert sorted(ended) == ["CoupledVerifier", "Oracle", "SpeculationMonitor"]
     torch.manual_seed(5)

@@ -1,8 +1,5 @@
 """Parallel draft models (PARD, PARD-2): one pass a draft, and the tokens of plain generate."""
 
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,29 +38,3 @@ def test_parallel_draft_beside_others_and_with_ended_rows_same_tokens(name: str)
     assert_same_tokens(target, prompts(3), drafts(name, k=3), max_new_tokens=12, **ends)
     both = CombinedCandidates([NgramCandidates(k=4), drafts(name, k=4)], policy=FixedDepth())
     assert_same_tokens(target, prompts(3), both, max_new_tokens=12)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pard_token": 4096}, "pard_token 4096, but the model has 128 embeddings"),
-        ({"pard2_target_layers": [-1, 4]}, r"has the tensors .* need a weight of \(64, 128\)"),
-        ({"pard2_target_layers": [-1, 9, 4]}, r"reads layers \[-1, 9, 4\] of its target"),
-        ({"pard2_target_layers": "all"}, "pard2_target_layers must be a list of layers, got 'all'"),
-        (None, "PARD-2 needs it"),
-    ],
-)
-def test_parallel_draft_of_a_damaged_checkpoint_is_refused(
-    tmp_path: Path, changes: dict[str, Any] | None, message: str
-) -> None:
-    folder = tmp_path / "draft"
-    shutil.copytree(FIXTURES["pard2_llama"].head_folder, folder)
-    if changes is None:
-        (folder / "warp_model.bin").unlink()
-    else:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        FIXTURES["pard2_llama"].target.generate(
-            **prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(str(folder), k=3)
-        )

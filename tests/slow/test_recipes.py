@@ -4,7 +4,6 @@ import gzip
 import itertools
 import json
 from pathlib import Path
-from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ from target import read_target
 from tests.helpers import ARCHITECTURES, prompts, tiny_model
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks
-from tests.helpers.recipes import FAST, LaunchedScript, arguments, losses, run_sharded, save_tiny
+from tests.helpers.recipes import FAST, arguments, losses, run_sharded, save_tiny
 
 SAVES = ["--save-strategy", "steps"]
 HEAD = ["--depth", "3", "--anchors", "8"]
@@ -352,23 +351,6 @@ def test_a_server_answers_conversations(folder: Path, monkeypatch: Any) -> None:
     assert asked[0]["temperature"] == 0 and asked[0]["extra_body"] == {
         "chat_template_kwargs": {"enable_thinking": True}
     }
-
-
-def test_accelerate_launch_trains_heads(folder: Path, monkeypatch: Any) -> None:
-    """Would catch: a script that the launcher cannot start. Ranks of several processes are forked in other tests.
-
-    The launcher runs in the test's process, and the command that it makes for the recipe in a forked one.
-    """
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    monkeypatch.chdir(folder)
-    processes = SimpleNamespace(Popen=LaunchedScript, CalledProcessError=CalledProcessError)
-    monkeypatch.setattr("accelerate.commands.launch.subprocess", processes)
-    settings = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
-    recipe = str(ROOT / "recipes" / "train_medusa.py")
-    command = [*settings, "--dynamo_backend", "no", recipe, *arguments(folder, "launched", "--num-heads", "1")]
-    launch_command(launch_command_parser().parse_args(command))  # raises for another exit code than 0
-    assert (folder / "launched" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
