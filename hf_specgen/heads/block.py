@@ -203,9 +203,11 @@ def _sliding(of_layers: Fields, num_layers: int) -> list[tuple[bool, int | None]
 
 
 def projector_type(checkpoint: Checkpoint) -> str:
-    """What corrects the logits of a block head, by its name in the config."""
+    """What corrects the logits of a block head, by its name in the config, or else by the name of the class."""
     fields = Fields(checkpoint.config)
-    return str(Fields(fields.nested("dflash_config").values, fields.values).get("projector_type") or "dflash")
+    configured = Fields(fields.nested("dflash_config").values, fields.values).get("projector_type")
+    classes = str(fields.get("architectures")).lower()
+    return str(configured or next((name for name in ("dspark", "domino") if name in classes), "dflash"))
 
 
 def load_block(file: HeadFile) -> BlockHead:

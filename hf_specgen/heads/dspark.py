@@ -20,14 +20,14 @@ from typing import cast
 import torch
 from torch import nn
 
-from hf_specgen.heads.block import BlockConfig, block_options, projector_type
+from hf_specgen.heads.block import BlockConfig, block_options, is_block, projector_type
 from hf_specgen.heads.checkpoint import Checkpoint, Fields
 from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
 KINDS = ("vanilla", "gated", "rnn")
-MARKOV_NAME = re.compile(r"^(logit_head\.)?(markov_head\.)?(markov_w1|markov_w2|gate_proj|joint_proj)\.")
-CONFIDENCE_NAME = re.compile(r"^(logit_head\.)?confidence_(head\.)?proj\.")
+MARKOV_NAME = re.compile(r"^(markov_w1|markov_w2|gate_proj|joint_proj)\.")
+CONFIDENCE_NAME = re.compile(r"^confidence_proj\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class DSparkHead(PathHead):
 def load_dspark(file: HeadFile) -> DSparkHead:
     """A DSpark head of speculators, DeepSpec, SpecForge or ModelOpt."""
     file.names = {
-        CONFIDENCE_NAME.sub("confidence_head.proj.", MARKOV_NAME.sub(r"markov_head.\3.", ours)): name
+        CONFIDENCE_NAME.sub("confidence_head.proj.", MARKOV_NAME.sub(r"markov_head.\1.", ours)): name
         for ours, name in file.names.items()
     }
     fields = Fields(file.fields.nested("dflash_config").values, file.fields.values)
@@ -157,14 +157,12 @@ def _layout(file: HeadFile, fields: Fields, block_size: int) -> dict[str, object
             return {"first_proposing_position": int(fields.flag(name) == means_fill_in)}
     if file.is_nested:  # before the field existed, speculators trained the other layout than its class now has
         return {"first_proposing_position": int(file.speculative_tokens() != block_size), "measures_layout": True}
-    return {"first_proposing_position": 0, "measures_layout": projector_type(file.checkpoint) == "dspark"}
+    return {"first_proposing_position": 0, "measures_layout": "dflash_config" in file.checkpoint.config}
 
 
 def is_dspark(checkpoint: Checkpoint) -> bool:
     """Whether a flat config is that of a DSpark head."""
-    classes = checkpoint.config.get("architectures")
-    named = isinstance(classes, list) and any(str(name).endswith("DSparkModel") for name in classes)
-    return (named or projector_type(checkpoint) == "dspark") and "hidden_norm.weight" in checkpoint.tensors
+    return is_block(checkpoint) and projector_type(checkpoint) == "dspark"
 
 
 FORMATS = (

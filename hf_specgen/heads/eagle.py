@@ -166,11 +166,7 @@ def eagle_layers(num_layers: int) -> tuple[int, ...]:
 def load_eagle1(file: HeadFile) -> Eagle1Head:
     """An EAGLE-1, EAGLE-2 or HASS head: a Llama config, and a layer without the first norm."""
     layer = file.layer()
-    common = file.common(layer, projects=False) | {
-        "own_lm_head": False,
-        "draft_vocab_size": file.of_layers.integer("vocab_size"),
-    }
-    bias = "fc.bias" in file.names
+    common, bias = file.common(layer, projects=False), "fc.bias" in file.names
     return file.build(Eagle1Head, EagleConfig(layer=layer, num_layers=file.num_layers, projection_bias=bias, **common))
 
 

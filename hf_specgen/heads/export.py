@@ -66,7 +66,7 @@ def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedMod
     if isinstance(head, MedusaHeads):
         return write_checkpoint(folder, *medusa_file(head, to, target))
     if isinstance(head, Eagle1Head):
-        return _write(head, folder, original_eagle1(head))
+        return _write(head, folder, original_eagle1(head, to))
     if isinstance(head, Eagle3Head):
         if to == "vllm":
             return _write(head, folder, speculators_eagle(head))
@@ -256,12 +256,21 @@ def _flat(layer: Config) -> Config:
     return flat | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
-def original_eagle1(head: Eagle1Head) -> Config:
-    """The config of an EAGLE-1 or EAGLE-2 head in the original layout."""
-    config = head.config
-    _refuse({"norms of queries and keys": config.layer.qk_norm, "MLP biases": config.layer.mlp_bias}, "EAGLE's layout")
-    layer = _flat(_layer_config(head))
-    return layer | {"architectures": ["LlamaForCausalLM"], "bias": config.projection_bias}
+def original_eagle1(head: Eagle1Head, to: str) -> Config:
+    """The config of an EAGLE-1 or EAGLE-2 head in the original layout; others use the target's output matrix."""
+    config, own = head.config, Config()
+    unsupported = {"norms of queries and keys": config.layer.qk_norm, "MLP biases": config.layer.mlp_bias}
+    if to != "vllm":
+        unsupported["an output matrix of its own"] = config.own_lm_head
+        unsupported["states of inner layers"] = config.aux_hidden_state_layers not in (
+            None,
+            (config.num_target_layers,),
+        )
+    _refuse(unsupported, "EAGLE's layout")
+    if config.aux_hidden_state_layers is not None:
+        own["eagle_aux_hidden_state_layer_ids"] = _layer_ids(head)
+    layer = _flat(_layer_config(head)) | {"draft_vocab_size": config.draft_vocab_size}
+    return layer | own | {"architectures": ["LlamaForCausalLM"], "bias": config.projection_bias}
 
 
 def flat_eagle3(head: Eagle3Head, to: str) -> Config:

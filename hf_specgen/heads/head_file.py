@@ -31,6 +31,8 @@ LAYER_FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
 Transformers counts `hidden_states`: index 0 is the embedding, index i the output of layer i - 1, and the last index the
 state after the final norm. A wrong index never changes the generated text, but fewer draft tokens are accepted.
 """
+RENAMED = ((re.compile(r"^midlayer\."), "layers.0."), (re.compile(r"^logit_head\."), ""))
+"""Names of EAGLE's first layer, and of SpecForge's early corrections of block heads, with those in our modules."""
 MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -61,7 +63,10 @@ class HeadFile:
     @cached_property
     def names(self) -> Names:
         """The tensors by the names in our modules, each with its name in the file."""
-        return {re.sub(r"^midlayer\.", "layers.0.", name): name for name in self.tensors if not IGNORED.match(name)}
+        names = {name: name for name in self.tensors if not IGNORED.match(name)}
+        for pattern, ours in RENAMED:
+            names = {pattern.sub(ours, name): theirs for name, theirs in names.items()}
+        return names
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -167,6 +167,23 @@ def test_dspark_in_the_layouts_of_other_programs(
     assert all(torch.equal(tensor, original[key]) for key, tensor in head.state_dict().items())
 
 
+def test_domino_of_early_specforge_is_the_same_head(tmp_path: Path) -> None:
+    """Would catch: a head refused because its correction lies in `logit_head`, or because the class alone names it."""
+    folder = HEADS["domino_specforge"].head_folder
+    config = json.loads((folder / "config.json").read_text())
+    del config["dflash_config"]["projector_type"]
+    tensors = load_file(folder / "model.safetensors")
+    early = {
+        f"logit_head.{name}" if name.startswith(("prefix_gru", "embed_proj")) else name: tensor
+        for name, tensor in tensors.items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(early, tmp_path / "model.safetensors")
+    head, original = load_head(tmp_path), load_head(folder)
+    assert head.config == original.config
+    assert all(torch.equal(tensor, original.state_dict()[key]) for key, tensor in head.state_dict().items())
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_layout_that_the_file_leaves_open_is_measured(first: int) -> None:
     """The head proposes what follows only in one layout; whichever it is, the session finds it, and stays with it."""

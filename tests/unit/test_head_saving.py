@@ -20,7 +20,7 @@ from tests.helpers import tiny_model
 from tests.helpers.head_fixtures import FIXTURES
 
 EAGLE3 = FIXTURES["eagle3_original"].head_folder
-KINDS = ("eagle3", "peagle", "dflash")
+KINDS = ("eagle1", "eagle3", "peagle", "dflash")
 HEADS: dict[str, Callable[[], DraftHead]] = {
     name: partial(load_head, fixture.head_folder)
     for name, fixture in FIXTURES.items()
@@ -92,6 +92,7 @@ Z_LAB = "z-lab's layout cannot express a head with"
         ("speculators_eagle3_e_twolayers_bias_fourtaps", "sglang", "several layers, biases"),
         ("speculators_eagle3_c_fcnorm_normout", "sglang", "norm_output"),
         ("speculators_peagle_llama", "eagle", "a mask token"),
+        ("eagle1 0", "eagle", "an output matrix of its own, states of inner layers"),
         ("eagle3_original", "tgi", "there are eagle, sglang, vllm"),
         ("speculators_dflash_sliding_causal", "sglang", Z_LAB),
         ("speculators_dflash_full", "sglang", Z_LAB),
