@@ -1,5 +1,6 @@
 """Passes captured as CUDA graphs: the tokens of plain `generate`, call after call."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from peft import LoraConfig
 
 from hf_specgen import (
+    Candidates,
     CombinedCandidates,
     DraftModelCandidates,
     EagleCandidates,
@@ -34,24 +36,31 @@ def embedded() -> Any:
     return load(WorkloadSettings(device="cuda", dtype="float32"))[0]
 
 
+DRAFTERS: dict[str, Callable[[], Candidates]] = {
+    "n-grams": lambda: NgramCandidates(k=4, tree=8),
+    "draft model": lambda: DraftModelCandidates(draft(), k=3, compile="graphs"),
+    "draft trees": lambda: DraftModelCandidates(draft(), k=4, tree=12, compile="graphs"),
+    "heads": lambda: MedusaCandidates(random_heads(fresh_model("llama")).to("cuda"), policy=FixedDepth()),
+    "combined": lambda: CombinedCandidates(
+        [NgramCandidates(), DraftModelCandidates(draft(), compile="graphs")], policy=FixedDepth()
+    ),
+}
+
+
 @pytest.mark.parametrize("mode", SAMPLING)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_captured_target_in_several_calls_same_tokens(target: Any, mode: str, batch: int) -> None:
-    """Graphs are replayed in later calls, whose prompts are shorter and longer."""
-    candidates = NgramCandidates(k=4, tree=8)
+@pytest.mark.parametrize(("batch", "compile_target"), [(1, "graphs"), (3, "graphs"), (1, False)])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_captured_passes_in_several_calls_same_tokens(
+    target: Any, drafter: str, batch: int, compile_target: Any, mode: str
+) -> None:
+    """Graphs of target and drafter are replayed alternately, in later calls too, whose prompts are shorter and longer.
+
+    Heads read the hidden states of a replayed pass; accepted paths scattered over a tree are moved by a graph.
+    """
+    candidates = DRAFTERS[drafter]()
     for length in (12, 30, 7):
-        statistics = same_tokens(target, inputs(batch, length), candidates, compile="graphs", **SAMPLING[mode])
-        assert statistics.drafted > 0
-
-
-@pytest.mark.parametrize("compile_target", [False, "graphs"])
-@pytest.mark.parametrize("tree", [None, 6])
-def test_captured_draft_same_tokens(target: Any, compile_target: Any, tree: Any) -> None:
-    """Graphs of target and draft are replayed alternately."""
-    candidates = DraftModelCandidates(draft(), k=3, tree=tree, compile="graphs")
-    for length in (12, 20):
-        statistics = same_tokens(target, inputs(1, length), candidates, compile=compile_target)
-        assert statistics.drafted > 0
+        given = inputs(batch, length)
+        assert same_tokens(target, given, candidates, compile=compile_target, **SAMPLING[mode]).drafted > 0
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
@@ -65,17 +74,6 @@ def test_captured_target_and_eagle_head_same_tokens(embedded: Any, batch: int, m
             captured = same_tokens(embedded, inputs(batch, length), candidates, compile="graphs", **arguments)
             assert captured.drafted > 0
             assert abs(captured.accepted - eager.accepted) <= 0.1 * eager.accepted
-
-
-@pytest.mark.parametrize("drafter", ["heads", "combined"])
-def test_captured_target_with_other_drafters_same_tokens(target: Any, drafter: str) -> None:
-    """Heads read the hidden states of a replayed pass."""
-    if drafter == "heads":
-        candidates: Any = MedusaCandidates(random_heads(fresh_model("llama")).to("cuda"), policy=FixedDepth())
-    else:
-        members = [NgramCandidates(), DraftModelCandidates(draft(), compile="graphs")]
-        candidates = CombinedCandidates(members, policy=FixedDepth())
-    assert same_tokens(target, inputs(2), candidates, compile="graphs").drafted > 0
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text", "gpt2", "qwen3", "phi3", "mixtral"])
@@ -98,15 +96,6 @@ def test_graphs_are_captured_by_default_after_the_first_passes() -> None:
     for _ in range(2):
         assert same_tokens(model, inputs(1), NgramCandidates(k=4, tree=6), max_new_tokens=64).drafted > 0
     assert graphs.is_captured(model)
-
-
-@pytest.mark.parametrize("mode", SAMPLING)
-def test_captured_commit_of_trees_same_tokens(target: Any, mode: str) -> None:
-    """Accepted paths that are scattered over the tree are moved into place by a graph."""
-    candidates = DraftModelCandidates(draft(), k=4, tree=12, compile="graphs")
-    for length in (12, 20):
-        statistics = same_tokens(target, inputs(3, length), candidates, compile="graphs", **SAMPLING[mode])
-        assert statistics.accepted > 0
 
 
 def test_failed_capture_goes_on_eagerly_by_default(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import hf_specgen
 from hf_specgen.targets.cache import RaggedLayer
 from tests.fuzz.cases import Case
-from tests.fuzz.device import device, random_state
+from tests.fuzz.models import device, random_state
 
 PACKAGE = str(Path(hf_specgen.__file__).parent)
 REFUSALS = (ValueError, TypeError, NotImplementedError)

@@ -11,12 +11,10 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from hf_specgen import Statistics
 from tests.fuzz import checks, settings, strategies
-from tests.fuzz.callbacks import Fault, Interrupt, ValidPadding
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
-from tests.fuzz.device import device, random_state, seed
-from tests.fuzz.models import tiny_model
-from tests.fuzz.settings import Ends
+from tests.fuzz.models import device, random_state, seed, tiny_model
+from tests.fuzz.settings import Ends, Fault, Interrupt, ValidPadding
 from tests.fuzz.surroundings import attached_to, broken_logits, fault_in, modes, speculation_arguments, time_limit
 
 POSITIONS = 256

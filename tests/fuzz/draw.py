@@ -65,11 +65,7 @@ SAMPLING: dict[str, dict[Any, float]] = {
 """The same, of sampled cases."""
 
 
-def draw(
-    seed: int | str,
-    architectures: Sequence[str] | None = None,
-    strategies: Sequence[str] | None = None,
-) -> Case:
+def draw(seed: int | str, architectures: Sequence[str] | None = None, strategies: Sequence[str] | None = None) -> Case:
     """The case of a seed."""
     random = Random(str(seed))
     parts: dict[str, Any] = {"seed": random.randrange(10**6)}

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from tests.fuzz.device import device
 from tests.fuzz.tokenizers import CHARACTERS, VOCAB, tokenizer_folder
 from tests.helpers import models
 
@@ -252,3 +251,35 @@ def with_other_tokenizer(model: Any, kind: str) -> Any:
             weight[:VOCAB] = weight[order].clone()
     draft.name_or_path = str(folder)
     return draft
+
+
+# The device that the models of all cases are on
+
+
+_device = torch.device("cpu")
+
+
+def device() -> torch.device:
+    """Of models and prompts."""
+    return _device
+
+
+def use_device(name: str) -> None:
+    """Put the models of all later cases on this device. Kernels that round to fewer bits are switched off."""
+    global _device
+    _device = torch.device(name)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def seed(number: int) -> None:
+    """Seed the random generator that `generate` draws from; see `tests.helpers.comparison.seed`."""
+    if _device.type == "cuda":
+        torch.cuda.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
+def random_state() -> torch.Tensor:
+    """The state of the random generator that `generate` draws from."""
+    return torch.cuda.get_rng_state(_device) if _device.type == "cuda" else torch.get_rng_state()

@@ -1,5 +1,6 @@
 """What a case gives to `generate`: prompts, settings, processors, stopping criteria, streamer."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from random import Random
@@ -11,16 +12,119 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from tests.fuzz.callbacks import CRITERIA, PROCESSORS, Fault, Interrupt, RaisingCriterion, RaisingProcessor, Recorder
 from tests.fuzz.cases import Case
-from tests.fuzz.device import device
-from tests.fuzz.models import VOCAB
+from tests.fuzz.models import VOCAB, device
+from tests.helpers import PrefixReader, RecordingStreamer, RowWisePrefixReader, StatefulReader
+
+# Processors, stopping criteria, a streamer, and the faults that they raise
+
+
+PROCESSORS = {"prefix": PrefixReader, "row_wise": RowWisePrefixReader, "stateful": StatefulReader}
+
+
+class Fault(RuntimeError):
+    """Raised on purpose."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """Raised on purpose, and no `Exception`."""
+
+
+class Recorder(RecordingStreamer):
+    """Keeps what is streamed."""
+
+    fault: Fault | Interrupt | None = None
+    fault_call = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.fault is not None and len(self.chunks) == self.fault_call:
+            raise self.fault
+        super().put(value)
+
+
+class _Raising:
+    """Raises in its n-th call."""
+
+    def __init__(self, call: int, fault: Fault | Interrupt):
+        self._left, self._fault = call, fault
+
+    def count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise self._fault
+
+
+class RaisingProcessor(_Raising, LogitsProcessor):
+    """Changes nothing otherwise."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.count()
+        return scores
+
+
+class RaisingCriterion(_Raising, StoppingCriteria):
+    """Never stops."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.count()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class ValidPadding(LogitsProcessor):
+    """Replaces the scores of rows that have ended by zeros: plain `generate` samples their padding, and ignores it.
+
+    Args:
+        ends: the column at which each row ends.
+    """
+
+    def __init__(self, ends: Sequence[int]):
+        self._ends = ends
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        has_ended = torch.tensor([input_ids.shape[1] >= end for end in self._ends], device=scores.device)
+        return scores.masked_fill(has_ended[:, None], 0.0)
+
+
+class _After(StoppingCriteria):
+    """Stops row b after `2 + 3 * b` new tokens."""
+
+    def __init__(self, prompt_length: int):
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        new = input_ids.shape[1] - self._prompt_length
+        return torch.tensor([new >= 2 + 3 * row for row in range(len(input_ids))], device=input_ids.device)
+
+
+class _AnyRow(_After):
+    """Stops all rows as soon as one has two tokens above 50 in a row."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        new = input_ids[:, self._prompt_length :]
+        found = bool(((new[:, 1:] > 50) & (new[:, :-1] > 50)).any())
+        return torch.full((len(input_ids),), found, device=input_ids.device)
+
+
+class _OnScores(_After):
+    """Reads the scores of the last step, where `generate` shows them."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not scores:
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return scores[-1].argmax(dim=-1) % 7 == 0
+
+
+CRITERIA = {"after": _After, "any_row": _AnyRow, "scores": _OnScores}
+
+
+# Prompts
 
 LARGEST_VOCAB = 128
 """Of the targets in `tests.fuzz.models.FIXTURES`."""
@@ -31,9 +135,6 @@ class Ends(NamedTuple):
 
     eos_ids: tuple[int, ...]
     stop_string: str | None
-
-
-# Prompts
 
 
 def prompts(case: Case) -> dict[str, torch.Tensor]:

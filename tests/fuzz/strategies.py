@@ -24,8 +24,7 @@ from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.memory import memory
 from tests.fuzz.cases import Case
-from tests.fuzz.fitted import exit_adapter, medusa_heads, recycling_table
-from tests.fuzz.heads import CLASSES, head_candidates
+from tests.fuzz.heads import CLASSES, exit_adapter, head_candidates, medusa_heads, recycling_table
 from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model, with_other_tokenizer
 from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
 from tests.fuzz.tokenizers import KINDS

@@ -11,9 +11,9 @@ from torch import nn
 
 from hf_specgen import Call, Candidates, DraftSession, DraftTree, SpeculationMonitor, attached, speculate
 from tests.fuzz import strategies
-from tests.fuzz.callbacks import Fault, Interrupt
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Hang
+from tests.fuzz.settings import Fault, Interrupt
 
 SECONDS_PER_CALL = 60
 """No call of a case takes a second on an idle machine."""

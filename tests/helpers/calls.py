@@ -8,6 +8,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from hf_specgen import Call, Candidates, DraftCall, NgramCandidates
 from hf_specgen.state import GenerationState
+from hf_specgen.tree import Parents
 
 AMPLE = 2**31
 """A budget that limits no draft."""
@@ -46,3 +47,14 @@ def make_call(
         keeps_scores=keeps_scores,
     )
     return DraftCall(**{field.name: getattr(call, field.name) for field in fields(Call)})
+
+
+def ngram_draft(candidates: NgramCandidates, text: list[int], budget: int = AMPLE) -> tuple[list[int], Parents]:
+    """Tokens and parents of the draft that continues one row.
+
+    The last token counts as generated, as in the decoding loop.
+    """
+    state = make_state([text[:-1]])
+    state.append(0, text[-1:])
+    tree = candidates.start(make_call(state, candidates=candidates)).draft([budget])
+    return tree.tokens[0].tolist(), tree.parents[0]

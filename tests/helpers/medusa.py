@@ -6,7 +6,7 @@ import torch
 
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.targets.model_parts import output_matrix
-from tests.fuzz.fitted import inputs_of, medusa_heads
+from tests.fuzz.heads import inputs_of, medusa_heads
 from tests.helpers.comparison import plain_output
 
 

@@ -114,51 +114,37 @@ def test_keyword_of_a_call_takes_precedence(model: Any) -> None:
 # Wrappers and copies
 
 
-def peft_around(model: Any) -> Any:
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
-
-
-def pickled(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved_with_torch(model: Any) -> Any:
+def through_a_file(model: Any) -> Any:
+    """The model as `torch.save` writes it."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-def combined() -> CombinedCandidates:
-    return CombinedCandidates([NgramCandidates(), RecyclingCandidates()])
+def with_lora(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
 
 
-def compiled(model: Any) -> Any:
-    return torch.compile(model, backend="eager")
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deep copy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "saved": through_a_file,
+    "accelerate": lambda model: (one := Accelerator(cpu=True)).unwrap_model(one.prepare(model)),
+    "merged LoRA": lambda model: with_lora(model).merge_and_unload(),
+    "copied LoRA": lambda model: copy.deepcopy(with_lora(model)),
+}
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "LoRA": with_lora,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+}
 
 
-def prepared_and_unwrapped(model: Any) -> Any:
-    accelerator = Accelerator(cpu=True)
-    return accelerator.unwrap_model(accelerator.prepare(model))
-
-
-WRAPPERS: list[Callable[[Any], Any]] = [
-    copy.deepcopy,
-    copy.copy,
-    pickled,
-    saved_with_torch,
-    prepared_and_unwrapped,
-    peft_around,
-    compiled,
-    lambda model: peft_around(model).merge_and_unload(),
-    lambda model: copy.deepcopy(peft_around(model)),
-]
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
-def test_wrapped_or_copied_model_still_speculates(model: Any, wrap: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("kind", [*COPIES, *WRAPPERS])
+def test_wrapped_or_copied_model_still_speculates(model: Any, kind: str) -> None:
     hf_specgen.attach(model, "auto", monitor=SpeculationMonitor(prometheus=False))
-    wrapped = wrap(model)
+    wrapped = {**COPIES, **WRAPPERS}[kind](model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tokens = generate(wrapped)
@@ -166,14 +152,26 @@ def test_wrapped_or_copied_model_still_speculates(model: Any, wrap: Callable[[An
     assert totals.calls == 1 and totals.drafted > 0
     hf_specgen.detach(wrapped)
     assert torch.equal(tokens, generate(wrapped))
+    if kind in WRAPPERS:  # attached to the model inside
+        assert hf_specgen.attach(wrapped, NgramCandidates()) is wrapped
+        generate(wrapped)
+        assert hf_specgen.statistics(model).calls == hf_specgen.statistics(wrapped).calls == 1
 
 
-@pytest.mark.parametrize("wrap", [peft_around, compiled], ids=["peft", "compile"])
-def test_attach_to_a_wrapper_attaches_to_the_model_inside(model: Any, wrap: Callable[[Any], Any]) -> None:
-    wrapped = wrap(model)
-    assert hf_specgen.attach(wrapped, NgramCandidates()) is wrapped
-    generate(wrapped)
-    assert hf_specgen.statistics(model).calls == hf_specgen.statistics(wrapped).calls == 1
+WITH_MEMORY: list[Callable[[], Any]] = [
+    lambda: NgramCandidates(history=NgramHistory(100)),
+    RecyclingCandidates,
+    lambda: CombinedCandidates([NgramCandidates(), RecyclingCandidates()]),
+]
+
+
+@pytest.mark.parametrize("make", WITH_MEMORY)
+def test_used_strategy_with_a_memory_can_be_pickled_with_the_model(model: Any, make: Callable[[], Any]) -> None:
+    """Would catch: a lock or a weak reference to the model, neither of which can be pickled."""
+    hf_specgen.attach(model, make())
+    expected = generate(model)
+    assert torch.equal(generate(COPIES["pickled"](model)), expected)
+    assert torch.equal(generate(copy.deepcopy(model)), expected)
 
 
 def test_distributed_data_parallel_keeps_the_strategy(model: Any) -> None:
@@ -210,15 +208,6 @@ def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> N
     assert settings[0].candidates is settings[1].candidates
 
 
-@pytest.mark.parametrize("make", [lambda: NgramCandidates(history=NgramHistory(100)), RecyclingCandidates, combined])
-def test_used_strategy_with_a_memory_can_be_pickled_with_the_model(model: Any, make: Any) -> None:
-    """Would catch: a lock or a weak reference to the model, neither of which can be pickled."""
-    hf_specgen.attach(model, make())
-    expected = generate(model)
-    assert torch.equal(generate(pickled(model)), expected)
-    assert torch.equal(generate(copy.deepcopy(model)), expected)
-
-
 def test_saved_checkpoint_does_not_contain_the_strategy(model: Any, tmp_path: Any) -> None:
     hf_specgen.attach(model, NgramCandidates()).save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).generate(**prompts(1), max_new_tokens=2).shape == (1, 14)
@@ -227,35 +216,31 @@ def test_saved_checkpoint_does_not_contain_the_strategy(model: Any, tmp_path: An
 
 # Falling back
 
-PLAIN_CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "beam search": (lambda: {"num_beams": 3}, "not with beam_search"),
-    "beam sampling": (lambda: {"num_beams": 2, "do_sample": True}, "not with beam_sample"),
-    "assistant": (lambda: {"assistant_model": tiny_model("llama")}, "assistant_model= were given"),
-    "prompt lookup": (lambda: {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-    "no cache": (lambda: {"use_cache": False}, "needs the key/value cache"),
-    "hidden states": (
-        lambda: {"output_hidden_states": True, "return_dict_in_generate": True},
-        "output_hidden_states are not available",
-    ),
-    "early exit": (lambda: {"assistant_early_exit": 1}, "not with assisted_generation"),
-    "custom": (lambda: {"custom_generate": lambda model, input_ids, **_: input_ids}, "another decoding method"),
-}
+
+PLAIN_CALLS: list[tuple[Callable[[], dict[str, Any]], str]] = [
+    (lambda: {"num_beams": 2, "do_sample": True}, "not with beam_sampl"),
+    (lambda: {"assistant_model": tiny_model("llama")}, "assistant_model= were given"),
+    (lambda: {"use_cache": False}, "needs the key/value cache"),
+    (lambda: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states are not available"),
+    (lambda: {"custom_generate": lambda model, input_ids, **_: input_ids}, "another decoding method"),
+]
+"""The reasons of all others are in `test_bad_input.py`."""
 
 
-@pytest.mark.parametrize("name", PLAIN_CALLS)
-def test_call_that_cannot_speculate_is_plain_with_one_warning_or_raises_if_strict(model: Any, name: str) -> None:
-    make, reason = PLAIN_CALLS[name]
+@pytest.mark.parametrize(("make", "reason"), PLAIN_CALLS, ids=[reason for _, reason in PLAIN_CALLS])
+def test_call_that_cannot_speculate_is_plain_with_one_warning_or_raises_if_strict(
+    model: Any, make: Callable[[], dict[str, Any]], reason: str
+) -> None:
     with hf_specgen.attached(model, NgramCandidates(), strict=True), pytest.raises(ValueError, match=reason):
         generate(model, 1, **make())
     expected = generate(model, 1, **make())
     hf_specgen.attach(model, NgramCandidates())
     with pytest.warns(UserWarning, match=f"without speculation: .*{reason}") as caught:
-        first = generate(model, 1, **make())
+        outputs = [generate(model, 1, **make())]
     assert len(caught) == 1 and caught[0].filename == __file__, "the warning names the line that called generate()"
-    second = generate(model, 1, **make())
-    for output in (first, second):
-        ids, wanted = (getattr(one, "sequences", one) for one in (output, expected))
-        assert torch.equal(ids, wanted)
+    outputs.append(generate(model, 1, **make()))
+    for output in outputs:
+        assert torch.equal(*(getattr(one, "sequences", one) for one in (output, expected)))
     totals = hf_specgen.statistics(model)
     assert totals.calls == 0 and list(totals.plain_calls.values()) == [2]
     assert reason in next(iter(totals.plain_calls)) and "2 calls without speculation" in totals.summary()

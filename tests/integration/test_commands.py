@@ -1,12 +1,30 @@
 """All commands: bad input is one sentence and exit code 2, without a traceback; what several of them share."""
 
+import copy
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
+from hf_specgen.cli import find
+from hf_specgen.cli import generate as command
+from hf_specgen.cli.app import app
+from hf_specgen.depth import LatencyModel
+from hf_specgen.evaluation.cost import measure_latency
+from hf_specgen.heads import save_head
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.version import __version__
+from tests.helpers import prompts, tiny_model
 from tests.helpers.cli import run
-from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
+from tests.helpers.head_fixtures import FIXTURES
+from tests.helpers.medusa import random_heads
+from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
 
@@ -58,3 +76,240 @@ def test_chat_template_that_raises_is_named(tmp_path: Path) -> None:
 
 def test_version_is_printed() -> None:
     assert run("--version") == f"hf-specgen {__version__}"
+
+
+# Heads in the tools: export, and the strategies of the command line
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [("eagle3_original", "sglang"), ("speculators_dflash_full", "vllm"), ("eagle1_original", "eagle")]
+)
+def test_export_command_writes_a_head_that_loads_alike(name: str, to: str, tmp_path: Path) -> None:
+    source = str(FIXTURES[name].head_folder)
+    result = CliRunner().invoke(app, ["export", source, "--to", to, "--output", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    ours: dict[str, Any] = load_head(source).state_dict()
+    for key, tensor in load_head(tmp_path / "out").state_dict().items():
+        torch.testing.assert_close(tensor, copy.deepcopy(ours[key]))
+
+
+def test_export_command_refuses_what_a_layout_cannot_express(tmp_path: Path) -> None:
+    source = str(FIXTURES["speculators_eagle3_e_twolayers_bias_fourtaps"].head_folder)
+    result = CliRunner().invoke(app, ["export", source, "--to", "eagle", "--output", str(tmp_path / "out")])
+    assert result.exit_code == 2 and "several layers" in result.output.replace("\n", " ")
+
+
+# `hf-specgen tune`: the latencies that it measures, and how they are used
+
+
+def test_measure_latency_has_the_drafters_that_run_a_network() -> None:
+    model = tiny_model("llama")
+    latency = measure_latency(model, [NgramCandidates(), DraftModelCandidates(model, k=3)], rows=[1, 2], context=30)
+    assert [(one.target.batch, one.target.context) for one in latency.buckets] == [(1, 30), (2, 30)]
+    for one in latency.buckets:
+        assert set(one.drafters) == {"any", "draft_model"} and one.drafters["draft_model"].seconds[0] > 0
+
+
+def test_tune_writes_a_latency_file_that_a_policy_reads(folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    save_head(random_heads(model, num_heads=2), tmp_path / "heads")
+    latency, heads = str(tmp_path / "latency.json"), str(tmp_path / "heads")
+    options = ["--heads", heads, "--context", "40", "--device", "cpu", "--latency", latency]
+    printed = run("tune", str(folder / "target"), *options)
+    assert "T(8)" in printed and f"AdaptiveDepth(latency='{latency}')" in printed.replace(" ", "")  # long lines wrap
+    (one,) = LatencyModel.load(latency).buckets
+    assert (one.target.batch, one.target.context) == (1, 40) and "medusa" in one.drafters
+    policy, inputs = AdaptiveDepth(latency=latency), prompts(1)
+    ours = model.generate(**inputs, max_new_tokens=8, candidate_generator=NgramCandidates(policy=policy))
+    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=8))
+    assert "hidden size" in run("tune", str(REFERENCE_LM), "--heads", heads, exit_code=2)
+
+
+# `hf-specgen find`: what of the Hub or of the local cache may draft for a target, in which order
+
+
+EAGLE_HEAD = REFERENCE_LM.parent / "eagle3-head"
+
+
+def repo(name: str, parameters: int | None, tags: tuple[str, ...] = (), downloads: int = 1) -> Any:
+    """What the Hub tells of a repository."""
+    safetensors = None if parameters is None else SimpleNamespace(total=parameters)
+    config = {"model_type": "qwen3"}
+    return SimpleNamespace(id=name, safetensors=safetensors, tags=list(tags), downloads=downloads, config=config)
+
+
+class Hub:
+    """Stands in for `HfApi`."""
+
+    def model_info(self, name: str, **_: Any) -> Any:
+        return repo(name, 8_000)
+
+    def list_models(self, *, filter: str, author: str = "", **_: Any) -> list[Any]:
+        if author:
+            return [repo("org/target-8B", 8_000), repo("org/target-4B", 4_000), repo("org/target-0.6B", 600)]
+        assert filter == "base_model:org/target-8B"
+        return [
+            repo("a/target-8B-medusa", 800),
+            repo("b/target-8B-finetuned", 8_000),
+            repo("c/target-8B-speculator.eagle3", 400, downloads=9),
+            repo("d/target-8B-EAGLE", None, downloads=99),
+            repo("e/target_8B_head", 300, ("dflash", "base_model:org/eagle")),
+        ]
+
+
+def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: fine-tuned models listed as drafts, formats read from the names of base models."""
+    monkeypatch.setattr(find, "HfApi", Hub)
+    monkeypatch.setattr(find.constants, "HF_HUB_OFFLINE", False)
+    found = sorted(find.on_hub("org/target-8B", 10), key=lambda one: one.rank)
+    assert [(one.name[0], one.kind, one.size) for one in found] == [
+        ("c", "EAGLE", 0.05),
+        ("d", "EAGLE", None),
+        ("e", "block head", 0.0375),
+        ("a", "Medusa", 0.1),
+        ("o", "draft model", 0.075),
+    ]
+    printed = run("find", "org/target-8B", "--limit", "3")
+    assert "5.0%" in printed and "target-8B-medusa" not in printed
+    assert "hf-specgen doctor org/target-8B --heads c/target-8B-speculator.eagle3" in printed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: heads of another target, draft models of half its size, folders that hold neither."""
+    other_head = next(HEAD_FIXTURES.glob("eagle3_original")) / "head"
+    names = [str(REFERENCE_LM), str(EAGLE_HEAD), str(DRAFT_LM), str(other_head), str(Path(__file__).parent)]
+    repos = [SimpleNamespace(repo_id=name, repo_type="model") for name in names]
+    monkeypatch.setattr(find, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
+    assert [one.kind for one in find.in_cache(str(REFERENCE_LM))] == ["EAGLE"]
+    monkeypatch.setattr(find, "MAX_RATIO", 0.9)
+    found = sorted(find.in_cache(str(REFERENCE_LM)), key=lambda one: one.rank)
+    assert [(Path(one.name).name, one.kind) for one in found] == [("eagle3-head", "EAGLE"), ("draft-lm", "draft model")]
+    assert run("find", str(REFERENCE_LM), "--offline").endswith(f"--heads {EAGLE_HEAD} --draft {DRAFT_LM}")
+
+
+def test_nothing_found_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "scan_cache_dir", lambda: SimpleNamespace(repos=[]))
+    assert "nothing was found" in run("find", str(REFERENCE_LM), "--offline", exit_code=1)
+
+
+# `hf-specgen generate`: the answers of plain generation, resumable, in the order of the source
+
+
+PROMPTS = ["def add(x, y):", "The quick brown fox jumps over the lazy dog. " * 3, "Hello", "1, 2, 3, 1, 2, 3, 1,", "A"]
+
+
+@pytest.fixture(autouse=True)
+def target_beside_prompts(folder: Path, tmp_path: Path) -> None:
+    """A tiny target beside the prompts."""
+    (tmp_path / "target_beside_prompts").symlink_to(folder / "target")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"id": n, "prompt": text}) + "\n" for n, text in enumerate(PROMPTS)))
+    return file
+
+
+def generate_rows(source: Path, output: Path, *options: str, exit_code: int = 0) -> str:
+    arguments = [
+        "generate",
+        str(output.parent / "target_beside_prompts"),
+        str(source),
+        str(output),
+        "--max-new-tokens",
+        "12",
+        "--dtype",
+        "float32",
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--batch-size", "2", *options])
+    assert result.exit_code == exit_code, result.output
+    return " ".join(result.output.split())
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.8")], ids=["greedy", "sampled"])
+def test_answers_are_those_of_plain_generation_in_the_order_of_the_source(source: Path, sampling: tuple) -> None:
+    plain, ours = source.with_name("plain.jsonl"), source.with_name("ours.jsonl")
+    generate_rows(source, plain, "--plain", *sampling)
+    output = generate_rows(source, ours, *sampling)
+    assert rows(ours) == rows(plain)
+    assert [row["id"] for row in rows(ours)] == [0, 1, 2, 3, 4] and all("answer" in row for row in rows(ours))
+    assert "5 rows" in output and "tokens per step" in output
+    if not sampling:  # would catch: an answer beside the prompt of another row
+        (alone := source.with_name("alone.jsonl")).write_text(json.dumps(rows(plain)[1] | {"answer": None}) + "\n")
+        generate_rows(alone, source.with_name("one.jsonl"), "--answer-column", "again")
+        assert rows(source.with_name("one.jsonl"))[0]["again"] == rows(plain)[1]["answer"]
+    assert not list(source.parent.glob("*.parts")) and not list(source.parent.glob("*.unfinished"))
+
+
+def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: answers that are generated twice, lost, or other ones than those of an uninterrupted run."""
+    complete, resumed = source.with_name("complete.jsonl"), source.with_name("resumed.jsonl")
+    generate_rows(source, complete, "--temperature", "0.8")
+    answer, calls = command.answer, []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(len(arguments[2]))
+        for number, completion in enumerate(answer(*arguments)):
+            if number == 2 and len(calls) == 1:
+                raise OSError("no power")
+            yield completion
+
+    monkeypatch.setattr(command, "answer", failing)
+    assert "no power" in generate_rows(source, resumed, "--temperature", "0.8", exit_code=2)
+    assert not resumed.exists()
+    part = next(source.parent.glob("resumed.jsonl.parts/process-0.jsonl"))
+    part.write_text(part.read_text() + '[3, "cut o')
+    assert "belongs to a generate_rows with other settings" in generate_rows(source, resumed, exit_code=2)
+    assert "2 answered already" in generate_rows(source, resumed, "--temperature", "0.8")
+    assert rows(resumed) == rows(complete) and calls == [5, 3]
+
+
+def test_messages_and_other_columns_are_read(source: Path) -> None:
+    file, output = source.with_name("chats.jsonl"), source.with_name("out.jsonl")
+    file.write_text(json.dumps({"chat": [{"role": "user", "content": "Hello"}]}) + "\n")
+    generate_rows(file, output, "--column", "chat", "--answer-column", "reply")
+    assert list(rows(output)[0]) == ["chat", "reply"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ('{"text": "a"}\n', (), "row 1 of {} has no prompt in column 'prompt'; its columns are text"),
+        ("nonsense\n", (), "{}, line 1: expected a JSON object, got 'nonsense'"),
+        ("\n", (), "{} has no rows"),
+        ('{"prompt": "a"}\n', ("--draft", "/no/such"), "there is no folder '/no/such'"),
+        ('{"prompt": "a"}\n', ("--answer-column", "prompt"), "row 1 of {} has a column 'prompt' already"),
+        ('{"prompt": "a", "answer": "b"}\n', (), "row 1 of {} has a column 'answer' already; name another one"),
+        ('{"prompt": "\\ud800"}\n', (), "row 1 of {} has a lone surrogate"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
+            (),
+            "row 1 of {} ends with a message of the assistant",
+        ),
+        ('{"prompt": ["a"]}\n', (), "row 1 of {} has no chat messages"),
+        (b"\xff", (), "{} is not UTF-8"),
+    ],
+)
+def test_generate_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes, options: tuple, message: str) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(content if isinstance(content, bytes) else content.encode())
+    output = generate_rows(source, tmp_path / "out.jsonl", *options, exit_code=2).replace(" ", "")
+    assert message.format(source).replace(" ", "") in output
+
+
+def test_missing_file_and_existing_output_are_named(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert "No such file" in generate_rows(tmp_path / "none.jsonl", output, exit_code=2)
+    (tmp_path / "empty").mkdir()
+    assert "cannot load the dataset" in generate_rows(tmp_path / "empty", output, exit_code=2)
+    output.touch()
+    assert "exists already; delete it" in generate_rows(source, output, exit_code=2)

@@ -9,20 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specgen import Candidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
-from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
-from hf_specgen.heads.exit_head import exit_layer_of
-from tests.helpers import (
-    SAMPLING,
-    assert_same_tokens,
-    perturbed_copy,
-    prompts,
-    shared_draft,
-    tiny_model,
+from hf_specgen import (
+    AdaptiveDepth,
+    Candidates,
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
 )
+from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
+from hf_specgen.heads import ExitHead, load_head, save_head
+from hf_specgen.heads.exit_head import exit_layer_of, save_exit_head
+from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
 from tests.helpers.comparison import plain_output
+from tests.helpers.goodness_of_fit import fit_of_two_tokens
+from tests.helpers.medusa import random_heads
+from tests.helpers.models import small_llama
 from tests.helpers.paths import DRAFT_LM
 from tests.helpers.policies import AfterPlainSteps
 
@@ -230,3 +237,128 @@ def test_layer_skip_adapter_given_as_a_path_is_the_folder_of_that_name(reference
     ours = reference_model.generate(ids, max_new_tokens=13, candidate_generator=by_path)
     assert torch.equal(ours, reference_model.generate(ids, max_new_tokens=13))
     assert by_path.speculation is not None and by_path.speculation.accepted > 0
+
+
+# Draft trees of draft models: what they gain, and their distribution under rejection sampling
+
+
+LATENCY = LatencyModel.from_curves(CostCurve((1, 65), (1.0, 1.1), 256, 1), draft_token=0.05)
+
+
+def small_target(layers: int, seed: int) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
+    settings = {"num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 1}
+    return small_llama(40, seed, initializer_range=0.2, **sizes, **settings)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return small_target(2, 0)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Any) -> Any:
+    """A draft that agrees with the target often, but not always: the target with noise on its weights."""
+    model = small_target(2, 0)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.01 * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def padded_inputs(batch: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 40, (batch, 9), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def sampled_text(model: Any, seed: int = 0, **kwargs: Any) -> None:
+    torch.manual_seed(seed)
+    model.generate(max_new_tokens=28, **kwargs)
+
+
+def test_trees_accept_more_tokens_per_step_than_a_chain_of_the_same_depth(target: Any, draft: Any) -> None:
+    """Would catch: a tree whose further branches are never accepted, which would be verified for nothing."""
+    tokens_per_step = []
+    for candidates in (DraftModelCandidates(draft, k=5), DraftModelCandidates(draft, k=5, tree=24)):
+        emitted = steps = 0
+        for seed in range(4):
+            sampled_text(target, seed, **padded_inputs(3), do_sample=True, candidate_generator=candidates)
+            assert candidates.speculation is not None
+            emitted, steps = emitted + candidates.speculation.emitted, steps + candidates.speculation.steps
+        tokens_per_step.append(emitted / steps)
+    assert tokens_per_step[1] > 1.1 * tokens_per_step[0]
+
+
+@pytest.mark.parametrize("tree", [6, "auto"])
+def test_trees_rejection_sampling_has_the_distribution_of_the_target(tree: Any) -> None:
+    """Would catch: siblings that count as independent, a wrong q, nodes left out because of their tokens.
+
+    6,000 samples of two tokens; fails by chance once in 1,000 runs of another seed.
+    """
+    target, draft = small_llama(6, 0), small_llama(6, 3)
+    candidates = DraftModelCandidates(draft, k=2, tree=tree, policy=AdaptiveDepth(LATENCY) if tree == "auto" else None)
+    assert fit_of_two_tokens(target, torch.tensor([[2, 3, 4]]), candidates, calls=12) > 1e-3
+
+
+# One strategy object on several models, and several objects of one kind on one model
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> str:
+    """A folder with an exit adapter for layer 2 of tiny llama."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    head: Any = ExitHead.from_target(model, 2)
+    torch.manual_seed(1)
+    save_exit_head(get_peft_model(head, LoraConfig(target_modules=["head"], r=2)), tmp_path, model, "tiny")
+    return str(tmp_path)
+
+
+def accepted_steps(candidates: Any, model: Any) -> list[int]:
+    """How many draft tokens each step of a call accepts."""
+    statistics = assert_same_tokens(model, prompts(1), candidates, max_new_tokens=30)
+    return [step.accepted for step in statistics.rows[0]]
+
+
+def other_model() -> Any:
+    """Tiny llama with another output matrix."""
+    model = fresh_model("llama", num_hidden_layers=3)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight[torch.randperm(99, generator=torch.Generator().manual_seed(3))])
+    return model
+
+
+def test_layer_skip_adapter_on_a_second_model_uses_its_output_matrix(adapter: str) -> None:
+    """Would catch: the output matrix of the first model kept for all later ones."""
+    first, second = tiny_model("llama", num_hidden_layers=3), other_model()
+    candidates = LayerSkipCandidates(2, k=3, adapter=adapter)
+    accepted_steps(candidates, first)
+    fresh = LayerSkipCandidates(2, k=3, adapter=adapter)
+    assert accepted_steps(candidates, second) == accepted_steps(fresh, second)
+    assert sum(accepted_steps(candidates, second)) > 0
+
+
+def test_layer_skip_adapter_after_the_model_changed_dtype_runs(adapter: str) -> None:
+    """Would catch: an adapter that stays in the dtype of the first call."""
+    model, candidates = fresh_model("llama", num_hidden_layers=3), LayerSkipCandidates(2, k=3, adapter=adapter)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        ids = model.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates)
+        assert ids.shape == (1, 20)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_medusa_by_folder_then_loaded_with_remembered_acceptance_same_tokens(batch: int, tmp_path: Path) -> None:
+    """Would catch: acceptance remembered for 8 positions used for 4 heads. By folder k is unknown at first."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    save_head(random_heads(model), tmp_path)
+    for candidates in (
+        MedusaCandidates(str(tmp_path)),
+        MedusaCandidates(load_head(str(tmp_path))),
+        MedusaCandidates(str(tmp_path)),
+    ):
+        assert isinstance(candidates.policy, AdaptiveDepth)
+        assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=30)

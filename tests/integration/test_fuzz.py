@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from tests.fuzz import models
-from tests.fuzz.__main__ import main, run_safely
+from tests.fuzz.__main__ import main, run_safely, shrink
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case
 from tests.fuzz.draw import draw
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.report import Report
-from tests.fuzz.shrink import shrink
 
 SEED = "tests"
 CASES_PER_CHUNK, CHUNKS = 16, 10

@@ -9,13 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import AutoCandidates, Candidates
+from hf_specgen import (
+    AutoCandidates,
+    Candidates,
+    CombinedCandidates,
+    FixedDepth,
+    MedusaCandidates,
+    MTPCandidates,
+)
 from hf_specgen.candidates.encoder_draft import decoder_prompt
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.runner import ParallelRunner
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier, VerificationResult
+from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.calls import make_call, make_state
-from tests.helpers.head_fixtures import Fixture
+from tests.helpers.comparison import answers, plain_output
+from tests.helpers.head_fixtures import FIXTURES, Fixture, features_of, reread, steered
+from tests.helpers.medusa import fitted_heads, random_heads
+from tests.helpers.policies import AfterPlainSteps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -80,16 +93,152 @@ def test_head_drafts_with_the_logits_of_its_original(head_fixture: Fixture, rows
     rejected tokens, a correction left out, logits of another vocabulary.
     """
     tolerance = {name: head_fixture.expected["tolerance"][name] for name in ("atol", "rtol")}
-    for prompts in [[prompt] for prompt in head_fixture.prompts] if rows == "alone" else [head_fixture.prompts]:
-        depth = len(head_fixture.drafted(prompts[0], 1).logits)
+    for names in [[prompt] for prompt in head_fixture.prompts] if rows == "alone" else [head_fixture.prompts]:
+        depth = len(head_fixture.drafted(names[0], 1).logits)
         candidates = AutoCandidates.from_pretrained(head_fixture.checkpoint_folder, k=depth)
-        steps = Rounds(head_fixture, prompts, candidates)
+        steps = Rounds(head_fixture, names, candidates)
         for number in head_fixture.rounds:
             tree = steps.draft(number, depth)
             logits = torch.stack(steps.logits, dim=1)
-            for row, prompt in enumerate(prompts):
+            for row, prompt in enumerate(names):
                 drafted = head_fixture.drafted(prompt, number)
                 ours = logits[row] if drafted.candidates is None else logits[row].gather(-1, drafted.candidates)
                 ours = ours.softmax(dim=-1) if drafted.is_normalised else ours
                 torch.testing.assert_close(ours, drafted.logits, **tolerance)
                 assert tree.tokens[row].tolist() == drafted.tokens
+
+
+# What heads read and keep in the decoding loop: each accepted token once, with the target's own hidden states
+
+
+ONE_OF_EACH = ["eagle1_original", "eagle3_original", "mtp_transformers_glm4_moe", "mtp_transformers_glm4_moe_2layers"]
+ONE_OF_EACH += ["dflash_zlab", "speculators_peagle_llama", "speculators_dspark_rnn"]
+EAGLE = FIXTURES["eagle1_original"]
+
+
+def partly_right(name: str, batch: int, new: int, sampling: Any = None, **settings: Any) -> Any:
+    """A strategy for a fixture, some of whose draft tokens are accepted after these prompts."""
+    fixture, inputs = FIXTURES[name], prompts(batch)
+    plain, _ = plain_output(fixture.target, inputs, max_new_tokens=new, **sampling or {})
+    texts = answers(fixture.target, inputs, plain)
+    return steered(AutoCandidates.from_pretrained(fixture.checkpoint_folder, **settings), texts.tolist())
+
+
+@pytest.mark.parametrize("shape", [{"k": 3}, {"k": 3, "tree": 8}], ids=["chain", "tree"])
+@pytest.mark.parametrize("case", ["drafts", "plain steps first", "chunks"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_committed_cache_equals_reading_from_scratch(
+    name: str, case: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: features of rejected nodes or of the head itself in the cache, a shift by one position, hidden
+    states of steps without a draft that the head never receives."""
+    if case == "chunks":
+        monkeypatch.setattr("hf_specgen.heads.runner.PREFILL_CHUNK", 5)
+    policy = AfterPlainSteps(3) if case == "plain steps first" else FixedDepth()
+    candidates = partly_right(name, 3, 16, **shape, policy=policy)
+    statistics = assert_same_tokens(FIXTURES[name].target, prompts(3), candidates, max_new_tokens=16)
+    assert 0 < statistics.accepted < statistics.drafted
+    session = candidates.session
+    runner = session.runner
+    for place, (row, length) in enumerate(zip(runner.rows, runner.lengths, strict=True)):
+        assert length > len(session.call.state.prompts[row])
+        scratch = reread(session, row, length + getattr(runner, "layers", 1) - 1)  # some layers read positions again
+        for ours, theirs in zip(runner.cache.layers, scratch.cache.layers, strict=True):
+            for mine, expected in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                torch.testing.assert_close(mine[place, :, :length], expected[0, :, :length], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_ended_rows_leave_the_batch(name: str) -> None:
+    """The first row ends at once: would catch its hidden states taken for something to read."""
+    target, inputs = FIXTURES[name].target, prompts(3)
+    candidates = partly_right(name, 3, 20, k=3, tree=6)
+    end = int(plain_output(target, inputs, max_new_tokens=20)[0][0, 12])
+    assert_same_tokens(target, inputs, candidates, max_new_tokens=20, eos_token_id=end, pad_token_id=0)
+    assert len(candidates.session.runner.rows) < 3
+
+
+@pytest.mark.parametrize("name", ["dflash_zlab", "speculators_peagle_llama"])
+def test_row_that_waits_for_slower_rows_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a draft behind a text that has not grown since the last one, whose features are read already."""
+    monkeypatch.setattr("hf_specgen.verification.noise.MAX_NOISE_BYTES", 0)
+    monkeypatch.setattr("hf_specgen.verification.noise.MIN_BUFFERED_STEPS", 2)
+    sampling, fixture = SAMPLING["sampled"], FIXTURES[name]
+    texts = plain_output(fixture.target, prompts(2), max_new_tokens=24, **sampling)[0][:, 12:].tolist()
+    candidates = steered(AutoCandidates.from_pretrained(fixture.head_folder, k=4), [texts[0], []])
+    waiting, draft = list[bool](), ParallelRunner.draft
+
+    def recorded(runner: Any, features: Any, tokens: Any, needed: Any, depth: int) -> torch.Tensor:
+        waiting.append(any(needs and not new for needs, new in zip(needed, tokens, strict=True)))
+        return draft(runner, features, tokens, needed, depth)
+
+    monkeypatch.setattr(ParallelRunner, "draft", recorded)
+    assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=24, **sampling)
+    assert any(waiting)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_eagle_beside_medusa_same_tokens(sampling: str) -> None:
+    """Would catch: heads that read different hidden states of one target, each given the states of both."""
+    target = FIXTURES["eagle3_original"].target
+    medusa = MedusaCandidates(fitted_heads(target, prompts(3), **SAMPLING[sampling]), tree=6)
+    eagle = partly_right("eagle3_original", 3, 20, SAMPLING[sampling], k=3)
+    candidates = CombinedCandidates([eagle, medusa], policy=FixedDepth(4))
+    assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
+
+
+def test_eagle_beside_heads_that_are_never_right_loses_few_steps() -> None:
+    """Would catch: confident wrong tokens that displace right ones for longer than their acceptance takes to count."""
+    steps = []
+    for others in ([], [MedusaCandidates(random_heads(EAGLE.target), tree=6)]):
+        eagle = partly_right("eagle1_original", 1, 40, k=3)
+        candidates = CombinedCandidates([eagle, *others], policy=FixedDepth(4))
+        steps.append(assert_same_tokens(EAGLE.target, prompts(1), candidates, max_new_tokens=40).steps)
+    assert steps[0] < 25 and steps[1] <= steps[0] + 2
+
+
+def test_eagle_prompt_and_accepted_tokens_are_read_once_and_plain_steps_run_no_head() -> None:
+    """Would catch: the text read again in every draft, or logits of the whole prompt."""
+    candidates = partly_right("eagle1_original", 1, 20, k=3)
+    widths, logits = list[int](), list[int]()
+    candidates._on(EAGLE.target).head.register_forward_hook(lambda m, a, output: widths.append(output.output.shape[1]))
+    handle = EAGLE.target.lm_head.register_forward_hook(lambda m, a, output: logits.append(output.shape[1]))
+    EAGLE.target.generate(**prompts(1), max_new_tokens=20, candidate_generator=candidates)
+    handle.remove()
+    assert widths[0] == 12 and max(widths[1:]) <= 4
+    assert max(logits) <= 4
+    widths.clear()
+    EAGLE.target.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates, policy=FixedDepth(0))
+    assert not widths
+
+
+def test_mtp_without_a_checkpoint_uses_where_the_target_was_loaded_from() -> None:
+    fixture = FIXTURES["mtp_transformers_glm4_moe"]
+    fixture.target.config.name_or_path = str(fixture.target_folder)
+    assert_same_tokens(fixture.target, prompts(1), MTPCandidates(k=1), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", [name for name, fixture in FIXTURES.items() if fixture.family.startswith("mtp")])
+def test_mtp_rotary_frequencies_of_a_half_precision_target_are_its_own(name: str) -> None:
+    """Would catch: frequencies rounded to bfloat16 with the head, which are too coarse for late positions."""
+    fixture = FIXTURES[name]
+    model: Any = type(fixture.target).from_pretrained(fixture.target_folder, dtype=torch.bfloat16)
+    head: Any = MTPCandidates(str(fixture.checkpoint_folder))._on(model).head
+    assert next(head.parameters()).dtype == torch.bfloat16
+    position_ids, like = torch.tensor([[5000, 100_001]]), torch.zeros(1, dtype=torch.float32)
+    own = model.get_decoder().rotary_emb(like, position_ids)
+    assert all(torch.equal(*pair) for pair in zip(head.rotary(like, position_ids), own, strict=True))
+
+
+def test_hidden_states_of_the_target_are_those_that_the_fixture_names() -> None:
+    """Would catch: a layer counted from another end, which costs acceptance and no token."""
+    for fixture in FIXTURES.values():
+        if (layers := fixture.expected.get("taps_hf_tuple_index")) and fixture.family in ("autoregressive", "path"):
+            bound: Any = load_head(fixture.head_folder).bind(fixture.target)
+            assert list(bound.aux_hidden_state_layers) == layers
+            prompt = fixture.prompts[0]
+            text = torch.tensor([fixture.text(prompt, 1)[:-1]])
+            with torch.no_grad():
+                states = fixture.target(text, output_hidden_states=True).hidden_states
+            expected = fixture.get(f"{prompt}.round1.features")
+            torch.testing.assert_close(features_of(bound, states), expected, atol=2e-4, rtol=1e-4)

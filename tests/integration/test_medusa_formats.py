@@ -9,13 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_specgen import MedusaCandidates
+from hf_specgen import EagleCandidates, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.auto import chat_template_hash
-from hf_specgen.heads import export_head, load_head, save_head
+from hf_specgen.grown_tree import GrownTree
+from hf_specgen.heads import MedusaConfig, MedusaHeads, export_head, load_head, save_head
 from hf_specgen.heads.medusa import MedusaRunner
+from hf_specgen.tree import TreeStructure
 from results import write_custom_generate
-from tests.helpers import VOCAB, assert_same_tokens, prompts, tiny_model
+from tests.helpers import VOCAB, assert_same_tokens, fresh_model, prompts, tiny_model
+from tests.helpers.goodness_of_fit import fit_of_two_tokens
+from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
+from tests.helpers.models import small_llama
 
 HYDRA = {"reads_token": True, "reads_path": True}
 TGI = "medusa_lm_head.safetensors"
@@ -256,3 +261,97 @@ def test_custom_generate_from_a_folder_same_tokens(tmp_path: Path) -> None:
     ours = model.generate(**inputs, **arguments, custom_generate=str(tmp_path), trust_remote_code=True)
     assert torch.equal(ours.sequences, model.generate(**inputs, max_new_tokens=9))
     assert ours.speculation.steps > 0
+
+
+# Medusa: the tokens of plain `generate` with any heads and any tree size, and logits of the right states and paths
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_medusa_vocabulary_smaller_than_the_ranks_same_tokens(heads: int) -> None:
+    """Would catch: a rank that reaches into the next head's tokens."""
+    model = tiny_model("llama", vocab_size=6)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
+    candidates = MedusaCandidates(random_heads(model, num_heads=heads), tree=20)
+    assert_same_tokens(model, inputs, candidates, max_new_tokens=12)
+
+
+def test_medusa_rejection_sampling_has_the_distribution_of_the_target() -> None:
+    """6,000 texts; fails by chance once in 1,000 runs of another seed.
+
+    Would catch siblings that are verified as sampled one after the other although they were not, and a q that is not
+    the distribution they were sampled from.
+    """
+    target = small_llama(8, 5)
+    candidates = MedusaCandidates(random_heads(target, own_outputs=True), tree=6)
+    assert fit_of_two_tokens(target, torch.tensor([[3, 1, 7, 4]]), candidates, calls=12) > 1e-3
+
+
+@torch.no_grad()
+def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
+    """Would catch: the token of a sibling or of another row, the head of another depth."""
+    model = tiny_model("llama")
+    heads: Any = random_heads(model, own_outputs=True, **HYDRA)
+    runner, states, paths = MedusaRunner(heads.bind(model), model), torch.randn(2, 64), [[[5]], [[7]]]
+    logits, nodes = runner.first_logits(states, [5, 7])[:, None], 0
+    levels: list[Any] = [([[0, 0], [0, 0]], [[8, 9], [3, 4]]), ([[0, 1], [1, 0]], [[1, 2], [6, 2]]), None]
+    for depth, level in enumerate(levels):
+        for row, places in enumerate(paths):
+            for place, path in enumerate(places):
+                state = heads.head_state(depth, states[row], model.get_input_embeddings()(torch.tensor(path)))
+                torch.testing.assert_close(logits[row, place], heads.lm_heads[depth](state), atol=1e-4, rtol=1e-4)
+        if level is not None:
+            nodes += 2
+            rows = zip(paths, *level, strict=True)
+            paths = [
+                [[*before[at], token] for at, token in zip(above, tokens, strict=True)]
+                for before, above, tokens in rows
+            ]
+            last = torch.tensor(level[1])
+            tree = GrownTree(
+                last, TreeStructure(last, last), above=torch.tensor(level[0]), nodes=nodes, level=depth + 1
+            )
+            logits = runner.next_logits(tree)
+
+
+def test_new_heads_return_the_state_of_the_target() -> None:
+    model = tiny_model("llama")
+    heads = MedusaHeads.from_target(model, num_heads=3, num_layers=2, reads_token=True)
+    state = torch.randn(5, 64)
+    path = torch.randn(5, 1, 64)
+    assert all(torch.equal(heads.head_state(head, state, path), state) for head in range(3))
+
+
+def test_medusa_target_in_changing_dtypes_leaves_the_given_heads_unchanged() -> None:
+    """The heads follow the dtype of their target from call to call; the caller's own are not rounded."""
+    model = fresh_model("llama")
+    heads = random_heads(model)
+    before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+    candidates = MedusaCandidates(heads)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+    assert all(torch.equal(before[name], tensor) for name, tensor in heads.state_dict().items())
+
+
+def test_profile_keys_of_loaded_modules_differ_by_object() -> None:
+    """Would catch: the acceptance of one set of heads, or of one exit adapter, remembered for another."""
+    model = tiny_model("llama")
+    first, second = random_heads(model), random_heads(model)
+    assert MedusaCandidates(first).profile_key() != MedusaCandidates(second).profile_key()
+    assert MedusaCandidates(first).profile_key() == MedusaCandidates(first).profile_key()
+    eagle = [EagleCandidates(load_head(FIXTURES["eagle1_original"].head_folder), k=2) for _ in range(2)]
+    assert eagle[0].profile_key() == eagle[0].profile_key() != eagle[1].profile_key()
+    adapters = torch.nn.Identity(), torch.nn.Identity()
+    keys = {LayerSkipCandidates(1, adapter=adapter).profile_key() for adapter in (*adapters, adapters[0])}
+    assert len(keys) == 2
+
+
+def test_medusa_wrong_uses_raise() -> None:
+    heads, sizes = random_heads(tiny_model("llama")), {"target_hidden_size": 8, "num_aux_hidden_states": 1}
+    with pytest.raises(ValueError, match="works with generate"):
+        MedusaCandidates(heads).get_candidates(torch.tensor([[1, 2]]))
+    with pytest.raises(ValueError, match=r"tree must be \"auto\", a positive number of nodes, or None, got \[\[0\]\]"):
+        MedusaCandidates(heads, tree=[[0]])  # type: ignore[arg-type]
+    config = MedusaConfig(hidden_size=8, vocab_size=9, draft_vocab_size=9, num_heads=2, **sizes, **HYDRA)
+    with pytest.raises(ValueError, match="head 1 reads 2 tokens"):
+        MedusaHeads(config).head_state(1, torch.zeros(1, 8), torch.zeros(1, 1, 8))

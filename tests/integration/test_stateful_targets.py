@@ -1,25 +1,34 @@
-"""Targets with convolutions, recurrent states or indexed attention give the tokens of plain `generate`."""
+"""Targets with a state, with images or audio, with other attention kernels, give the tokens of plain `generate`.
+
+FlashAttention does not run on a CPU: a stand-in computes what it does, and refuses what it does not take.
+"""
 
 import copy
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
 
 from hf_specgen import (
     CombinedCandidates,
     DraftModelCandidates,
     FixedDepth,
+    LayerSkipCandidates,
     MedusaCandidates,
     NgramCandidates,
 )
 from hf_specgen.targets.replay import ReplayQueue
-from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
+from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.comparison import END
 from tests.helpers.medusa import random_heads
-from tests.helpers.models import SPEC, fresh_model, stateful_model
-from tests.helpers.oracle import ORACLES, Oracle
+from tests.helpers.models import SHARED, SPEC, fresh_model, stateful_model
+from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
+from tests.helpers.oracle import ORACLES
 from tests.helpers.policies import Irregular
 
 
@@ -132,3 +141,158 @@ def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:
     assert torch.equal(model.generate(text, past_key_values=cache, **arguments), expected)
     with pytest.raises(RuntimeError, match="80 tokens cannot be removed"):
         unchanged.crop(-80)
+
+
+# Models that read images or audio beside text give the tokens of plain `generate`
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_generate_with_image_or_audio_same_tokens(kind: str, batch: int) -> None:
+    """Would catch: features passed to every step, wrong axes of positions, rows of a batch that are mixed up."""
+    model, inputs = multimodal_model(kind), multimodal_prompts(kind, batch)
+    sampling = SAMPLING["sampled" if batch == 1 else "greedy"]
+    statistics = assert_same_tokens(model, inputs, ORACLES["tree"], max_new_tokens=14, **sampling)
+    assert 0 < statistics.accepted < statistics.drafted
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_draft_model_with_image_same_tokens(kind: str) -> None:
+    """Would catch: a draft that cannot read the placeholders of a prompt, or positions of rows that end early.
+
+    The first row has no image where positions have several axes, so that its axes differ from those of the others.
+    """
+    model, inputs = multimodal_model(kind), multimodal_prompts(kind, 6, length=30)
+    if kind != "llava":
+        inputs["input_ids"][0] %= 90
+        inputs["mm_token_type_ids"][0] = 0
+        inputs |= {"pixel_values": inputs["pixel_values"][16:], "image_grid_thw": inputs["image_grid_thw"][1:]}
+    draft = DraftModelCandidates(shared_draft(model, noise=0.3), k=3)
+    end = {"eos_token_id": list(range(30, 36)), "pad_token_id": 0}
+    assert assert_same_tokens(model, inputs, draft, max_new_tokens=20, **end).drafted > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_layer_skip_with_image_same_tokens_or_refused(kind: str) -> None:
+    """Would catch: image features that only the second half of the layers receives."""
+    try:
+        assert_same_tokens(
+            multimodal_model(kind), multimodal_prompts(kind, 2), LayerSkipCandidates(1, k=3), max_new_tokens=10
+        )
+    except ValueError as refusal:
+        assert "cannot draft with its own first layers" in str(refusal)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_text_alone_to_a_multimodal_model_same_tokens(kind: str) -> None:
+    """Would catch: a trial run that leaves positions behind in the model, or a refusal of several axes."""
+    model = multimodal_model(kind)
+    inputs = {name: multimodal_prompts(kind, 3)[name] for name in ("input_ids", "attention_mask")}
+    inputs["input_ids"] = inputs["input_ids"] % 90
+    assert_same_tokens(model, inputs, NgramCandidates(k=3, tree=6), max_new_tokens=14)
+
+
+def test_second_turn_with_image_same_tokens() -> None:
+    """Would catch: positions of a second turn that a trial run has changed."""
+    model, inputs = multimodal_model("qwen2_5_vl"), multimodal_prompts("qwen2_5_vl", 1)
+
+    def two_turns(**more: Any) -> torch.Tensor:
+        first = model.generate(**inputs, max_new_tokens=8, return_dict_in_generate=True, **more)
+        ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+        types = torch.zeros_like(ids)
+        types[:, :16] = inputs["mm_token_type_ids"]
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
+        return model.generate(**second, past_key_values=first.past_key_values, max_new_tokens=8, **more)
+
+    assert torch.equal(two_turns(candidate_generator=NgramCandidates(k=3)), two_turns())
+
+
+# Targets with other attention kernels than SDPA: flex attention, and kernels that take no mask (FlashAttention)
+
+
+STAND_IN = "flash_stand_in"
+
+
+def stand_in(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as FlashAttention computes it without a mask: causal, aligned at the last key."""
+    assert attention_mask is None, "the kernel takes no mask"
+    queries, keys = query.shape[2], key.shape[2]
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    mask = distance >= 0
+    if sliding_window is not None:
+        mask &= distance < sliding_window
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    AttentionInterface.register(STAND_IN, stand_in)
+    AttentionMaskInterface.register(STAND_IN, flash_attention_mask)
+
+
+@cache
+def with_kernel(implementation: str, architecture: str = "llama") -> Any:
+    """A model that runs this kernel, shared by the tests: never change it."""
+    model = fresh_model(architecture)
+    model.config._attn_implementation = implementation  # the method for it looks for a kernel of that name on the Hub
+    SHARED.add(model)
+    return model
+
+
+FLASH_STRATEGIES: dict[str, Callable[[], Any]] = {
+    "n-grams": lambda: NgramCandidates(k=4, tree=8),
+    "draft model": lambda: DraftModelCandidates(shared_draft(tiny_model("llama")), k=3, tree=6),
+    "combined": CombinedCandidates,
+    "layer skip": lambda: LayerSkipCandidates(1, k=2),
+    "Medusa": lambda: MedusaCandidates(random_heads(tiny_model("llama")), policy=FixedDepth()),
+    "oracle": lambda: partial(Oracle, accuracy=1.0, k=3),
+}
+
+
+@pytest.mark.parametrize("strategy", FLASH_STRATEGIES)
+@pytest.mark.parametrize("mode", SAMPLING)
+def test_flash_target_with_every_strategy_same_tokens(strategy: str, mode: str) -> None:
+    """Would catch: a tree that reaches the kernel, which would read it as a chain; drafts from the prompt alone that
+    are not passed on."""
+    candidates = FLASH_STRATEGIES[strategy]()
+    statistics = assert_same_tokens(with_kernel(STAND_IN), prompts(1), candidates, max_new_tokens=12, **SAMPLING[mode])
+    if strategy == "oracle":
+        assert [step.accepted for step in statistics.rows[0]] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3_text"])
+def test_flash_target_with_sliding_windows_same_tokens(architecture: str) -> None:
+    """Would catch: a window that is counted from dropped slots, and masks of several kinds that are left out."""
+    model = with_kernel(STAND_IN, architecture)
+    assert_same_tokens(model, prompts(1, 40), NgramCandidates(k=4), max_new_tokens=80)
+
+
+def test_flash_target_with_batch_refused() -> None:
+    """Would catch: rows that accept different numbers of tokens, which a kernel without a mask mixes up."""
+    with pytest.raises(ValueError, match=r"flash_stand_in takes no mask.* one prompt at a time"):
+        with_kernel(STAND_IN).generate(**prompts(2), max_new_tokens=4, candidate_generator=NgramCandidates(k=2))
+
+
+def test_flash_draft_model_refused() -> None:
+    with pytest.raises(ValueError, match="load the draft with attn_implementation='sdpa'"):
+        tiny_model("llama").generate(
+            **prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(with_kernel(STAND_IN), k=2)
+        )
+
+
+def test_flex_target_with_trees_same_tokens() -> None:
+    """Would catch: a mask of the wrong kind, and a step without a mask, which flex attention would not make causal."""
+    model = with_kernel("flex_attention", "gemma3_text")
+    candidates = DraftModelCandidates(shared_draft(tiny_model("gemma3_text")), k=3, tree=6)
+    with torch.compiler.set_stance("force_eager"):  # Transformers compiles the kernel; uncompiled it computes the same
+        assert assert_same_tokens(model, prompts(2), candidates, max_new_tokens=8).accepted > 0

@@ -1,13 +1,20 @@
 """The verification modes inside `generate`: stops, scores, batches, processors, and a draft that equals the target."""
 
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from tests.helpers import Oracle, PrefixReader, RowWisePrefixReader, prompts, tiny_model
+from hf_specgen import Call, SpeculationMonitor
+from hf_specgen.verification import CoupledVerifier
+from tests.fuzz.scripted import Scripted
+from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, prompts, tiny_model
 from tests.helpers.comparison import plain_output
+from tests.helpers.policies import Irregular
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "none": {"top_k": 0},
@@ -71,3 +78,112 @@ def test_typical_acceptance_is_lossy_and_accepts_more() -> None:
     typical = model.generate(**inputs, max_new_tokens=16, candidate_generator=oracle, verification="typical")
     assert torch.equal(exact, plain) and not torch.equal(typical, plain)
     assert oracle.speculation.accepted > accepted
+
+
+# Invalid scores that plain `generate` never computes, and what an exception leaves behind; others: `test_cases.py`
+
+
+VERIFICATION = ["exact", "rejection", "typical"]
+
+
+@contextmanager
+def changed_logits(model: Any, change: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """Inside, `change` receives the tokens of each pass and its logits, which it may change."""
+
+    def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        change(kwargs["input_ids"][:, -output.logits.shape[1] :], output.logits)
+
+    handle = model.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def nan_behind(token: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Logits are NaN after this token."""
+
+    def change(ids: torch.Tensor, logits: torch.Tensor) -> None:
+        logits[ids == token] = float("nan")
+
+    return change
+
+
+@pytest.mark.parametrize("verification", VERIFICATION)
+@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["at once", "column walk"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sampling_invalid_logits_of_rejected_node_do_not_raise(verification: str, processors: dict, batch: int) -> None:
+    """Would catch: an error for scores that plain `generate` never computes. Logits are NaN after token 98 only."""
+    model, inputs, token = tiny_model("llama"), prompts(batch), 98
+    assert not (inputs["input_ids"] == token).any()
+    candidates = Scripted(lambda: lambda row, generated, depth: ([token] * depth, tuple(range(-1, depth - 1))), 3, None)
+    arguments = {"max_new_tokens": 12, "do_sample": True, "suppress_tokens": [token], **processors}
+    with changed_logits(model, nan_behind(token)):
+        torch.manual_seed(1)
+        plain = model.generate(**inputs, **arguments)
+        torch.manual_seed(1)
+        ours = model.generate(**inputs, **arguments, candidate_generator=candidates, verification=verification)
+    assert candidates.speculation is not None
+    assert candidates.speculation.drafted > 0 and candidates.speculation.accepted == 0
+    assert ours.shape == plain.shape
+    if verification == "exact":
+        assert torch.equal(plain, ours)
+
+
+# After an exception in the middle of a call: sessions have ended, and the random generator is where plain `generate`
+
+
+FREELY: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 0}
+FAILING = ("Oracle.draft", "Oracle.observe", "CoupledVerifier.verify", "Irregular.depths", "SpeculationMonitor.observe")
+
+
+class Failure(Exception):
+    """Raised by the part that is to fail."""
+
+
+def fail_in_third_call(failing: str, part: Any, ended: list[str]) -> Any:
+    """The part, whose session raises in a method if it is the one named, and records its end."""
+    start, name = part.start, type(part).__name__
+
+    def start_failing(call: Call) -> Any:
+        session, steps = start(call), itertools.count(1)
+        for method in ("draft", "observe", "verify", "depths", "end"):
+            if (own := getattr(session, method, None)) is not None:
+
+                def reached(*given: Any, own: Any = own, method: str = method) -> Any:
+                    if method == "end":
+                        ended.append(name)
+                    if f"{name}.{method}" == failing and next(steps) == 3:
+                        raise Failure(failing)
+                    return own(*given)
+
+                setattr(session, method, reached)
+        return session
+
+    part.start = start_failing
+    return part
+
+
+@pytest.mark.parametrize("failing", FAILING)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_exception_anywhere_ends_sessions_and_restores_the_random_state(failing: str, batch: int) -> None:
+    """Would catch: noise drawn ahead that is not given back, a session whose `end` is never called, or called twice.
+
+    Faults in what plain `generate` has too, its streamer and criteria, are drawn by `tests/fuzz`.
+    """
+    model, inputs, streamer, ended = tiny_model("llama"), prompts(batch), RecordingStreamer(), list[str]()
+    torch.manual_seed(5)
+    oracle = Oracle(model.generate(**inputs, **FREELY)[:, 12:], 0.6)
+    parts = [oracle, CoupledVerifier(), Irregular(), SpeculationMonitor(prometheus=False)]
+    names = ("candidate_generator", "verification", "policy", "monitor")
+    arguments = dict(zip(names, [fail_in_third_call(failing, part, ended) for part in parts], strict=True))
+    torch.manual_seed(5)
+    with pytest.raises(Failure, match=failing):
+        model.generate(**inputs, **FREELY, **arguments, streamer=streamer)
+    assert oracle.speculation is None, "statistics of the failed call"
+    state, columns = torch.get_rng_state(), len(streamer.chunks) - 1
+    assert sorted(ended) == ["CoupledVerifier", "Oracle", "SpeculationMonitor"]
+    torch.manual_seed(5)
+    if columns:
+        model.generate(**inputs, **{**FREELY, "max_new_tokens": columns})
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,6 +1,5 @@
 """Benchmark runs: choice of settings, level comparisons, verdicts, tables."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from benchmarks.report import summary
 from benchmarks.workloads.domains import Domain
 from hf_specgen.evaluation.measure import Sample, Variant
 from tests.helpers import tiny_model
-from tests.helpers.bench_run import SMALL
 
 
 def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
@@ -32,7 +30,7 @@ def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
 def test_settings_are_chosen_on_other_prompts_than_are_measured(tokenizer) -> None:
     """One after the other from each domain; a domain without further prompts gives those it has."""
     many, few = (Domain(name, [[f"{name} {i}"] for i in range(count)], {}) for name, count in (("m", 4), ("f", 1)))
-    plan = replace(SMALL, prompts=2, tuning_prompts=3)
+    plan = Plan(prompts=2, tuning_prompts=3)
     prompts = [tokenizer.decode(unit.inputs["input_ids"][0]) for unit in tuning_units(plan, [many, few], tokenizer, [])]
     assert [text.split("\n")[1] for text in prompts] == ["m 2", "f 0", "m 3"]
 

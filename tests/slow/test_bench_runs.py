@@ -7,18 +7,50 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from benchmarks.__main__ import main
 from benchmarks.harness import memory, runner
 from benchmarks.harness.journal import Journal, JournalError
-from benchmarks.harness.runner import run
+from benchmarks.harness.plan import Plan
+from benchmarks.harness.runner import Outcome, run
 from benchmarks.report import page
-from benchmarks.report.results import result
+from benchmarks.report import page as report
+from benchmarks.report.results import differing, result
+from benchmarks.report.tables import cell
 from hf_specgen.depth import CostCurve
-from tests.helpers.bench_run import SMALL, on_tiny_target
+from hf_specgen.heads import save_head
+from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks
+
+SMALL = Plan(
+    strategies=("ngram", "layerskip", "medusa"),
+    domains=("edit", "chat"),
+    prompts=1,
+    tuning_prompts=1,
+    max_new_tokens=5,
+    repeats=2,
+    sweep_prompts=1,
+    batches=(3,),
+    temperatures=(1.3,),
+    contexts=(64,),
+)
+
+
+def on_tiny_target(plan: Plan, folder: Path) -> Plan:
+    """The plan with the tiny target of `tests.helpers.recipes.folder`; how fast and how good it is plays no part."""
+    return replace(plan, model=str(folder / "target"))
+
+
+def measured(plan: Plan, folder: Path) -> tuple[Outcome, dict[str, Any], Path]:
+    """The outcome, the dictionary that is saved of it, and its page."""
+    outcome = run(plan, folder, Console(quiet=True))
+    assert outcome is not None
+    found = result(outcome)
+    return outcome, found, page.write(found, folder)
 
 
 def quiet() -> Console:
@@ -27,7 +59,7 @@ def quiet() -> Console:
 
 @pytest.fixture(autouse=True)
 def given_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T(q) is not measured and figures are not drawn again in every run; test_report.py has a run that does both."""
+    """T(q) is not measured and figures are not drawn again in every run; `finished` is a run that does both."""
     curve = CostCurve((1, 32), (0.010, 0.012), context=256, batch=1)
     monkeypatch.setattr(runner, "measure_cost_curve", lambda *_, **__: curve)
     monkeypatch.setattr(page, "save", lambda *_: {})
@@ -84,39 +116,34 @@ def test_journal(tmp_path: Path) -> None:
     assert Journal(tmp_path, SMALL).old == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--strategies", "magic"], "unknown strategy 'magic'"),
-        (["--strategies", "medusa=./no-heads"], "medusa"),
-        (["--domains", "poetry"], "there is no domain 'poetry'"),
-        (["--peers", "vllm"], "unknown peer 'vllm'"),
-        (["--model", "./no-such-folder"], "no-such-folder"),
-        (["--prompts", "0"], "prompts must be at least 1, got 0"),
-        (["--dtype", "int3"], "int3"),
-        (["--batches", "1,x"], "'1,x'"),
-        (["--profile", "no-such-file.json"], "no-such-file.json"),
-        (["--profile", "pyproject.toml"], "'pyproject.toml' is not a latency file"),
-        (["--out-of-range"], "--out-of-range"),
-        (["--resume"], "nothing to resume"),
-        (["--domains", "gsm8k-hub"], "no domain is left to measure"),
-        (["--domains", "rag", "--max-new-tokens", "2100"], "no prompt of domain 'rag' fits"),
-    ],
-)
-def test_bad_arguments(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+BAD_ARGUMENTS: list[tuple[str, str]] = [
+    ("--strategies magic", "unknown strategy 'magic'"),
+    ("--strategies ngram+telepathy", "unknown strategy 'telepathy'"),
+    ("--strategies ngram=4", "ngram takes no source, got '4'"),
+    ("--strategies medusa=./no-heads", "medusa"),
+    ("--domains poetry", "there is no domain 'poetry'"),
+    ("--peers vllm", "unknown peer 'vllm'"),
+    ("--model ./no-such-folder", "no-such-folder"),
+    ("--prompts 0", "prompts must be at least 1, got 0"),
+    ("--dtype int3", "int3"),
+    ("--batches 1,x", "'1,x'"),
+    ("--profile no-such-file.json", "no-such-file.json"),
+    ("--profile pyproject.toml", "'pyproject.toml' is not a latency file"),
+    ("--out-of-range", "--out-of-range"),
+    ("--resume", "nothing to resume"),
+    ("--domains gsm8k-hub", "no domain is left to measure"),
+    ("--domains rag --max-new-tokens 2100", "no prompt of domain 'rag' fits"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_bad_arguments(arguments: str, message: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
-    assert exit_code(["suite", *arguments, "--out", str(tmp_path / "out")]) == 2
-    assert message in re.sub(r"\s+", " ", capsys.readouterr().err)
-
-
-def exit_code(arguments: list[str]) -> int:
-    """Of a command; argparse exits by itself."""
     try:
-        return main(arguments)
-    except SystemExit as ended:
-        return int(ended.code or 0)
+        exit_code = main(["suite", *arguments.split(), "--out", str(tmp_path / "out")])
+    except SystemExit as ended:  # of argparse
+        exit_code = int(ended.code or 0)
+    assert exit_code == 2 and message in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
 def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
@@ -152,3 +179,58 @@ def test_memory_is_measured_for_every_strategy_with_and_without_scores(
     if all(row["peak MB"] for row in rows):
         assert rows[2]["peak MB"] > rows[0]["peak MB"] + 2, "128 tokens of 8,192 float32 scores are 4 MB"
         assert rows[0]["of plain"] == 1.0
+
+
+# A whole benchmark run: its counts, its page, its files, and the tables in the README
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, dict[str, Any], Path]:
+    """A small benchmark run with everything in it. Tests that read it are in this file, so that it is made once."""
+    heads = random_heads(AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32))
+    save_head(heads, folder / "heads")
+    plan = replace(SMALL, strategies=("ngram", "layerskip=2", f"medusa={folder / 'heads'}"))
+    return measured(on_tiny_target(plan, folder), tmp_path_factory.mktemp("bench"))
+
+
+def test_a_different_token_fails_the_run(
+    finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    outcome, _, _ = finished
+    difference = {"row": 0, "position": 9, "plain_token": 1, "our_token": 2, "plain_logit": 0.5, "our_logit": 0.25}
+    difference |= {"decided by": "logits", "margin": 0.25, "explained": "rounding"}  # which float32 must not need
+    bad = [
+        {**r, "identical": False, "difference": difference} if "steps" in r and r["cell"] == "edit" else r
+        for r in outcome.records
+    ]
+    monkeypatch.setattr(runner, "run", lambda *_, **__: replace(outcome, records=bad))
+    monkeypatch.setattr(report, "save", lambda *_: {})  # the figures are drawn in the run itself
+    assert main(["suite", "--out", str(tmp_path)]) == 1
+    assert "tokens differ from plain decoding" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "report.json").read_text())["tables"]["differences"]
+    assert (rows[0]["position"], rows[0]["margin"], rows[0]["explained"]) == (9, 0.25, "rounding")
+    lower = replace(outcome, records=bad, plan=replace(outcome.plan, dtype="bfloat16"))
+    assert differing(lower) == [], "rounding explains a near-tie in lower precision"
+    for record in bad:
+        record |= {"difference": {**difference, "explained": "NO"}} if not record["identical"] else {}
+    assert differing(lower), "no near-tie"
+
+
+def test_page_has_all_numbers_and_nothing_to_fetch_or_run(finished) -> None:
+    """Would catch: a script, markup from a model's answer or an option, a figure without a table."""
+    outcome, found, page = finished
+    ours = [record for record in outcome.records if "steps" in record]
+    assert len(ours) > 20 and all(record["identical"] for record in ours) and differing(outcome) == []
+    text = page.read_text()
+    links = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)""", text)
+    assert links and all(link.startswith(("#", "data:")) for link in links)
+    assert not any(word in text for word in ("<script", "@import", "url(http"))
+    assert text.count("<svg") == 6 == len(list((page.parent / "plots").glob("*.png")))
+    for name in ("speed", "acceptance", "cost", "tuning", "batch", "temperature", "context"):
+        for row in found["tables"][name]:
+            assert all(cell(value) in text for value in row.values() if isinstance(value, float)), (name, row)
+    assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+    answer = {"domain": "edit", "variant": "<i>v</i>", "tokens": [["<script>alert(1)</script>", True], ["a&b", False]]}
+    shown = report.html({**found, "notes": ["<u>note</u>"], "texts": [answer]}, {})
+    for escaped in ("&lt;script&gt;alert(1)", "a&amp;b", "&lt;u&gt;note", "&lt;i&gt;v"):
+        assert escaped in shown

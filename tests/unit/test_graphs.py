@@ -1,77 +1,12 @@
 """Parts of captured passes that need no GPU: widths, fixed masks, the step cache, lasting buffers."""
 
 import gc
-import random
-from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
-from hf_specgen.targets.cache import RaggedCache, StepLayer, move_captured
-from hf_specgen.targets.graphs import CAPACITY_BLOCK, CapturedFunctions, GraphBuffers
-from hf_specgen.targets.masks import fixed_mask
-from tests.helpers.captures import graphs_on_cpu
-
-
-def test_fixed_mask_hides_added_slots_in_every_row() -> None:
-    """Would catch: attention to slots that nothing has been written to."""
-    mask = torch.ones(1, 1, 2, 3, dtype=torch.bool)
-    fixed = fixed_mask(mask, batch=2, columns=8)
-    assert fixed.shape == (2, 1, 2, 8) and fixed.is_contiguous()
-    assert fixed[..., :3].all() and not fixed[..., 3:].any()
-    additive = fixed_mask(torch.zeros(1, 1, 2, 3), batch=2, columns=8)
-    assert (additive[..., 3:] == torch.finfo(torch.float32).min).all()
-
-
-def test_step_layer_writes_what_ragged_layer_appends() -> None:
-    """Would catch: keys in the slots of another row or head."""
-    torch.manual_seed(0)
-    old, new = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 2, 5)
-    reference, cache = RaggedCache(), RaggedCache()
-    for one in (reference, cache):
-        one.update(old, old + 1, layer_idx=0)
-        one.set_lengths([4, 2])
-    expected_keys, expected_values = reference.update(new, new + 1, layer_idx=0)
-    cache.reserve(16)
-    ((keys, values),) = cache.buffers()
-    slots = torch.tensor(cache.lengths)[:, None] + torch.arange(2)
-    read_keys, read_values = StepLayer(keys, values, slots).update(new, new + 1)
-    assert read_keys.shape == keys.shape
-    for row, length in enumerate((6, 4)):
-        assert torch.equal(read_keys[row, :, :length], expected_keys[row, :, :length])
-        assert torch.equal(read_values[row, :, :length], expected_values[row, :, :length])
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_captured_commit_keeps_what_the_reference_keeps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: a path that is moved twice, or from the slots of the step in which it was captured.
-
-    The reference is a list of numbers for each row; trees are random, rows accept different numbers of nodes.
-    """
-    graphs_on_cpu(monkeypatch)
-    choose, functions, module = random.Random(seed), CapturedFunctions(), nn.Linear(1, 1)
-    cache, rows = RaggedCache(), choose.randint(1, 3)
-    texts = [[float(row), row + 0.5] for row in range(rows)]
-    cache.update(*[torch.tensor(texts)[:, None, :, None].expand(-1, 2, -1, 4)] * 2, layer_idx=0)
-    for step in range(12):
-        nodes, starts = choose.randint(1, 6), cache.lengths
-        new = [[100.0 * (step + 1) + 10 * row + node for node in range(1 + nodes)] for row in range(rows)]
-        cache.update(*[torch.tensor(new)[:, None, :, None].expand(-1, 2, -1, 4)] * 2, layer_idx=0)
-        paths = [sorted(choose.sample(range(nodes), choose.randint(0, nodes))) for _ in range(rows)]
-        functions.capacity(module, cache, 0, "graphs")
-
-        def move(moves: torch.Tensor) -> None:
-            run = partial(functions.run, mode="graphs", eagerly=lambda: cache.move(moves), rehearsal=moves[[0, 2, 2]])
-            run(move_captured, module, moves, cache, 0)
-
-        cache.keep_accepted(starts, paths, move)
-        for row, path in enumerate(paths):
-            texts[row] += [new[row][0], *(new[row][1 + node] for node in path)]
-        assert cache.lengths == tuple(map(len, texts))
-        for row, text in enumerate(texts):
-            assert cache.buffers()[0][1][row, 1, : len(text), 3].tolist() == text
-    assert functions.is_captured
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.graphs import CAPACITY_BLOCK, GraphBuffers
 
 
 def adopted(lasting: GraphBuffers, value: float) -> RaggedCache:

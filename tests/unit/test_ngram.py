@@ -17,8 +17,7 @@ from hf_specgen.evaluation.workloads import ASSETS
 from hf_specgen.state import GenerationState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
-from tests.helpers.calls import AMPLE, make_call, make_state
-from tests.helpers.ngram import ngram_draft
+from tests.helpers.calls import AMPLE, make_call, make_state, ngram_draft
 
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
 texts = st.lists(st.sampled_from([0, 1, 2**30]), max_size=40)
@@ -218,12 +217,6 @@ def test_propose_with_max_ngram_counts_longer_matches_as_that_long() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6]
     short, long = (RowText(text, MatchOdds(), max_ngram=most).propose(1, CHAIN) for most in (1, 64))
     assert short.tokens == long.tokens == [7] and short.probability < long.probability
-
-
-def test_draft_of_rows_uses_their_own_texts() -> None:
-    """Would catch: one index for the batch."""
-    state = make_state([[1, 2, 8, 1, 2], [1, 2, 9, 1, 2]])
-    assert NgramCandidates(k=1).start(make_call(state)).draft([1, 1]).tokens.tolist() == [[8], [9]]
 
 
 # Padding

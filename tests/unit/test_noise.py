@@ -43,45 +43,6 @@ def test_exponential_race_picks_the_tokens_of_multinomial(batch: int) -> None:
         assert race_winners(p[step], e[:, 0]) == plain[step]
 
 
-def test_noise_buffer_rows_at_different_steps_get_the_noise_of_their_step() -> None:
-    """Would catch: noise indexed by call instead of by step, when rows of a batch have different lengths."""
-    p = distributions(9, 2)
-    torch.manual_seed(5)
-    plain = plain_sampling(p)
-    torch.manual_seed(5)
-    buffer = NoiseBuffer(2, VOCAB, CPU)
-    for first, second in (([0, 1, 2], [0, 1, 1]), ([3, 4, 5], [1, 2, 2]), ([8, 7, 6], [0, 3, 8])):
-        e = buffer.at([first, second])
-        assert e.shape == (2, 3, VOCAB)
-        for node in range(3):
-            assert race_winners(p[first[node], 0], e[0, node]) == plain[first[node]][0]
-            assert race_winners(p[second[node], 1], e[1, node]) == plain[second[node]][1]
-
-
-@pytest.mark.parametrize("kept", [0, 1, 4, 9])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_rewind_restores_the_generator_state_of_plain_sampling(kept: int, batch: int) -> None:
-    """Would catch: noise drawn ahead and not given back, so that the rest of the program gets other random numbers."""
-    torch.manual_seed(6)
-    plain_sampling(distributions(kept, batch))
-    expected = torch.rand(4)
-    torch.manual_seed(6)
-    buffer = NoiseBuffer(batch, VOCAB, CPU)
-    buffer.at([[0, 3, 8]] * batch)
-    buffer.rewind(kept)
-    assert torch.equal(torch.rand(4), expected)
-
-
-def test_noise_buffer_second_read_draws_nothing() -> None:
-    """Would catch: new noise for a step whose draft token was rejected."""
-    buffer = NoiseBuffer(1, VOCAB, CPU)
-    ahead = buffer.at([[0, 1, 2]])
-    before = torch.get_rng_state()
-    again = buffer.at([[2, 0]])
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(again[0], ahead[0, [2, 0]])
-
-
 def test_release_after_every_step_keeps_memory_bounded() -> None:
     """Would catch: a buffer that keeps the noise of all steps."""
     sizes = []
@@ -98,19 +59,6 @@ def tensor_bytes(value: object) -> int:
     """Bytes of the tensors in a container."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
     return sum(item.untyped_storage().nbytes() for item in items if isinstance(item, torch.Tensor))
-
-
-def test_rewind_after_release_restores_the_generator() -> None:
-    """Would catch: the state of the step that the call ends with being released."""
-    torch.manual_seed(6)
-    plain_sampling(distributions(2, 1))
-    expected = torch.rand(4)
-    torch.manual_seed(6)
-    buffer = NoiseBuffer(1, VOCAB, CPU)
-    buffer.at([[0, 1, 2, 3]])
-    buffer.release(2)
-    buffer.rewind(2)
-    assert torch.equal(torch.rand(4), expected)
 
 
 def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:

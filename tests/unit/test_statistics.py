@@ -1,12 +1,26 @@
 """The figures of `.speculation`, on cases that can be checked by hand."""
 
+import importlib
 import json
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from hf_specgen.counters import RowStep, Statistics
+from benchmarks.harness.projection import latency_for, project
+from benchmarks.micro.operation_counter import BUILT, KINDS, READS, counting
+from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.counters import RowStep, Statistics, StepRecord
+from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.depth.latency import Bucket, DraftLatency
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
+from tests.helpers import perturbed_copy, prompts, tiny_model
+from tests.helpers.models import fresh_model
+from tests.helpers.policies import AfterPlainSteps
 
 
 def steps(*pairs: tuple[int, int]) -> list[RowStep]:
@@ -112,3 +126,167 @@ def test_summary_lists_the_figures_under_their_names() -> None:
         "acceptance by position: 0.67 0.33 0.50",
         "time: draft 20 ms, forward 1500 ms",
     ]
+
+
+# The forward passes of each step, against the tokens that forward hooks see
+
+
+def counted(module: Any, call: Callable[[], Any]) -> list[int]:
+    """The tokens, over all rows, of each call of an embedding module."""
+    sizes: list[int] = []
+    handle = module.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].numel()))
+    try:
+        call()
+    finally:
+        handle.remove()
+    return sizes
+
+
+def speculate(model: Any, candidates: Candidates, rows: int = 1, **arguments: Any) -> Statistics:
+    model.generate(**prompts(rows), max_new_tokens=24, candidate_generator=candidates, **arguments)
+    assert candidates.speculation is not None
+    return candidates.speculation
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
+    """Without an EOS token all rows take part in every step until the slowest ends."""
+    model = tiny_model("llama")
+    candidates = NgramCandidates(k=4)
+    speculate(model, candidates)  # the self-check of the model runs in its first call
+    sizes = counted(model.get_input_embeddings(), lambda: speculate(model, candidates, rows, eos_token_id=None))
+    assert candidates.speculation is not None
+    passes = candidates.speculation.passes
+    decoding = passes[-len(sizes) + 1 :]  # the first pass reads the prompt
+    if rows == 1:
+        assert [step.tokens_per_row for step in decoding] == sizes[1:]
+    assert all(step.batch * step.tokens_per_row <= size for step, size in zip(decoding, sizes[1:], strict=True))
+    assert all(not step.passes for step in passes)
+    assert len(passes) == max(map(len, candidates.speculation.rows))
+
+
+def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
+    model, draft = tiny_model("llama"), tiny_model("mistral")
+    candidates = DraftModelCandidates(draft, k=3)
+    speculate(model, candidates)
+    sizes = counted(draft.get_input_embeddings(), lambda: speculate(model, candidates))
+    assert candidates.speculation is not None
+    reported = [tokens for step in candidates.speculation.passes for tokens in step.passes]
+    assert reported == sizes[1:], "all passes but the one that reads the prompt"
+
+
+def test_layer_skip_passes_count_the_early_passes() -> None:
+    statistics = speculate(tiny_model("llama"), LayerSkipCandidates(exit_layer=1, k=2))
+    steps = statistics.rows[0]
+    assert [len(step.passes) for step in statistics.passes[1:]] == [step.depth for step in steps[1:]]
+
+
+def test_plain_step_has_no_drafter_passes() -> None:
+    """The policy makes the first steps plain."""
+    candidates = DraftModelCandidates(tiny_model("mistral"), k=3, policy=AfterPlainSteps(4))
+    statistics = speculate(tiny_model("llama"), candidates)
+    drafted = [step.drafted for step in statistics.rows[0]]
+    assert 0 in drafted and max(drafted) > 0
+    assert [not step.has_draft for step in statistics.passes] == [count == 0 for count in drafted]
+
+
+# The counter of `micro step-operations`
+
+
+def known_operations(module: nn.Module) -> None:
+    """Four operations that compute, four reads, four tensors from host data, one list as index."""
+    values = torch.ones(2, 4)  # computes
+    module(values)
+    result = values[0] * 2  # a view, and computes
+    result.cpu().numpy()  # one read, of which `numpy` makes a view
+    result.tolist()
+    if bool(result[0] > 1):  # a view, computes, and is read by `_local_scalar_dense`
+        np.asarray(result)
+    torch.tensor([1, 2])
+    torch.as_tensor([1, 2])
+    torch.as_tensor(result)  # of a tensor
+    torch.from_numpy(np.ones(2))
+    result.new_tensor([1.0])
+    values[[0]]  # computes
+
+
+class Reading(nn.Module):
+    """A module that does everything that is counted."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.tensor((values + values).tolist())
+
+
+def test_counting_leaves_out_modules_and_counts_a_read_once() -> None:
+    """Would catch: what passes do, views among operations, a read that is counted by each function it goes through."""
+    before = torch.tensor, torch.Tensor.cpu, torch.Tensor.__bool__, nn.Module.__call__
+    with counting() as (counts, passes):
+        known_operations(Reading())
+    assert [counts[kind] for kind in KINDS[1:]] == [5, 4, 4, 1]  # `_local_scalar_dense` is an operation, too
+    assert counts["operations"] > counts["without views"] and len(passes.modules) == 1
+    assert before == (torch.tensor, torch.Tensor.cpu, torch.Tensor.__bool__, nn.Module.__call__)
+
+
+# Host reads and tensors from host data of a step: on a GPU each of them waits for the device
+
+
+step_operations = importlib.import_module("benchmarks.micro.step_operations")
+
+
+@pytest.mark.parametrize("strategy", ["n-grams", "chain", "tree"])
+def test_step_makes_few_host_reads(strategy: str) -> None:
+    """Would catch: a read for each level of a draft, for the accepted path, or for the lengths of a cache.
+
+    The growth of a tree reads once for four levels, the verification once, and a call a few times at its end.
+    """
+    model = fresh_model("llama", num_hidden_layers=2)
+    draft = perturbed_copy(model, 0.02)
+    candidates: dict[str, Any] = {
+        "n-grams": NgramCandidates(k=4),
+        "chain": DraftModelCandidates(draft, k=3),
+        "tree": DraftModelCandidates(draft, k=3, tree=8),
+    }
+    call = {**prompts(1), "max_new_tokens": 40, "candidate_generator": candidates[strategy]}
+    model.generate(**call)  # the checks of a first call
+    steps, counts = step_operations._counts(model, call)
+    assert steps > 5
+    assert counts[READS] <= 3 * steps
+    assert counts[BUILT] <= 3 * steps
+
+
+# Projected speedups: by hand, and against a simulation of the steps of a real call
+
+
+CURVE = CostCurve((1, 11), (1.0, 1.2), context=512, batch=1)
+LATENCY = LatencyModel.from_curves(CURVE, draft_token=0.05, draft_step=0.01)
+
+
+def test_projection_by_hand() -> None:
+    """A plain step of 1.0, a step of 6 tokens with five drafter passes of 1.1 + 0.25 + 0.01, an empty draft of 1.01."""
+    steps = [RowStep(0, 0, 0, 1), RowStep(5, 5, 4, 5), RowStep(0, 0, 0, 1)]
+    passes = [
+        StepRecord([0], [steps[0]], 1, context=9),
+        StepRecord([5], [steps[1]], 6, {}, (1,) * 5, context=14),
+        StepRecord([5], [steps[2]], 1, {}, (), context=15),
+    ]
+    found = project(Statistics([steps], [8], {}, passes), LATENCY)
+    assert found.seconds == pytest.approx(1.0 + 1.36 + 1.01) and found.plain_seconds == pytest.approx(7.0)
+    assert found.speedup == pytest.approx(7.0 / 3.37)
+
+
+def test_real_call_projects_to_its_tokens_per_step_on_a_flat_curve() -> None:
+    flat = LatencyModel.from_curves(CostCurve((1, 64), (1.0, 1.0), context=512, batch=1))
+    model, candidates = tiny_model("llama"), DraftModelCandidates(tiny_model("llama"), k=4)
+    model.generate(**prompts(1), max_new_tokens=20, candidate_generator=candidates)
+    statistics = candidates.speculation
+    assert statistics is not None and statistics.accepted > 0
+    assert project(statistics, flat).speedup == pytest.approx(statistics.tokens_per_step)
+
+
+def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:
+    kinds = {"layer_skip": DraftLatency(seconds=(0.5,))}
+    profile = LatencyModel((Bucket(CURVE, kinds),))
+    assert latency_for(LayerSkipCandidates(2, k=1), profile).at(1, 9).drafter.draft([1, 1]) == 1.0
+    assert latency_for(NgramCandidates(k=1), profile).at(1, 9).drafter.draft([]) == 0.0
+    with pytest.raises(ValueError, match="no drafter 'draft_model'; it has"):
+        latency_for(DraftModelCandidates("folder", k=1), profile)

@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.independent_heads import best_combinations
-from hf_specgen.candidates.tree_search import (
-    LEVELS_PER_READ,
-    SearchLimits,
-    TreeSize,
-    best_first,
-)
+from hf_specgen.candidates.tree_search import LEVELS_PER_READ, SearchLimits, TreeSize, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.tree import DraftTree
@@ -189,23 +184,6 @@ def _check_structure(tree: GrownTree) -> None:
         assert torch.equal(tree.structure().ancestors[row, block, block], host.ancestors[row, block, block])
 
 
-def test_tokens_parents_probabilities_and_choices_are_read_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: a host that waits for the device more than once in a step."""
-    growth = _grown(new_growth([3], 3), TreeSize(4), [0.5, 0.3, 0.1])
-    tree, _ = growth.best(4)
-    reads = []
-    for name in ("tolist", "item", "numpy", "cpu"):
-        original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor,
-            name,
-            lambda self, *a, original=original, name=name: (reads.append(name), original(self, *a))[1],
-        )
-    assert tree.read_with(torch.tensor([[7, 8, 9, 10, 11]])) == [[7, 8, 9, 10, 11]]
-    assert len(tree.parents[0]) == len(tree.probability[0]) == len(tree.token_lists()[0]) == 4
-    assert sorted(reads) == ["cpu", "numpy"], "one transfer, and its numbers"
-
-
 def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[int] | None = None) -> Growth:
     """Grow a tree whose nodes all have children with these probabilities."""
     width = 1
@@ -279,13 +257,6 @@ def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_co
     assert TreeSize(None, children=1).nodes(chain) == 9
 
 
-def test_fastest_size_with_a_drafter_that_costs_nothing_stops() -> None:
-    """Would catch: passes without end, since each promises a little more."""
-    passes: list[int] = []
-    _grown(new_growth([10_000], 8), TreeSize(None, latency=curve(0.0, 0.0).at(1, 100)), [0.12] * 8, passes)
-    assert len(passes) <= 64
-
-
 def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
     growth = _grown(new_growth([3, 0, 1], 1), TreeSize(None, children=1), [0.5])
@@ -310,12 +281,6 @@ def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: in
         and padded.probability[0][:4] == tree.probability[0]
     )
     assert padded.parents[0][4:] == ((-1,) * 5 if expanded_first else ())
-
-
-def test_tree_without_nodes_can_be_read() -> None:
-    for children in (1, 3):
-        tree, _ = _grown(new_growth([2], children), TreeSize(4, children), [0.5] + [0.2] * (children - 1)).best(0)
-        assert tree.nodes == 0 and tree.parents == ((),) and tree.read_with(torch.tensor([[7]])) == [[7]]
 
 
 # Best-first search, and drafts for rows cut to one size
