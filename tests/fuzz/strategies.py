@@ -25,9 +25,8 @@ from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.memory import memory
 from tests.fuzz.cases import Case
 from tests.fuzz.heads import CLASSES, exit_adapter, head_candidates, medusa_heads, recycling_table
-from tests.fuzz.models import VOCAB, disturbed_copy, tiny_model, with_other_tokenizer
+from tests.fuzz.models import KINDS, VOCAB, disturbed_copy, tiny_model, with_other_tokenizer
 from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
-from tests.fuzz.tokenizers import KINDS
 
 
 class Known(NamedTuple):

@@ -1,6 +1,8 @@
 """Drafts of another tokenizer: the tokens of plain `generate`, and as many accepted as the text allows."""
 
 import json
+import random
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,9 +14,12 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hf_specgen import DraftModelCandidates
+from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates
+from hf_specgen.candidates.ngram import MatchOdds, RowText, outcomes
+from hf_specgen.candidates.tree_search import SearchLimits
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
-from tests.helpers import SAMPLING, assert_same_tokens
+from hf_specgen.verification.result import accepted_path
+from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.models import small_llama
 
@@ -44,7 +49,7 @@ def permuted(folder: Path, merges: int | None = None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer: Any, edit_prompts: list[str]) -> Any:
+def edits(tokenizer: Any, edit_prompts: list[str]) -> Any:
     texts = [edit_prompts[0], edit_prompts[1][:120], "def fib(n):\n"]
     return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
 
@@ -66,23 +71,23 @@ def drafts(draft: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("tree", "sampling"), [(None, "sampled"), (12, "greedy")])
 def test_permuted_vocabulary_drafts_what_the_same_vocabulary_does(
-    reference_model: Any, prompts: Any, drafts: dict[str, Any], tree: int | None, sampling: str
+    reference_model: Any, edits: Any, drafts: dict[str, Any], tree: int | None, sampling: str
 ) -> None:
     """Would catch: a wrong map of ids, a text or a cache that is not the row's, noise that is not the target's."""
     steps = []
     for draft in drafts.values():
         candidates = DraftModelCandidates(draft, k=4, tree=tree)
-        statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=16, **SAMPLING[sampling])
+        statistics = assert_same_tokens(reference_model, edits, candidates, max_new_tokens=16, **SAMPLING[sampling])
         steps.append(statistics.rows)
     assert steps[0] == steps[1]
     assert sum(step.accepted for row in steps[1] for step in row) > 10
 
 
-def test_vocabulary_with_fewer_merges_same_tokens(reference_model: Any, prompts: Any, tmp_path: Path) -> None:
+def test_vocabulary_with_fewer_merges_same_tokens(reference_model: Any, edits: Any, tmp_path: Path) -> None:
     """Would catch: tokens of the draft taken for tokens of the target where one is several of the other."""
     draft = permuted(tmp_path / "fewer", merges=600)
     candidates = DraftModelCandidates(str(draft), k=6, tree=12, dtype=torch.float32)
-    statistics = assert_same_tokens(reference_model, prompts, candidates, max_new_tokens=16)
+    statistics = assert_same_tokens(reference_model, edits, candidates, max_new_tokens=16)
     assert statistics.accepted > 0
 
 
@@ -155,3 +160,95 @@ def test_prompt_longer_in_the_tokens_of_the_target_same_tokens(tmp_path: Path) -
     inputs = {"input_ids": torch.tensor([[0, 1, 2, 3] * 4])}
     statistics = assert_same_tokens(target, inputs, DraftModelCandidates(draft, k=2), max_new_tokens=6)
     assert statistics.drafted > 0
+
+
+# Expected outputs: drafted from their beginning, and again after edits; the output is that of plain `generate`
+
+EDITS = {"replaced": lambda token: [7_000], "inserted": lambda token: [7_000, token], "left out": lambda token: []}
+
+
+def steps_of(answer: list[int], prediction: list[int], *, nodes: int = 64) -> int:
+    """Steps in which an answer is generated after a prompt that has nothing in common with it."""
+    odds, done, steps = MatchOdds(), 0, 0
+    text = RowText([8_000, 8_001], odds, prediction=prediction)
+    while done < len(answer):
+        tree = text.propose(64, SearchLimits(nodes, is_chain=steps == 0))
+        following = [*answer[done:], -2]
+        depth = {-1: 0}
+        for node, parent in enumerate(tree.parents):
+            depth[node] = depth[parent] + 1
+        chosen = [following[0], *(following[min(depth[node], len(following) - 1)] for node in range(len(tree.tokens)))]
+        emitted = accepted_path(tree.tokens, tuple(tree.parents), chosen)[1]
+        text.extend(emitted)
+        odds.observe(outcomes(tree, emitted, odds))
+        done, steps = done + len(emitted), steps + 1
+    return steps
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_prediction_with_one_token_in_twenty_edited_takes_twelve_tokens_a_step(edit: str) -> None:
+    """Would catch: copying that does not resume after an edit, or resumes at the wrong place."""
+    chance, steps = random.Random(0), 0
+    for _ in range(4):
+        answer = [chance.randrange(500) for _ in range(300)]
+        expected = [new for token in answer for new in (EDITS[edit](token) if chance.random() < 0.05 else [token])]
+        steps += steps_of(answer, expected)
+    assert 4 * 300 / steps >= 12
+
+
+def test_prediction_of_unrelated_text_is_not_slower() -> None:
+    """Would catch: an expected output that is tried again and again. The answer repeats itself."""
+    chance = random.Random(1)
+    answer = [chance.randrange(40) for _ in range(60)] * 3
+    unrelated = [chance.randrange(100, 200) for _ in range(200)]
+    assert steps_of(answer, unrelated) <= steps_of(answer, [])
+
+
+def candidates_of(answers: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Arguments of `generate` that give expected outputs."""
+    rows = answers.tolist()
+    changed = [[(token + 1) % 90 if index % 7 == 3 else token for index, token in enumerate(row)] for row in rows]
+    return {
+        "strategy": {"candidate_generator": NgramCandidates(k=16, tree=32, prediction=changed)},
+        "chain": {"candidate_generator": NgramCandidates(k=4, prediction=changed)},
+        "some rows": {"candidate_generator": NgramCandidates(k=8, prediction=[None, *changed[1:]])},
+        "one for all": {"candidate_generator": NgramCandidates(k=8, min_ngram=2, prediction=torch.tensor(rows[0]))},
+        "combined": {"candidate_generator": CombinedCandidates(tree=16, prediction=changed)},
+        "call": {"candidate_generator": "auto", "prediction": answers},
+    }
+
+
+@pytest.mark.parametrize("name", ["strategy", "chain", "some rows", "one for all", "combined", "call"])
+@pytest.mark.parametrize(
+    "sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"]
+)
+def test_prediction_same_tokens_in_batches(name: str, sampling: dict[str, Any]) -> None:
+    model = tiny_model("llama")
+    inputs = prompts(3)
+    torch.manual_seed(0)
+    plain = model.generate(**inputs, max_new_tokens=24, **sampling)
+    arguments = candidates_of(plain[:, inputs["input_ids"].shape[1] :])[name]
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=24, **sampling, **arguments), plain)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "message"),
+    [
+        ([[1], [2]], "prediction has 2 entries for 3 rows; give one for each row"),
+        ([10**6], "prediction has token 1000000, but the target's vocabulary ends at"),
+        ([[1], [-1], [2]], "prediction has token -1"),
+    ],
+)
+def test_prediction_that_does_not_fit_raises(prediction: Any, message: str) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.generate(**prompts(3), max_new_tokens=4, candidate_generator=NgramCandidates(prediction=prediction))
+
+
+def test_prediction_without_ngrams_raises() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="prediction= needs n-grams"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(model), prediction=[1])
+    with pytest.raises(ValueError, match="prediction= needs n-grams among the strategies"):
+        CombinedCandidates([DraftModelCandidates(model)], prediction=[1])

@@ -1,5 +1,6 @@
 """Benchmark runs: choice of settings, level comparisons, verdicts, tables."""
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.report import summary
 from benchmarks.workloads.domains import Domain
 from hf_specgen.evaluation.measure import Sample, Variant
 from tests.helpers import tiny_model
+from tests.helpers.captures import graphs_on_cpu
 
 
 def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
@@ -142,3 +144,21 @@ def test_first_difference_is_the_earliest_position_of_any_row(others: Any, found
     plain, ours = (Sample(4, 1.0, one, None) for one in (ids, ids if others is None else torch.tensor(others)))
     first = first_difference(tiny_model("llama"), plain, ours)
     assert (first and (first.row, first.position, first.plain_token, first.our_token)) == found
+
+
+# `micro large-target-graphs` on a CPU, with a stand-in for graphs: the rows of every variant, and a step in parts
+
+large_target = importlib.import_module("benchmarks.micro.large_target")
+
+
+def test_steps_are_split_into_passes_and_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: captured passes that are not recognised, and drafter passes counted as the target's."""
+    captures: list[Any] = graphs_on_cpu(monkeypatch)
+    rows = {row["variant"]: row for row in large_target.large_target_graphs(repeats=1, quick=True)}
+    for name in ("no drafts", "n-grams + recycling", "EAGLE-3", "draft model"):
+        for mode in ("eager", "graphs"):
+            row = rows[f"{name}, {mode}"]
+            assert row["same tokens"] == 1.0 and row["limit, ms"] > 0
+            assert row["target pass, ms"] > 0 and row["step, ms"] > 0
+            assert (row["drafter passes, ms"] > 0) == (name in ("EAGLE-3", "draft model"))
+    assert captures

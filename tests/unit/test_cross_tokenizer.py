@@ -22,7 +22,7 @@ from hf_specgen.candidates.cross_tokenizer import (
 )
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
-from tests.fuzz.tokenizers import CHARACTERS, KINDS, VOCAB, tokenizer_folder
+from tests.fuzz.models import CHARACTERS, KINDS, VOCAB, tokenizer_folder
 
 TARGET = tokenizer_folder("characters")
 
