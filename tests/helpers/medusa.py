@@ -25,9 +25,11 @@ def hidden_states(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Te
     return inputs_of(output_matrix(model), model, ids, mask)
 
 
-def fitted_heads(model: Any, inputs: dict[str, torch.Tensor], num_heads: int = 3, **sampling: Any) -> MedusaHeads:
+def fitted_heads(
+    model: Any, inputs: dict[str, torch.Tensor], num_heads: int = 3, *, reads_path: bool = False, **sampling: Any
+) -> MedusaHeads:
     """Heads that often predict the output for these inputs and the seed of `plain_and_speculative`."""
     text, _ = plain_output(model, inputs, max_new_tokens=40, eos_token_id=None, **sampling)
     start = inputs["input_ids"].shape[1]
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, start:])], dim=1)
-    return medusa_heads(model, text, mask, num_heads, start=start - 1)
+    return medusa_heads(model, text, mask, num_heads, reads_path, start=start - 1)

@@ -57,16 +57,7 @@ class Strategy(NamedTuple):
 @cache
 def medusa_heads(reads_path: bool) -> MedusaHeads:
     """Medusa heads, or Hydra heads that depend on the path a little."""
-    model = llama()
-    fitted = fitted_heads(model, repeating(3))
-    if not reads_path:
-        return fitted
-    heads = MedusaHeads.from_target(model, num_heads=3, own_outputs=True, reads_token=True, reads_path=True)
-    heads.load_state_dict(fitted.state_dict(), strict=False)
-    with torch.no_grad():
-        for matrix in heads.token_maps:
-            matrix.weight += 0.01 * torch.randn(matrix.weight.shape, generator=torch.Generator().manual_seed(3))
-    return heads.eval()
+    return fitted_heads(llama(), repeating(3), reads_path=reads_path)
 
 
 def llama() -> Any:

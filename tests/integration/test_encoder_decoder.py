@@ -1,6 +1,7 @@
 """Encoder-decoder targets give the tokens, scores and cache of plain `generate`."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -196,45 +197,51 @@ def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
     assert assert_same("whisper", encoder_inputs("whisper", batch), candidates, max_new_tokens=16).accepted > 5
 
 
-def test_draft_of_another_hidden_size_cannot_share_the_encoder() -> None:
-    draft = encoder_decoder("bart", d_model=16)
-    with pytest.raises(ValueError, match="encoder outputs of size 16, those of the target have 32"):
-        assert_same("bart", encoder_inputs("bart", 1), DraftModelCandidates(draft, share_encoder=True))
-    assert assert_same("bart", encoder_inputs("bart", 1), DraftModelCandidates(draft, k=2), max_new_tokens=6).drafted
-
-
-def test_draft_of_the_other_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="is an encoder-decoder and the draft LlamaForCausalLM a decoder-only model"):
-        assert_same("t5", encoder_inputs("t5", 1), DraftModelCandidates(tiny_model("llama"), k=2), max_new_tokens=6)
-    draft = DraftModelCandidates(encoder_decoder("t5"), k=2)
-    with pytest.raises(ValueError, match="is a decoder-only model and the draft T5"):
-        tiny_model("llama").generate(torch.tensor([[5, 6]]), max_new_tokens=4, candidate_generator=draft)
-
-
 # What is refused
 
 
 SIZES = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 99, "draft_vocab_size": 99}
 HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "cache": ({"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "leave past_key_values"),
-    "static": ({"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
-    "beams": ({"num_beams": 2}, "set num_beams=1"),
-    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-    "layers": ({"candidate_generator": LayerSkipCandidates(1, k=2)}, "does not work with BartFor.*decoder-only models"),
-    "heads": ({"candidate_generator": MedusaCandidates(HEADS)}, "does not work with BartFor.*for decoder-only models"),
-    "embeddings": ({"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "cache": (
+        lambda: {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
+        "leave past_key_values",
+    ),
+    "static": (lambda: {"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
+    "beams": (lambda: {"num_beams": 2}, "set num_beams=1"),
+    "attentions": (lambda: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "layers": (lambda: drafting(LayerSkipCandidates(1, k=2)), "does not work with BartFor.*decoder-only models"),
+    "heads": (lambda: drafting(MedusaCandidates(HEADS)), "does not work with BartFor.*for decoder-only models"),
+    "embeddings": (lambda: {"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),
+    "another size": (
+        lambda: drafting(DraftModelCandidates(encoder_decoder("bart", d_model=16), share_encoder=True)),
+        "encoder outputs of size 16, those of the target have 32",
+    ),
+    "decoder alone": (
+        lambda: drafting(DraftModelCandidates(tiny_model("llama"), k=2)),
+        "is an encoder-decoder and the draft LlamaForCausalLM a decoder-only model",
+    ),
 }
+
+
+def drafting(candidates: Candidates) -> dict[str, Any]:
+    return {"candidate_generator": candidates}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_calls_are_refused(case: str) -> None:
-    arguments, message = REFUSED[case]
-    model = encoder_decoder("bart", "eager" if case == "attentions" else "sdpa")
+    make, message = REFUSED[case]
+    model, inputs = encoder_decoder("bart", "eager" if case == "attentions" else "sdpa"), encoder_inputs("bart", 1)
     with pytest.raises(ValueError, match=message):
-        model.generate(
-            **{**encoder_inputs("bart", 1), "max_new_tokens": 4, "candidate_generator": NgramCandidates(), **arguments}
-        )
+        model.generate(**{**inputs, "max_new_tokens": 4, "candidate_generator": NgramCandidates(), **make()})
+
+
+def test_draft_of_an_encoder_decoder_for_a_decoder_is_refused() -> None:
+    draft = DraftModelCandidates(encoder_decoder("t5"), k=2)
+    with pytest.raises(ValueError, match="is a decoder-only model and the draft T5"):
+        tiny_model("llama").generate(torch.tensor([[5, 6]]), max_new_tokens=4, candidate_generator=draft)
 
 
 def test_model_with_a_state_of_its_own_is_refused() -> None:

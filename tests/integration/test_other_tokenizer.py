@@ -121,17 +121,6 @@ def test_shared_vocabulary_rejection_sampling_has_the_distribution_of_the_target
     assert fit_of_two_tokens(target, torch.tensor([[0, 2, 5]]), candidates, calls=4) > 1e-3
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
-@pytest.mark.parametrize("prompt", ["abcd", "efef"])
-def test_few_shared_tokens_same_tokens(prompt: str, sampling: str, tmp_path: Path) -> None:
-    """Would catch: a row whose text the draft's vocabulary cannot express, a token drafted that it does not have."""
-    target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?xyba", tmp_path / "draft", 3)
-    inputs = {"input_ids": torch.tensor([["abcdef".index(character) for character in prompt]])}
-    candidates = DraftModelCandidates(draft, k=2, tree=4)
-    statistics = assert_same_tokens(target, inputs, candidates, max_new_tokens=16, **SAMPLING[sampling])
-    assert statistics.drafted > 0
-
-
 def test_prompt_of_one_token_is_read_once(tmp_path: Path) -> None:
     """Would catch: a second pass over the last token of a prompt, whose logits the prefill has returned."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 3)

@@ -1,6 +1,7 @@
 """Rejection sampling has the target's distribution, and a draft that misreports its q is detected."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import LogitsProcessorList
 from hf_specgen import DraftTree, VerificationResult, Verifier
 from hf_specgen.tree import Parents, children
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, rejection
-from tests.helpers import RowWiseIdentity, reference_rejection
+from tests.helpers import RowWiseIdentity
 from tests.helpers.goodness_of_fit import (
     FIRST,
     VOCAB,
@@ -135,29 +136,6 @@ def test_goodness_of_fit_noise_shared_by_draft_and_residual_is_detected(monkeypa
     assert min(p_values(emitted_by_choose(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) < REFUTED
 
 
-def test_goodness_of_fit_residual_not_updated_by_siblings_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test has power: every sibling is verified as if it were the first."""
-    first: list[torch.Tensor] = []
-
-    def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        first.append(p)
-        return (first[0] - q).clamp(min=0)
-
-    monkeypatch.setattr(rejection, "residual", residual)
-    assert min(p_values(emitted_by_choose(RejectionVerifier(), sampled, SIBLINGS, TRIALS))) < REFUTED
-
-
-def test_goodness_of_fit_q_with_earlier_siblings_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test has power: siblings sampled without replacement, verified as if sampled with replacement."""
-    correct = rejection.draft_distribution
-
-    def with_replacement(q: torch.Tensor, is_left: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        return correct(q, torch.ones_like(is_left), token)
-
-    monkeypatch.setattr(rejection, "draft_distribution", with_replacement)
-    assert min(p_values(emitted_by_choose(RejectionVerifier(), sampled, SIBLINGS, TRIALS))) < REFUTED
-
-
 @pytest.mark.parametrize(
     ("draw", "parents"), [(sampled, CHAIN), (sampled, TREE), (deterministic, TREE), (mixed, SIBLINGS)]
 )
@@ -171,9 +149,7 @@ def test_path_weights_agree_with_the_reference(draw: Draw, parents: Parents) -> 
     weights, rest = rejection.path_weights(p, q, tokens, padded, torch.arange(len(parents)) < lengths)
     for row, length in enumerate(lengths[:, 0].tolist()):
         given = [None if q is None or not q[row, node].any() else q[row, node].tolist() for node in range(length)]
-        expected, left = reference_rejection.path_weights(
-            p[row].tolist(), given, tokens[row, :length].tolist(), parents[:length]
-        )
+        expected, left = reference_path_weights(p[row].tolist(), given, tokens[row, :length].tolist(), parents[:length])
         assert weights[row].tolist() == pytest.approx([*expected, *[0] * (len(parents) - length)], abs=1e-4)
         for slot in range(1 + length):
             assert rest[row, slot].tolist() == pytest.approx(left[slot], abs=1e-4)
@@ -315,3 +291,41 @@ def test_typical_token_after_a_rejected_one_is_sampled_from_p() -> None:
     texts = emitted_by_choose(TypicalVerifier(epsilon=1.0, alpha=1.0), unlikely, (-1,), 50_000)
     assert 500 < int((texts[:, 1] >= 0).sum()) < 5_000
     assert min(p_values(texts)) > 1e-5
+
+
+# Rejection sampling of paths, in plain Python without tensors: written to be verified by reading
+
+Distribution = list[float]
+
+
+def normalised(weights: Sequence[float]) -> Distribution:
+    """The weights divided by their sum."""
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def reference_path_weights(
+    p: Sequence[Distribution], q: Sequence[Distribution | None], tokens: Sequence[int], parents: Sequence[int]
+) -> tuple[list[float], list[Distribution]]:
+    """Acceptance of whole paths: `rejection.path_weights` for one row, slot by slot from the root down.
+
+    Returns:
+        for each slot (the row's last token, then each node) the probability that it is accepted if everything below it
+        was rejected, and the distribution of the next token then.
+    """
+    weights, rest = [1.0] * (len(tokens) + 1), [list(values) for values in p]
+    for slot in range(len(tokens) + 1):
+        seen: list[int] = []
+        for node in (node for node, parent in enumerate(parents) if parent == slot - 1):
+            given, token, weight = q[node], tokens[node], weights[slot]
+            if given is None:
+                drawn = [float(other == token) for other in range(len(rest[slot]))]
+            else:
+                drawn = normalised([0.0 if other in seen else value for other, value in enumerate(given)])
+            weights[node + 1] = min(1.0, weight * rest[slot][token] / drawn[token])
+            excess = [max(0.0, weight * one - other) for one, other in zip(rest[slot], drawn, strict=True)]
+            seen.append(token)
+            weights[slot] = sum(excess) / (sum(excess) + 1 - weight)
+            if weights[slot]:  # otherwise the slot is never reached, or its child never rejected
+                rest[slot] = normalised(excess)
+    return weights, rest
