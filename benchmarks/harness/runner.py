@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.harness.differences import explain_difference, first_difference
 from benchmarks.harness.journal import Journal, Record, read
 from benchmarks.harness.loading import build
 from benchmarks.harness.memory import measure_memory
@@ -29,6 +28,7 @@ from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
+from hf_specgen.evaluation.differences import explain_difference, first_difference
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.workloads import load, maybe_prepacked
 
@@ -140,7 +140,7 @@ class Bench:
         found["identical"] = torch.equal(plain.ids, sample.ids)
         if sample.speculation is not None and not variant.name.startswith(PLAIN.name):
             mask = unit.inputs["attention_mask"]
-            difference = None if found["identical"] else first_difference(self.model, plain, sample, mask)
+            difference = None if found["identical"] else first_difference(plain, sample)
             found["difference"] = asdict(difference) if difference else None
             if difference and not unit.followups:  # the noise of a later turn follows that of the turns before
                 found["difference"] |= explain_difference(self.model, plain, difference, unit.generation, seed, mask)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.acceptance import PER_POSITION, Acceptance
-from benchmarks.harness.differences import ROUNDING
 from benchmarks.harness.journal import Record
 from benchmarks.harness.projection import Projection
 from benchmarks.harness.runner import DEFAULT_PLAIN
@@ -20,6 +19,7 @@ from benchmarks.report.tables import Rows
 from hf_specgen import Statistics
 from hf_specgen.counters import RowStep
 from hf_specgen.depth import CostCurve
+from hf_specgen.evaluation.differences import ROUNDING
 from hf_specgen.evaluation.measure import Interval, speedup_interval
 
 ALL = "all"

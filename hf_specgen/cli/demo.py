@@ -6,7 +6,7 @@ The comparison is level: all variants run eagerly, with the weights as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -22,29 +22,40 @@ from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import DemoSettings, terminal
 from hf_specgen.evaluation import WorkloadSettings, workloads
 from hf_specgen.evaluation.cost import fast_dtype, widen
+from hf_specgen.evaluation.differences import ROUNDING, explain_difference, first_difference
 from hf_specgen.evaluation.measure import Sample, Total, Variant, measure_round
 from hf_specgen.evaluation.workloads import DEFAULT, PEER, PLAIN, encode
 
 BAR = 15
 """Width of the longest bar, in columns of the terminal."""
+BUSY = 1.3
+"""Slowest over fastest run of plain `generate`, per token, above which figures are not reliable."""
 FIRST_SHARE = 0.3
 """Fraction of the time for the first of two targets; a prompt takes longer on the second."""
 
 
 @dataclass
 class MeasuredTarget:
-    """A target and what was measured on it: totals by variant, prompts, and the answers that differ, by variant."""
+    """A target and what was measured on it: totals by variant, prompts, which differing answers rounding explains."""
 
     title: str
     dtype: str
     totals: dict[str, Total]
     prompts: int = 0
     length: int = 0
+    explained: list[bool] = field(default_factory=list)
 
     @property
     def different(self) -> dict[str, int]:
         """By strategy, how many answers differ from those of plain `generate`."""
         return {name: one.different for name, one in self.totals.items() if one.different and name != PEER}
+
+    @property
+    def slowdown(self) -> float:
+        """How many times longer a token took in the slowest run of plain `generate` than in the fastest one."""
+        runs = [one for one in self.totals[PLAIN].samples if one.tokens > 1]
+        times = [(one.seconds - one.first_token) / (one.tokens - 1) for one in runs]
+        return max(times) / min(times) if times else 1.0
 
     def speedup(self, name: str) -> float:
         """Throughput of a variant relative to plain `generate` on the same prompts."""
@@ -127,6 +138,10 @@ def _measure(
             on_change(f"{target.title}: {domain}, {variant.name}")
             samples |= measure_round(model, inputs, [variant], generation, number)
             target.totals[variant.name].add(samples[variant.name], samples[PLAIN])
+            difference = first_difference(samples[PLAIN], samples[variant.name])
+            if difference and variant.name != PEER:
+                judged = (samples[PLAIN], difference, generation, number, inputs["attention_mask"])
+                target.explained.append(explain_difference(model, *judged)["explained"] == ROUNDING)
         target.prompts += 1
         slowest = max(slowest, perf_counter() - started)
 
@@ -172,6 +187,11 @@ def closing_lines(targets: Sequence[MeasuredTarget], widened: bool) -> Iterator[
         number = f"{target.prompts} {'prompt' if target.prompts == 1 else 'prompts'}"
         yield f"[bold]{target.title}[/]: {result} ({number}, up to {target.length} new tokens each)."
         yield _same_tokens(target)
+        if target.slowdown > BUSY:
+            yield (
+                f"[yellow]{target.title}: a token of plain generate took up to {target.slowdown:.1f} times as long as "
+                "in its fastest run; something else uses the machine, so these figures are not reliable.[/]"
+            )
     yield "[dim]All variants run eagerly, none with prepacked weights.[/]"
     if widened:
         yield (
@@ -198,4 +218,6 @@ def _same_tokens(target: MeasuredTarget) -> str:
     if not target.different:
         return f"{target.title}: the tokens of all {answers} answers are those of plain generate."
     names, count = ", ".join(target.different), sum(target.different.values())
-    return f"[yellow]{target.title}: {count} of {answers} answers differ from plain generate, of {names}.[/]"
+    nearly_tied = sum(target.explained)
+    reason = f"rounding explains {'all' if nearly_tied == count else nearly_tied} of them, where tokens are nearly tied"
+    return f"[yellow]{target.title}: {count} of {answers} answers differ from plain generate, of {names}; {reason}.[/]"

@@ -52,6 +52,18 @@ def test_demo_is_level_and_honest_where_nothing_gains() -> None:
     assert "x is [bold green]2.00x[/] as fast" in next(demo.closing_lines([target], False))
 
 
+def test_demo_names_rounding_and_a_busy_machine() -> None:
+    """Would catch: differences without a judgement; figures of a busy machine presented like any other."""
+    totals = {"plain": Total([Sample(10, 1.0, torch.ones(1), None)] * 2), "x": Total([], different=3)}
+    target = demo.MeasuredTarget("8B", "bfloat16", totals, prompts=2, length=5, explained=[True, True, False])
+    text = " ".join(demo.closing_lines([target], False))
+    assert "3 of 2 answers differ" in text and "rounding explains 2 of them" in text and "reliable" not in text
+    totals["plain"].samples.append(Sample(10, 2.0, torch.ones(1), None))
+    target.explained[-1] = True
+    text = " ".join(demo.closing_lines([target], False))
+    assert "rounding explains all of them" in text and "took up to 2.0 times as long" in text and "not reliable" in text
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_widen_computes_the_same_function(reference_model, dtype: torch.dtype | None) -> None:
     """Would catch: memory that is not initialised, or rotary frequencies that were rounded with the weights."""
@@ -93,7 +105,7 @@ def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(demo, "measure_round", disturbed)
     output = run("demo", "--prompt", "Hello.", "--max-new-tokens", "4", "--wide", "0", exit_code=1)
-    assert "1 of 1 answers differ from plain generate, of n-grams" in output
+    assert "1 of 1 answers differ from plain generate, of n-grams; rounding explains" in output
 
 
 @pytest.mark.parametrize("name", ["auto", "fp16", "int8", "__name__", ""])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import nan
 from typing import Any
 
 import torch
@@ -16,40 +15,28 @@ from hf_specgen.targets.support import is_rounding
 
 ROUNDING, UNEXPLAINED = "rounding", "NO"
 NO_TOKEN = -1
-"""In place of a token after the end of the shorter output; its logit is NaN."""
+"""In place of a token after the end of the shorter output."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which the output differs from plain decoding, with the target's logits of both tokens."""
+    """The first token at which the output differs from plain decoding."""
 
     row: int
     position: int
     plain_token: int
     our_token: int
-    plain_logit: float
-    our_logit: float
 
 
-def first_difference(
-    model: PreTrainedModel, plain: Sample, ours: Sample, attention_mask: torch.Tensor | None = None
-) -> Difference | None:
-    """The first token at which `ours` differs from `plain`; None if they are identical.
-
-    The prompts are left-padded, with this mask `[batch, prompt]`; None: no padding.
-    """
+def first_difference(plain: Sample, ours: Sample) -> Difference | None:
+    """The first token at which `ours` differs from `plain`, in any row; None if they are identical."""
     width = max(plain.ids.shape[1], ours.ids.shape[1])
     plain_ids, our_ids = (pad(s.ids, (0, width - s.ids.shape[1]), value=NO_TOKEN) for s in (plain, ours))
     differs = (plain_ids != our_ids).nonzero()
     if len(differs) == 0:
         return None
-    row, position = min(((int(r), int(p)) for r, p in differs), key=lambda place: place[1])
-    padding = 0 if attention_mask is None else int(attention_mask[row].argmax())
-    text = plain_ids[row : row + 1, padding:position].to(compat.input_device(model))
-    with torch.no_grad():
-        logits = model(text).logits[0, -1].float()
-    tokens = int(plain_ids[row, position]), int(our_ids[row, position])
-    return Difference(row, position, *tokens, *(nan if t == NO_TOKEN else float(logits[t]) for t in tokens))
+    row, position = min(differs.tolist(), key=lambda place: place[1])
+    return Difference(row, position, int(plain_ids[row, position]), int(our_ids[row, position]))
 
 
 def explain_difference(
@@ -69,7 +56,7 @@ def explain_difference(
     Args:
         generation: arguments of `generate`.
         seed: of the call.
-        attention_mask: `[batch, prompt]`.
+        attention_mask: `[batch, prompt]`, of prompts that are padded on the left.
     """
     tokens = [difference.plain_token, difference.our_token]
     if NO_TOKEN in tokens:
