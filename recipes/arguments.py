@@ -18,21 +18,14 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available as gpu_h
 
 Config = TypeVar("Config")
 PRESETS = Path(__file__).with_name("presets.yaml")
-POSITIVE: tuple[str, ...] = (
-    "max_length",
-    "per_device_train_batch_size",
-    "evaluation_per_domain",
-    "evaluation_tokens",
-    "batch_size",
-)
-POSITIVE += ("max_new_tokens", "anchors", "depth", "num_heads", "num_layers", "exit_layer", "rank")
+POSITIVE = """
+    max_length per_device_train_batch_size batch_size evaluation_per_domain evaluation_tokens max_new_tokens anchors depth
+    num_heads num_layers exit_layer rank
+""".split()
 LEAST = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "seed"), 0)
 """Lowest values of the arguments of all recipes."""
-
-
-def option(**settings: Any) -> Any:
-    """A field of an arguments dataclass with a default and a help text, typed like the option itself."""
-    return HfArg(**settings)
+option: Any = HfArg
+"""A field of an arguments dataclass with a default and a help text."""
 
 
 class Options(dict[str, Any]):
@@ -67,7 +60,10 @@ class DataArguments:
 
 @dataclass(kw_only=True)
 class Arguments(DataArguments, TrainingArguments):
-    """Arguments of every recipe that trains, beside those of Transformers' `TrainingArguments`."""
+    """Arguments of every recipe that trains, beside those of Transformers' `TrainingArguments`.
+
+    Other defaults than those of `TrainingArguments` are in `presets.yaml`.
+    """
 
     target: str = option(help="Hub id or folder of the target")
     data: str = option(help="conversations: a .jsonl, .json, .csv or .parquet file, a folder, or a dataset of the Hub")
@@ -97,26 +93,12 @@ class Arguments(DataArguments, TrainingArguments):
     simulate: bool = option(default=False, help="print the accepted length on the held-out answers, without training")
     resume: bool = option(default=False, help="continue from the last checkpoint in output_dir, if there is one")
     overwrite: bool = option(default=False, help="replace an earlier result in output_dir")
-
-    # Other defaults than those of TrainingArguments.
     max_steps: int = option(default=-1, aliases=["--steps"], help="optimizer steps; -1: num_train_epochs decides")
     per_device_train_batch_size: int = option(
         default=8, aliases=["--micro_batch_size", "--micro-batch-size"], help="rows in a pass of one process"
     )
-    learning_rate: float = option(default=5e-4, help="maximum, after the warm-up")
-    lr_scheduler_type: str = option(default="cosine", help="schedule of the learning rate, as get_scheduler names it")
-    warmup_steps: float = option(default=0.04, help="steps of linear warm-up; below 1: fraction of all steps")
-    adam_beta2: float = option(default=0.95, help="of AdamW")
     bf16: bool = option(default=gpu_has_bf16(), help="compute in bfloat16; default: where the GPU has it")
     use_cpu: bool = option(default=not torch.accelerator.is_available(), help="even if there is an accelerator")
-    save_steps: float = option(default=0.1, help="steps between checkpoints; below 1: fraction of all steps")
-    save_total_limit: int | None = option(default=2, help="checkpoints to keep")
-    eval_steps: float | None = option(default=0.1, help="steps between evaluations; below 1: fraction of all steps")
-    logging_steps: float = option(default=10, help="steps between logged losses")
-    report_to: list[str] = option(default_factory=list, help="trackers, such as tensorboard, wandb or trackio")
-    seed: int = option(default=0, help="of the order of the data and of new weights")
-    ddp_find_unused_parameters: bool | None = option(default=False, help="every trained parameter has a gradient")
-    remove_unused_columns: bool = option(default=False, help="columns of the data are chosen by the recipe")
 
     def __post_init__(self) -> None:
         DataArguments.__post_init__(self)
@@ -186,11 +168,13 @@ def parse(config_class: type[Config], documentation: str | None, arguments: Sequ
 
 
 def preset(name: str, recipe: str) -> dict[str, Any]:
-    """The defaults for a size of target, and those of one recipe for it; none for an empty name."""
-    presets = yaml.safe_load(PRESETS.read_text(encoding="utf-8")) | {"": {"all": {}}}
-    if name not in presets:
-        raise ValueError(f"unknown preset {name!r}; there are {', '.join(filter(None, presets))}")
-    return {**presets[name]["all"], **presets[name].get(recipe.removesuffix("Arguments").lower(), {})}
+    """The defaults of all runs, those for a size of target, and those of one recipe for it."""
+    presets = yaml.safe_load(PRESETS.read_text(encoding="utf-8"))
+    defaults = presets.pop("defaults")
+    if name and name not in presets:
+        raise ValueError(f"unknown preset {name!r}; there are {', '.join(presets)}")
+    chosen = presets.get(name, {"all": {}})
+    return {**defaults, **chosen["all"], **chosen.get(recipe.removesuffix("Arguments").lower(), {})}
 
 
 def _set_defaults(parser: ArgumentParser, values: Any, file: Path | None) -> None:
