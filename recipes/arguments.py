@@ -18,10 +18,10 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available as gpu_h
 
 Config = TypeVar("Config")
 PRESETS = Path(__file__).with_name("presets.yaml")
-POSITIVE = """
-    max_length per_device_train_batch_size batch_size evaluation_per_domain evaluation_tokens max_new_tokens anchors depth
-    num_heads num_layers exit_layer rank
-""".split()
+POSITIVE = (
+    "max_length", "per_device_train_batch_size", "batch_size", "evaluation_per_domain", "evaluation_tokens",
+    "max_new_tokens", "anchors", "depth", "num_heads", "num_layers", "exit_layer", "rank",
+)  # fmt: skip
 LEAST = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "seed"), 0)
 """Lowest values of the arguments of all recipes."""
 option: Any = HfArg
@@ -29,12 +29,7 @@ option: Any = HfArg
 
 
 class Options(dict[str, Any]):
-    """A mapping; on the command line it is written in YAML.
-
-    Example:
-        >>> Options("{r: 16, lora_alpha: 32}")
-        {'r': 16, 'lora_alpha': 32}
-    """
+    """A mapping; on the command line it is written in YAML, such as {r: 16, lora_alpha: 32}."""
 
     def __init__(self, values: str | Mapping[str, Any] | Iterable[tuple[str, Any]] = ()):
         super().__init__(yaml.safe_load(values) if isinstance(values, str) else values)
@@ -62,7 +57,7 @@ class DataArguments:
 class Arguments(DataArguments, TrainingArguments):
     """Arguments of every recipe that trains, beside those of Transformers' `TrainingArguments`.
 
-    Other defaults than those of `TrainingArguments` are in `presets.yaml`.
+    The defaults of most are in `presets.yaml`.
     """
 
     target: str = option(help="Hub id or folder of the target")
@@ -77,17 +72,13 @@ class Arguments(DataArguments, TrainingArguments):
     packing: bool = option(default=False, help="fill each row of max_length tokens with several conversations")
     streaming: bool = option(default=False, help="read the data as they are needed, without storing them")
     batch_size: int | None = option(default=None, help="rows in a step, over all processes; sets the accumulation")
-    loss: Options = option(
-        default_factory=lambda: Options({"kl": 1.0}),
-        help="weights of the losses kl, ce, tv, lk, such as {ce: 0.1, tv: 0.9}",
-    )
-    decay: float = option(default=0.8, help="weight of each draft token's loss relative to the one before")
+    loss: Options = option(default_factory=Options, help="weights of kl, ce, tv, lk, such as {ce: 0.1, tv: 0.9}")
+    decay: float = option(default=1.0, help="weight of each draft token's loss relative to the one before")
     evaluation: str | None = option(default=None, help="held-out prompts, in the same formats as data")
     evaluation_per_domain: int = option(default=20, help="evaluated prompts of each value of the column domain")
     evaluation_tokens: int = option(default=128, help="tokens of each answer in the evaluation")
     generation: Options = option(
-        default_factory=lambda: Options({"default": {"do_sample": False}}),
-        help="arguments of generate in the evaluation, by domain; default: for others",
+        default_factory=Options, help="arguments of generate in the evaluation, by domain; default: for others"
     )
     dry_run: bool = option(default=False, help="measure three steps, print memory, steps and time, and stop")
     simulate: bool = option(default=False, help="print the accepted length on the held-out answers, without training")
@@ -168,13 +159,13 @@ def parse(config_class: type[Config], documentation: str | None, arguments: Sequ
 
 
 def preset(name: str, recipe: str) -> dict[str, Any]:
-    """The defaults of all runs, those for a size of target, and those of one recipe for it."""
+    """The defaults of all runs and those for a size of target; of each, those of one recipe override the others."""
     presets = yaml.safe_load(PRESETS.read_text(encoding="utf-8"))
-    defaults = presets.pop("defaults")
+    defaults, own = presets.pop("defaults"), recipe.removesuffix("Arguments").lower()
     if name and name not in presets:
         raise ValueError(f"unknown preset {name!r}; there are {', '.join(presets)}")
-    chosen = presets.get(name, {"all": {}})
-    return {**defaults, **chosen["all"], **chosen.get(recipe.removesuffix("Arguments").lower(), {})}
+    chosen = presets.get(name, {})
+    return {key: value for part in (defaults, chosen) for of in ("all", own) for key, value in part.get(of, {}).items()}
 
 
 def _set_defaults(parser: ArgumentParser, values: Any, file: Path | None) -> None:

@@ -22,8 +22,9 @@ import torch
 from datasets import load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -62,13 +63,13 @@ def domain_of(row: Row) -> str:
     return str(row.get("domain") or "all")
 
 
-def first_of_domains(rows: Iterable[Row], per_domain: int | Mapping[str, int]) -> list[Row]:
-    """The first rows of each domain: as many of all domains, or of each as a mapping says, with a `default`."""
+def first_of_domains(rows: Iterable[Row], per_domain: Mapping[str, int]) -> list[Row]:
+    """The first rows of each domain, as many as a mapping says, which may have a `default`; all of others."""
     taken: Counter[str] = Counter()
     chosen = []
     for row in rows:
         domain = domain_of(row)
-        most = per_domain if isinstance(per_domain, int) else per_domain.get(domain, per_domain.get("default"))
+        most = per_domain.get(domain, per_domain.get("default"))
         if most is None or taken[domain] < most:
             taken[domain] += 1
             chosen.append(row)
@@ -76,12 +77,7 @@ def first_of_domains(rows: Iterable[Row], per_domain: int | Mapping[str, int]) -
 
 
 def messages_of(row: Row) -> Messages:
-    """The messages of a row; empty for plain text.
-
-    Example:
-        >>> messages_of({"conversations": [{"from": "human", "value": "Hi"}]})
-        [{'content': 'Hi', 'role': 'user'}]
-    """
+    """The messages of a row; empty for plain text."""
     given = next((row[name] for name in LISTS if row.get(name) is not None), None)
     if given is None and row.get("prompt") is not None:
         answer: Any = next((row[name] for name in ANSWERS if row.get(name) is not None), [])
@@ -117,11 +113,9 @@ def prompt_of(row: Row) -> Messages:
 
 
 class ChatFormat:
-    """Writes conversations as the model reads them.
+    """Writes conversations as the model reads them; `kwargs` are for the chat template, such as `enable_thinking`.
 
-    Args:
-        tokenizer: of the model. Without a chat template, contents are joined, and an EOS token ends each answer.
-        kwargs: for the chat template, such as `enable_thinking`.
+    Without a chat template, contents are joined, and an EOS token ends each answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] | None = None):
@@ -251,28 +245,28 @@ def collate(rows: Sequence[Row], pad_token_id: int = 0) -> Batch:
     return batch
 
 
-class StepSampler(LengthGroupedSampler):
+class StepSampler(Sampler[int]):
     """Rows in an order in which those of a step have similar lengths, which saves padding.
 
-    Unlike in Transformers' sampler, the order depends on seed and epoch alone, so that a resumed run goes on with it;
-    steps are shuffled, and rows that fill no step are left out.
+    Unlike in Transformers' `LengthGroupedSampler`, the order depends on seed and epoch alone, so that a resumed run
+    goes on with it; steps are shuffled, and rows that fill no step are left out.
     """
 
     def __init__(self, lengths: list[int], rows_per_step: int, seed: int):
-        super().__init__(rows_per_step, lengths=lengths)
-        self._seed, self._epoch = seed, 0
+        self._lengths, self._rows_per_step, self._seed, self._epoch = lengths, rows_per_step, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Another order in each epoch."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.lengths) // self.batch_size * self.batch_size
+        return len(self._lengths) // self._rows_per_step * self._rows_per_step
 
     def __iter__(self) -> Iterator[int]:
-        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        steps = torch.tensor(list(super().__iter__())[: len(self)]).view(-1, self.batch_size)
-        yield from steps[torch.randperm(len(steps), generator=self.generator)].flatten().tolist()
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        order = get_length_grouped_indices(self._lengths, self._rows_per_step, generator=generator)
+        steps = torch.tensor(order[: len(self)]).view(-1, self._rows_per_step)
+        yield from steps[torch.randperm(len(steps), generator=generator)].flatten().tolist()
 
 
 def check_row_count(rows: Any, rows_per_step: int) -> None:

@@ -87,8 +87,20 @@ class HeadDrafter(Drafter):
             raise ValueError(f"aux_hidden_state_layers must be from 0 to {count}, got {args.aux_hidden_state_layers}")
 
     @abstractmethod
-    def new_head(self, target: PreTrainedModel, rows: Any) -> DraftHead:
-        """A new head in float32."""
+    def new_config(self, target: PreTrainedModel, rows: Any) -> Any:
+        """The config of a new head."""
+
+    def first_state(self, states: Sequence[int], layer: int) -> int:
+        """Which of the states a new head reads first; `layer`: of the target, that its first layer is a copy of."""
+        return len(states) - 1
+
+    def new_head(self, target: PreTrainedModel, rows: Any) -> Any:
+        """A new head in float32, which starts from layers of the target."""
+        head: Any = self.head_class(self.new_config(target, rows))
+        sources = self.sources(target)
+        copy_layers(list(head.layers), target, sources)
+        start_from_state(head.fc, self.first_state(head.config.aux_hidden_state_layers, sources[0]))
+        return head
 
     def loaded_head(self, name: str) -> DraftHead:
         """The head to continue with, in float32."""
@@ -216,16 +228,6 @@ def start_from_state(fc: nn.Linear, place: int) -> None:
     width = fc.out_features
     fc.weight.mul_(NEW_WEIGHT_FACTOR)
     fc.weight[:, place * width : (place + 1) * width] += torch.eye(width, device=fc.weight.device)
-
-
-def nearest_state(states: Sequence[int], layer: int) -> int:
-    """Which of the states is nearest to the input of a layer, which is `hidden_states[layer]`.
-
-    Example:
-        >>> nearest_state((2, 5, 7), 6)
-        1
-    """
-    return min(range(len(states)), key=lambda place: abs(states[place] - layer))
 
 
 def frequent_tokens(rows: Any, count: int, vocab: int) -> torch.Tensor:

@@ -20,39 +20,25 @@ class Drafter(nn.Module):
     """A drafter as the module that `Trainer` trains; a recipe adds what is drafted and how it is saved.
 
     The target is no part of it: it is neither trained, nor saved, nor wrapped for several processes.
-
-    Args:
-        args: of the recipe.
-        target: the frozen target.
-        rows: the encoded training data.
     """
 
     accepts_loss_kwargs = True  # `Trainer` passes `num_items_in_batch`
-    recipe: ClassVar[str]
-    """Name of the script."""
-    kind: ClassVar[str]
-    """What the drafter is, for the card."""
+    target: PreTrainedModel
+    recipe: ClassVar[str]  # name of the script
+    kind: ClassVar[str]  # what the drafter is, for the card
     library: str = "transformers"
-    layers: Sequence[int] = ()
-    """Indices of the target's `hidden_states` that are read."""
-    copied: Sequence[int] = ()
-    """Layers of the target that the drafter starts from."""
-    depth: int = 4
-    """Draft tokens whose acceptance is counted in the evaluation."""
+    layers: Sequence[int] = ()  # indices of the target's `hidden_states` that are read
+    copied: Sequence[int] = ()  # layers of the target that the drafter starts from
+    depth: int = 4  # draft tokens whose acceptance is counted in the evaluation
 
     def __init__(self, args: Any, target: PreTrainedModel, rows: Any):
         super().__init__()
         self.args, self.step = args, 0
-        self._targets = [target]  # in a list, so that it is no submodule
+        self.use_target(target)
 
-    @property
-    def target(self) -> PreTrainedModel:
-        """The frozen target."""
-        return self._targets[0]
-
-    def replace_target(self, target: PreTrainedModel) -> None:
-        """Use another copy of the target, such as one without layers."""
-        self._targets[0] = target
+    def use_target(self, target: PreTrainedModel) -> None:
+        """Use this copy of the target, such as one without layers; as an attribute that is no submodule."""
+        self.__dict__["target"] = target
 
     @classmethod
     def check(cls, args: Any, target: PreTrainedModel) -> None:
@@ -128,17 +114,11 @@ def answer_numbers(batch: Batch) -> torch.Tensor:
 
 
 class Anchors(NamedTuple):
-    """The positions to draft from.
+    """The positions to draft from."""
 
-    Args:
-        places: `[batch, anchors]` positions in ascending order.
-        valid: `[batch, anchors]` which of them are no padding.
-        numbers: `[valid anchors]` their numbers among all predicting positions of the batch.
-    """
-
-    places: torch.Tensor
-    valid: torch.Tensor
-    numbers: torch.Tensor
+    places: torch.Tensor  # [batch, anchors], in ascending order
+    valid: torch.Tensor  # [batch, anchors], which of them are no padding
+    numbers: torch.Tensor  # [valid anchors], among all predicting positions of the batch
 
 
 def choose_anchors(batch: Batch, most: int, step: int) -> Anchors:

@@ -12,7 +12,6 @@ for each choice of settings and prompts.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import random
@@ -20,7 +19,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -28,12 +26,12 @@ from typing import Any
 
 from accelerate import PartialState
 from huggingface_hub import InferenceClient
-from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arguments import DataArguments, Options, launch, option, parse
 from conversations import ChatFormat, Row, domain_of, first_of_domains, prompt_of, read_rows
 from hf_specgen import AutoCandidates, Completion, generate_many
+from hf_specgen.cli.generate import answer_missing, write_rows
 
 Numbered = Sequence[tuple[int, Row]]
 """Rows with their numbers among all."""
@@ -51,40 +49,22 @@ class AnswerArguments(DataArguments):
     exclude: str | None = option(default=None, help="conversations whose prompts are not used, such as a test set")
     per_domain: Options = option(default_factory=Options, help="number of prompts by domain; default: for others")
     generation: Options = option(
-        default_factory=lambda: Options({"default": {"do_sample": True, "temperature": 0.8, "top_k": 0}}),
-        help="arguments of generate (of the server: of the API) by domain; default: for others",
+        default_factory=Options, help="arguments of generate (of the server: of the API) by domain; default: for others"
     )
     max_new_tokens: int = option(default=1024, help="tokens per answer")
     batch_size: int = option(default=32, help="prompts that are processed at a time")
-    target_kwargs: Options = option(
-        default_factory=lambda: Options({"dtype": "auto"}), help="for the target's from_pretrained"
-    )
+    target_kwargs: Options = option(default_factory=Options, help="for the target's from_pretrained")
     seed: int = option(default=0, help="of the choice of prompts and of sampling")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, load, generate, save."""
     args, state = parse(AnswerArguments, __doc__, arguments), PartialState()
-    rows = chosen_prompts(args)
+    rows, generate = chosen_prompts(args), ask_server if args.server else local_answers
     parts = folder_of(args, rows)
-    done = answers_so_far(parts)
-    state.wait_for_everyone()  # no process writes while another one still reads
-    parts.mkdir(parents=True, exist_ok=True)
-    missing = [(number, row) for number, row in enumerate(rows) if number not in done]
-    mine = missing[state.process_index :: state.num_processes]
-    answers = ask_server(args, mine) if args.server else local_answers(args, mine)
-    with (parts / f"{state.process_index}.jsonl").open("a", encoding="utf-8") as file:
-        file.write("\n")  # terminates a line that an interruption cut off
-        for number, row in tqdm(answers, total=len(mine), disable=not state.is_main_process, unit="prompt"):
-            file.write(json.dumps([number, row], ensure_ascii=False) + "\n")
-            file.flush()
-    state.wait_for_everyone()
+    done = answer_missing(parts, range(len(rows)), lambda mine: generate(args, [(n, rows[n]) for n in mine]))
     if state.is_main_process:
-        done = answers_so_far(parts)
-        text = "".join(json.dumps(done[number], ensure_ascii=False) + "\n" for number in sorted(done))
-        # Without a time stamp, equal answers are equal files.
-        packed = gzip.compress(text.encode(), mtime=0) if args.output.endswith(".gz") else text.encode()
-        Path(args.output).write_bytes(packed)
+        write_rows(Path(args.output), (done[number] for number in range(len(rows))))
         shutil.rmtree(parts)
         state.print(f"{args.output}: {len(done)} answers {dict(Counter(map(domain_of, done.values())))}")
 
@@ -177,17 +157,6 @@ def folder_of(args: AnswerArguments, rows: Sequence[Row]) -> Path:
     settings = {name: value for name, value in asdict(args).items() if name not in ("output", "drafter", "batch_size")}
     content = json.dumps([settings, [_key(row) for row in rows]])
     return Path(f"{args.output}.{hashlib.sha256(content.encode()).hexdigest()[:16]}.parts")
-
-
-def answers_so_far(parts: Path) -> dict[int, Row]:
-    """The rows of earlier runs with their answers, by number; a line that was cut off is ignored."""
-    done = {}
-    for part in parts.glob("*.jsonl"):
-        for line in part.read_text(encoding="utf-8").splitlines():
-            with suppress(json.JSONDecodeError):
-                number, row = json.loads(line)
-                done[number] = row
-    return done
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, log_softmax, nll_loss
@@ -39,51 +39,30 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class Drafts:
-    """What a drafter drafts in one training pass.
+    """What a drafter drafts in one training pass."""
 
-    Args:
-        states: for each depth `[sources, width]`.
-        logits: for each depth.
-        sources: `[sources]` the predicting positions from which is drafted, in ascending order; None: all.
-        first: how many positions after its source depth 0 predicts; 0: the same token as the target there.
-        trained: further trained tensors that `logits` reads.
-        drafted_ids: `[draft vocabulary]` the target's ids; p is then normalised over these. None: all.
-        confidence: from states to `[n]` logits of being accepted; None: none.
-    """
-
-    states: Sequence[torch.Tensor]
-    logits: Sequence[Logits]
-    sources: torch.Tensor | None = None
-    first: int = 1
-    trained: Sequence[torch.Tensor] = ()
-    drafted_ids: torch.Tensor | None = None
-    confidence: Logits | None = None
+    states: Sequence[torch.Tensor]  # for each depth [sources, width]
+    logits: Sequence[Logits]  # for each depth
+    sources: torch.Tensor | None = None  # [sources] predicting positions to draft from, ascending; None: all
+    first: int = 1  # how many positions after its source depth 0 predicts; 0: the same token as the target there
+    trained: Sequence[torch.Tensor] = ()  # further trained tensors that `logits` reads
+    drafted_ids: torch.Tensor | None = None  # [draft vocabulary], over which p is then normalised; None: all
+    confidence: Logits | None = None  # from states to `[n]` logits of being accepted
 
 
 @dataclass
 class Learnt:
-    """The positions that the drafts of a batch learn from.
+    """The predicting positions of a batch, row by row, from which drafts learn."""
 
-    Args:
-        hidden: `[positions, hidden]` inputs of the target's output matrix at the predicting positions, row by row.
-        tokens: `[positions]` the tokens that these positions predict.
-        answers: `[positions]` number of the answer of each of them, ascending.
-    """
-
-    hidden: torch.Tensor
-    tokens: torch.Tensor
-    answers: torch.Tensor
+    hidden: torch.Tensor  # [positions, hidden], inputs of the target's output matrix
+    tokens: torch.Tensor  # [positions], which these positions predict
+    answers: torch.Tensor  # [positions], number of the answer of each of them, ascending
 
 
 def later_pairs(
     answers: torch.Tensor, offset: int, sources: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of sources, and the position `offset` after each of them, where that is in the same answer.
-
-    Example:
-        >>> later_pairs(torch.tensor([0, 0, 0, 1, 1]), 1, torch.tensor([1, 2, 3]))
-        (tensor([0, 2]), tensor([2, 4]))
-    """
+    """Indices of sources, and the position `offset` after each of them, where that is in the same answer."""
     starts = torch.arange(len(answers), device=answers.device) if sources is None else sources
     later = starts + offset
     inside = (later < len(answers)) & (answers[later.clamp(max=len(answers) - 1)] == answers[starts])
@@ -91,19 +70,13 @@ def later_pairs(
     return index, later[index]
 
 
-class Part(NamedTuple):
-    """Some positions that one depth learns: the depth, which sources draft them, which positions they are, log p."""
-
-    depth: int
-    drafted: torch.Tensor
-    learns: torch.Tensor
-    log_p: torch.Tensor | None
-
-
 def _parts(
     target: PreTrainedModel, drafts: Drafts, learnt: Learnt, ids: torch.Tensor | None, needs_p: bool = True
-) -> Iterator[Part]:
-    """Everything that is learnt, in parts of at most `CHUNK` positions; p over `ids`, or over all tokens."""
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Everything that is learnt, in parts of at most `CHUNK` positions; p over `ids`, or over all tokens.
+
+    Each part is a depth, the sources that draft, the positions that they learn, and log p of these.
+    """
     pairs = [later_pairs(learnt.answers, drafts.first + depth, drafts.sources) for depth in range(len(drafts.states))]
     for first in range(0, len(learnt.tokens), CHUNK):
         last = min(first + CHUNK, len(learnt.tokens))
@@ -112,7 +85,7 @@ def _parts(
             inside = (learns >= first) & (learns < last)
             if inside.any():
                 p = None if log_p is None else log_p[learns[inside] - first]
-                yield Part(depth, index[inside], learns[inside], p)
+                yield depth, index[inside], learns[inside], p
 
 
 def draft_loss(
@@ -121,16 +94,17 @@ def draft_loss(
     """Sum over depths and positions of decay^depth times the weighted losses; p has no gradient."""
 
     def parts(leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        for part in _parts(target, drafts, learnt, drafts.drafted_ids, set(weights) != {"ce"}):
-            chosen = leaves[part.depth][part.drafted]
-            log_q = log_softmax(drafts.logits[part.depth](chosen).float(), dim=-1)
-            loss, overlap = _losses(log_q, part.log_p, learnt.tokens[part.learns], drafts.drafted_ids, weights)
+        needs_p = set(weights) != {"ce"}
+        for depth, drafted, learns, log_p in _parts(target, drafts, learnt, drafts.drafted_ids, needs_p):
+            chosen = leaves[depth][drafted]
+            log_q = log_softmax(drafts.logits[depth](chosen).float(), dim=-1)
+            loss, overlap = _losses(log_q, log_p, learnt.tokens[learns], drafts.drafted_ids, weights)
             if drafts.confidence is not None and overlap is not None:
                 confidence = drafts.confidence(chosen).float()
                 loss = loss + weights.get("confidence", 1.0) * binary_cross_entropy_with_logits(
                     confidence, overlap.detach(), reduction="sum"
                 )
-            yield decay**part.depth * loss
+            yield decay**depth * loss
 
     trained = list(dict.fromkeys(parameter for parameter in drafts.trained if parameter.requires_grad))
     return cast(torch.Tensor, _GradientAtOnce.apply(parts, len(drafts.states), *drafts.states, *trained))
@@ -181,15 +155,15 @@ def acceptance_counts(
     """
     count = len(learnt.answers) if drafts.sources is None else len(drafts.sources)
     agrees, overlaps = torch.zeros(2, depths, count, device=rows.device)
-    for part in _parts(target, drafts, learnt, None):
-        if part.log_p is None or part.depth >= depths:
+    for depth, drafted, _, log_p in _parts(target, drafts, learnt, None):
+        if log_p is None or depth >= depths:
             continue
-        logits = drafts.logits[part.depth](drafts.states[part.depth][part.drafted]).float()
+        logits = drafts.logits[depth](drafts.states[depth][drafted]).float()
         ids = torch.arange(logits.shape[-1], device=rows.device) if drafts.drafted_ids is None else drafts.drafted_ids
-        width = min(len(ids), part.log_p.shape[-1])  # the vocabulary of one of them may be padded
-        agrees[part.depth, part.drafted] = (ids[logits.argmax(-1)] == part.log_p.argmax(-1)).float()
+        width = min(len(ids), log_p.shape[-1])  # the vocabulary of one of them may be padded
+        agrees[depth, drafted] = (ids[logits.argmax(-1)] == log_p.argmax(-1)).float()
         q = log_softmax(logits, dim=-1)[:, :width]
-        overlaps[part.depth, part.drafted] = torch.minimum(q, part.log_p[:, ids[:width]]).exp().sum(dim=-1)
+        overlaps[depth, drafted] = torch.minimum(q, log_p[:, ids[:width]]).exp().sum(dim=-1)
     sources = torch.arange(count, device=rows.device) if drafts.sources is None else drafts.sources
     counts = torch.zeros(int(rows.max()) + 1 if len(rows) else 1, depths, 4, device=rows.device)
     chain = torch.ones(count, device=rows.device)

@@ -43,15 +43,10 @@ INDEX, ROWS, SHARED = "index.json", "rows", "shared.safetensors"
 
 
 class States(NamedTuple):
-    """What one forward pass of the frozen target gives.
+    """What one forward pass of the frozen target gives."""
 
-    Args:
-        features: `[batch, length, layers * hidden]` the hidden states that the drafter reads, concatenated.
-        hidden: `[positions, hidden]` inputs of the output matrix at the predicting positions.
-    """
-
-    features: torch.Tensor
-    hidden: torch.Tensor
+    features: torch.Tensor  # [batch, length, layers * hidden], the hidden states that the drafter reads
+    hidden: torch.Tensor  # [positions, hidden], inputs of the output matrix at the predicting positions
 
 
 def load_target(args: Arguments) -> PreTrainedModel:
@@ -135,11 +130,7 @@ def is_stored(folder: Path, described: Mapping[str, Any] = MappingProxyType({}))
 def stored_states(args: Arguments, drafter: Any, name: str, content: Any, make_rows: Callable[[], Any]) -> StoredStates:
     """The encoded rows with their states from the folder `name`, which are computed first where they are missing.
 
-    The rows are divided among the processes; what an interrupted run has stored is kept.
-
-    Args:
-        content: what the rows depend on.
-        make_rows: makes the rows, where they are not stored.
+    The rows, which depend on `content`, are divided among the processes; what an interrupted run has stored is kept.
     """
     folder, state = Path(str(args.features)) / name, PartialState()
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -205,9 +196,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def target_without_layers(args: Arguments) -> PreTrainedModel:
     """The target with what a folder of states has of it; its other parameters are on the device "meta"."""
-    assert args.features is not None
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.target))
-    for name, tensor in load_file(Path(args.features) / "train" / SHARED).items():
+    for name, tensor in load_file(Path(str(args.features)) / "train" / SHARED).items():
         set_module_tensor_to_device(target, name, args.device, tensor, dtype=tensor.dtype)
     return cast(PreTrainedModel, target.requires_grad_(False).eval())

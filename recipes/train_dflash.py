@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from arguments import launch, option
 from conversations import Batch
-from draft_heads import HeadArguments, HeadDrafter, copy_layers, new_layer, start_from_state
+from draft_heads import HeadArguments, HeadDrafter, new_layer
 from drafter import Anchors, block_mask, choose_anchors
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead, block_layers
@@ -45,22 +45,16 @@ class BlockDrafter(HeadDrafter):
     head_class: ClassVar[type[BlockHead]] = BlockHead
     args: BlockArguments
 
-    def new_head(self, target: PreTrainedModel, rows: Any) -> BlockHead:
-        head = BlockHead(BlockConfig(**self.new_config(target)))
-        copy_layers(list(head.layers), target, self.sources(target))
-        start_from_state(head.fc, head.config.num_aux_hidden_states - 1)
-        return head
-
-    def new_config(self, target: PreTrainedModel) -> dict[str, Any]:
-        """The fields of the config of a new head."""
+    def new_config(self, target: PreTrainedModel, rows: Any) -> BlockConfig:
         args, copied = self.args, self.sources(target)
         common = self.common_config(target, block_layers(len(decoder_layers(target)), len(copied)))
-        return common | {
+        own = {
             "layer": new_layer(target, qk_norm=True),
             "attention": (BlockAttention(causal=args.causal),) * len(copied),
             "block_size": args.depth + 1,
             "mask_token_id": common["vocab_size"] - 1 if args.mask_token_id is None else args.mask_token_id,
         }
+        return BlockConfig(**common | own)
 
     def draft(self, batch: Batch, states: States) -> Drafts:
         bound, first = self.bound(), self.head.config.first_proposing_position

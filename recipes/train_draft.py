@@ -11,6 +11,7 @@ merged in the end or saved as an adapter (`--merge false`).
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,11 +104,9 @@ def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     given = target.state_dict()
     for name, tensor in draft.state_dict().items():
-        parts = name.split(".")  # with layers [0, 7], model.layers.1.mlp.weight is model.layers.7.mlp.weight
-        index = next((i for i, part in enumerate(parts) if part.isdigit()), None)  # later numbers belong to experts
-        if index is not None:
-            parts[index] = str(layers[int(parts[index])])
-        tensor.copy_(whole(given[".".join(parts)]))
+        # With layers [0, 7], model.layers.1.mlp.weight is model.layers.7.mlp.weight; later numbers belong to experts.
+        source = re.sub(r"\.(\d+)\.", lambda number: f".{layers[int(number[1])]}.", name, count=1)
+        tensor.copy_(whole(given[source]))
     draft.generation_config = copy.deepcopy(target.generation_config)
     return cast(PreTrainedModel, draft)
 

@@ -12,8 +12,7 @@ cross-entropy of the confidence, each weighted by exp(-depth / 4).
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,12 +20,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from arguments import Options, launch, option
+from arguments import launch, option
 from conversations import Batch
-from draft_heads import copy_layers, start_from_state
 from drafter import choose_anchors
 from hf_specgen.heads.base import DraftHead
-from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.block import BlockConfig, BlockHead
 from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
 from losses import Drafts
 from target import States
@@ -40,10 +38,6 @@ class SparkArguments(BlockArguments):
 
     markov_rank: int = option(default=256, help="of the correction by the token before")
     markov_head_type: Literal["vanilla", "gated", "rnn"] = option(default="vanilla", help="kind of the correction")
-    decay: float = option(default=math.exp(-1 / 4), help="weight of each draft token's loss relative to the one before")
-    loss: Options = option(
-        default_factory=lambda: Options({"ce": 0.1, "tv": 1.8, "confidence": 1.0}), help="weights of the losses"
-    )
 
 
 class SparkDrafter(BlockDrafter):
@@ -52,23 +46,24 @@ class SparkDrafter(BlockDrafter):
     recipe, kind, head_class = "train_dspark", "DSpark head", DSparkHead
     args: SparkArguments
 
-    @torch.no_grad()
-    def new_head(self, target: PreTrainedModel, rows: Any) -> DSparkHead:
-        args, own = self.args, {"block_size": self.args.depth, "first_proposing_position": 0}
-        kinds = {"markov_rank": args.markov_rank, "markov_head_type": args.markov_head_type}
-        head = _without_correction(DSparkHead(DSparkConfig(**{**self.new_config(target), **own, **kinds})))
-        copy_layers(list(head.layers), target, self.sources(target))
-        start_from_state(head.fc, head.config.num_aux_hidden_states - 1)
-        return head
+    def new_config(self, target: PreTrainedModel, rows: Any) -> DSparkConfig:
+        block = replace(super().new_config(target, rows), block_size=self.args.depth, first_proposing_position=0)
+        return self.with_correction(block)
 
-    @torch.no_grad()
+    def with_correction(self, block: BlockConfig) -> DSparkConfig:
+        """The config of a block head, with a correction by the token before."""
+        kinds = {"markov_rank": self.args.markov_rank, "markov_head_type": self.args.markov_head_type}
+        return DSparkConfig(**{**vars(block), **kinds})
+
+    def new_head(self, target: PreTrainedModel, rows: Any) -> DSparkHead:
+        return _without_correction(super().new_head(target, rows))
+
     def loaded_head(self, name: str) -> DraftHead:
         """A DSpark head, or one that begins as a DFlash head, in the layout of that head."""
         head = super().loaded_head(name)
         if type(head) is not BlockHead:
             return head
-        kinds = {"markov_rank": self.args.markov_rank, "markov_head_type": self.args.markov_head_type}
-        spark = _without_correction(DSparkHead(DSparkConfig(**{**vars(head.config), **kinds})))
+        spark = _without_correction(DSparkHead(self.with_correction(head.config)))
         spark.load_state_dict(head.state_dict(), strict=False)
         return spark
 
@@ -96,6 +91,7 @@ class SparkDrafter(BlockDrafter):
         )
 
 
+@torch.no_grad()
 def _without_correction(head: DSparkHead) -> DSparkHead:
     """A new head, which first drafts as if it had no correction."""
     if head.markov_head is not None:

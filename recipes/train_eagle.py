@@ -18,24 +18,17 @@ section 3.1; P-EAGLE (2026), https://arxiv.org/abs/2602.01469.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from arguments import launch, option
 from conversations import Batch
-from draft_heads import (
-    HeadArguments,
-    HeadDrafter,
-    copy_layers,
-    frequent_tokens,
-    nearest_state,
-    new_layer,
-    start_from_state,
-)
+from draft_heads import HeadArguments, HeadDrafter, frequent_tokens, new_layer
 from drafter import Anchors, block_mask, choose_anchors, visible_positions
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig, eagle_layers
@@ -66,28 +59,31 @@ class EagleDrafter(HeadDrafter):
     recipe, kind, head_class = "train_eagle", "EAGLE-3 head", Eagle3Head
     args: EagleArguments
 
-    def new_head(self, target: PreTrainedModel, rows: Any) -> Eagle3Head:
-        args, matrix, copied = self.args, whole(output_matrix(target).weight), self.sources(target)
-        common = self.common_config(target, eagle_layers(len(decoder_layers(target))))
-        ids = frequent_tokens(rows, args.draft_vocab_size or len(matrix), len(matrix))
-        mask = len(matrix) - 1 if args.mask_token_id is None else args.mask_token_id
-        fields = common | {
+    def new_config(self, target: PreTrainedModel, rows: Any) -> EagleConfig:
+        args, common = self.args, self.common_config(target, eagle_layers(len(decoder_layers(target))))
+        mask = common["vocab_size"] - 1 if args.mask_token_id is None else args.mask_token_id
+        own = {
             "layer": new_layer(target),
-            "num_layers": len(copied),
-            "draft_vocab_size": len(ids),
+            "num_layers": len(self.sources(target)),
+            "draft_vocab_size": min(args.draft_vocab_size or common["vocab_size"], common["vocab_size"]),
             "fc_norm": args.fc_norm,
             "norm_output": args.norm_output,
             "own_lm_head": True,
             "mask_token_id": mask if args.parallel else None,
         }
-        head = Eagle3Head(EagleConfig(**fields))
-        copy_layers(list(head.layers), target, copied)
-        start_from_state(head.fc, nearest_state(common["aux_hidden_state_layers"], copied[0]))
-        assert isinstance(head.lm_head, torch.nn.Linear)
+        return EagleConfig(**common | own)
+
+    def first_state(self, states: Sequence[int], layer: int) -> int:
+        """The one nearest to the input of the layer, which is `hidden_states[layer]`."""
+        return min(range(len(states)), key=lambda place: abs(states[place] - layer))
+
+    def new_head(self, target: PreTrainedModel, rows: Any) -> Eagle3Head:
+        head, matrix = super().new_head(target, rows), whole(output_matrix(target).weight)
+        ids = frequent_tokens(rows, head.config.draft_vocab_size, len(matrix))
         head.lm_head.weight.data = matrix[ids].float().clone()
         if head.draft_to_target is not None:
             head.draft_to_target.copy_(ids)
-        return head
+        return cast(Eagle3Head, head)
 
     def draft(self, batch: Batch, states: States) -> Drafts:
         bound = self.bound()

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from arguments import Arguments, launch, option
 from conversations import IGNORED, Batch
-from drafter import Drafter
+from drafter import Drafter, with_lora
 from hf_specgen import FixedDepth, LayerSkipCandidates
 from hf_specgen.heads.exit_head import ExitHead, save_exit_head
 from losses import Drafts
@@ -43,8 +42,9 @@ class ExitDrafter(Drafter):
     def __init__(self, args: ExitArguments, target: PreTrainedModel, rows: Any):
         super().__init__(args, target, rows)
         self.layers = (args.exit_layer,)
-        lora = LoraConfig(r=args.rank, lora_alpha=args.rank, target_modules=["head"], modules_to_save=["norm"])
-        self.adapter = get_peft_model(cast(Any, ExitHead.from_target(target, args.exit_layer)), lora)
+        size = {"r": args.rank, "lora_alpha": args.rank}
+        head = ExitHead.from_target(target, args.exit_layer)
+        self.adapter = with_lora(head, size, target_modules=["head"], modules_to_save=["norm"])
         for parameter in self.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()  # bfloat16 is too coarse for small updates

@@ -1,4 +1,4 @@
-"""Runs a recipe: checks, data, the target's states, `Trainer`, the result with its card."""
+"""Runs a recipe: checks, data, the target's states, `Trainer`, the result with its measured acceptance and its card."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ import json
 import math
 import shutil
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any, cast
 
 import torch
+import transformers
+import yaml
 from accelerate import PartialState
-from huggingface_hub import HfApi
-from transformers import AutoTokenizer, EvalPrediction, Trainer, set_seed
+from datasets import Dataset
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from jinja2 import Template
+from transformers import AutoTokenizer, EvalPrediction, PreTrainedModel, Trainer, set_seed
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from arguments import Arguments, differences, parse
 from conversations import (
     ChatFormat,
+    Row,
     StepSampler,
     check_row_count,
     collate,
+    domain_of,
     encoded,
     first_of_domains,
     messages_of,
@@ -29,14 +36,23 @@ from conversations import (
     read_rows,
 )
 from drafter import Drafter
-from results import measure, target_answers, write_card
+from generate_answers import answer_rows, completions
+from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates
+from hf_specgen.candidates.auto import chat_template_hash
+from hf_specgen.counters import Statistics
+from hf_specgen.version import __version__
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 
-RUN = "run.json"
-"""File in the output folder: the arguments that decide the result."""
-LENGTHENED = ("max_steps", "num_train_epochs")
-"""Arguments that may change when a run is resumed."""
+RUN = "run.json"  # file in the output folder: the arguments that decide the result
+RECORD = "training.json"  # file beside the weights: for which target, chat template and length they were trained
 RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors")
+LENGTHENED = ("max_steps", "num_train_epochs")  # arguments that may change when a run is resumed
+TEMPLATES = Path(__file__).with_name("templates")
+TREE = 32  # draft tokens of a tree
+UNDRAFTED = NgramCandidates(policy=FixedDepth(0))
+"""Plain decoding, with the same passes in all processes, which a sharded target needs."""
+Prompts = list[tuple[int, Row]]
+"""Held-out prompts with their numbers."""
 
 
 def run(
@@ -50,7 +66,7 @@ def run(
     source = read_rows(args.data, args.data_split, args.data_config, args.streaming)
     messages_of(next(iter(source)))  # refuses other columns now, and below not after the training
     asked = read_rows(args.evaluation) if args.evaluation else []
-    prompts = list(enumerate(first_of_domains(asked, args.evaluation_per_domain)))
+    prompts = list(enumerate(first_of_domains(asked, {"default": args.evaluation_per_domain})))
     for _, row in prompts:
         prompt_of(row)
     needs_answers = bool(prompts) and (args.eval_strategy != "no" or args.simulate)
@@ -73,7 +89,7 @@ def run(
         tokens, call = [data["input_ids"][:], data["labels"][:]], [prompts, args.generation, args.evaluation_tokens]
         rows = stored_states(args, drafter, "train", tokens, lambda: data)
         held_out = stored_states(args, drafter, "evaluation", call, answers) if needs_answers else None
-        drafter.replace_target(target_without_layers(args))
+        drafter.use_target(target_without_layers(args))
     elif needs_answers:
         held_out = answers()
     del target
@@ -206,7 +222,7 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
     state.wait_for_everyone()
     if prompts:
         target = load_target(args) if args.features else drafter.target
-        drafter.replace_target(target)
+        drafter.use_target(target)
         results = measure(args, target, chat, prompts, drafter.settings)
         if state.is_main_process:
             write_card(drafter, chat, trainer.state.log_history, results)
@@ -217,3 +233,84 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
             ignore_patterns=["checkpoint*", "*/checkpoint*", "runs/*", "wandb/*", "training_args.bin"],
         )
     state.wait_for_everyone()
+
+
+@dataclass
+class Measured:
+    """What was counted in the generations of one domain: with chains, with trees; whether tokens are those of plain."""
+
+    chain: Statistics = field(default_factory=lambda: Statistics([]))
+    tree: Statistics = field(default_factory=lambda: Statistics([]))
+    identical: int = 0
+    prompts: int = 0
+
+
+def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, prompts: Prompts) -> Dataset:
+    """The target's own answers to the held-out prompts."""
+    with torch.random.fork_rng():
+        answers = dict(answer_rows(target, chat, prompts, UNDRAFTED, 0, args.generation, **call_of(args)))
+    return Dataset.from_list([answers[number] for number, _ in prompts])
+
+
+def call_of(args: Arguments) -> dict[str, Any]:
+    """Arguments of `generate_many` in the evaluation."""
+    return {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
+
+
+def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, settings: Any) -> dict[str, Measured]:
+    """Generate answers with the drafter as it was saved, and count; the random state is left unchanged."""
+    if not PartialState().is_main_process and not args.shard_target:  # a sharded target needs all in each pass
+        return {}
+    load, policy = AutoCandidates.from_pretrained, FixedDepth()
+    drafters = [load(args.output_dir, policy=policy, **settings(with_tree)) for with_tree in (False, True)]
+    with torch.random.fork_rng():
+        plain, chains, trees = (
+            dict(completions(target, chat, prompts, drafter, 0, args.generation, **call_of(args)))
+            for drafter in (UNDRAFTED, *drafters)
+        )
+    results: dict[str, Measured] = {}
+    for number, row in prompts:
+        result, tokens = results.setdefault(domain_of(row), Measured()), plain[number].tokens
+        result.chain += chains[number].statistics
+        result.tree += trees[number].statistics
+        result.identical += chains[number].tokens == tokens == trees[number].tokens
+        result.prompts += 1
+    return results
+
+
+def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], results: dict[str, Measured]) -> None:
+    """Write card, record and custom code into the output folder."""
+    args, folder = drafter.args, Path(drafter.args.output_dir)
+    record = {"target": args.target, "chat_template": chat_template_hash(chat.tokenizer)}
+    record |= {"chat_template_kwargs": dict(args.chat_template_kwargs), "max_length": args.max_length}
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_custom_generate(folder, args.hub_model_id or args.output_dir)
+    data = ModelCardData(
+        library_name=drafter.library,
+        tags=["speculative-decoding", "hf_specgen"],
+        base_model=args.target if not Path(args.target).exists() else None,  # ids of the Hub only
+    )
+    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    card = ModelCard.from_template(
+        data,
+        str(TEMPLATES / "card.md.j2"),
+        title=folder.name,
+        name=args.hub_model_id or args.output_dir,
+        drafter=drafter,
+        args=args,
+        parameters=trained / 1e6,
+        results=results,
+        tree=TREE,
+        dtype=str(drafter.target.dtype).removeprefix("torch."),
+        arguments=yaml.safe_dump(args.own_values(), sort_keys=False),
+        loss=next((entry["loss"] for entry in reversed(history) if "loss" in entry), None),
+        versions=f"hf-specgen {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+    )
+    card.save(folder / "README.md")
+
+
+def write_custom_generate(folder: Path, name: str) -> None:
+    """Write `custom_generate/generate.py` into the folder of a drafter that is loaded from `name`."""
+    path, template = folder / "custom_generate" / "generate.py", TEMPLATES / "custom_generate.py.j2"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(Template(template.read_text(encoding="utf-8")).render(name=name) + "\n", encoding="utf-8")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -12,16 +13,14 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from rich.console import Console
-from rich.progress import track
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.workloads import chat_text, load_model, maybe_prepacked, read_rows, strategies
+from hf_specgen.evaluation.workloads import chat_text, chosen_strategy, load_model, maybe_prepacked, read_rows
 from hf_specgen.many_prompts import Completion, generate_many
 
 Row = dict[str, Any]
@@ -32,7 +31,6 @@ RESUMABLE = ("plain", "draft", "heads", "adapter", "device")
 def show(settings: GenerateSettings) -> None:
     """Write the answers of all prompts that have none yet."""
     processes = PartialState(cpu=settings.device == "cpu" or not torch.accelerator.is_available())
-    console = Console(quiet=not processes.is_main_process)
     if settings.output.exists():
         raise ValueError(f"{settings.output} exists already; delete it or name another file")
     rows = rows_of(settings)
@@ -40,33 +38,69 @@ def show(settings: GenerateSettings) -> None:
     if processes.is_main_process:
         _begin(parts, settings)
     processes.wait_for_everyone()
-    known = read_answers(parts)
-    processes.wait_for_everyone()  # no process writes before all have read, so that all divide the same rows
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device or str(processes.device))
     texts = [_text(row[settings.column], tokenizer, settings.chat) for row in rows]
+    strategy, counts = chosen_strategy(settings.draft, settings.heads, settings.adapter, tokenizer), list[int]()
+
+    def answers(numbers: list[int]) -> Iterator[tuple[int, str]]:
+        for found in answer(model, tokenizer, [texts[number] for number in numbers], numbers, strategy, settings):
+            counts.append(len(found.tokens))
+            yield numbers[found.index], str(tokenizer.decode(found.tokens, skip_special_tokens=True))
+
     # Longest first, so that few rows run alone at the end.
-    order = sorted((index for index in range(len(rows)) if index not in known), key=lambda index: -len(texts[index]))
-    mine = order[processes.process_index :: processes.num_processes]
-    console.print(f"{len(rows)} rows, {len(known)} answered already, processes: {processes.num_processes}")
-    begin, tokens = perf_counter(), 0
-    named = strategies(settings.draft, settings.heads, settings.adapter, tokenizer=tokenizer)[1:]
-    strategy = named[-1].candidates if named else default_candidates()  # the last one that was named
-    part = parts / f"process-{processes.process_index}.jsonl"
-    with maybe_prepacked(model, settings.pack_weights), part.open("a", encoding="utf-8") as file:
-        file.write("\n")  # the last line may have been cut off
-        answers = answer(model, tokenizer, [texts[index] for index in mine], mine, strategy, settings)
-        for completion in track(answers, "prompts", len(mine), console=console, transient=True):
-            tokens += len(completion.tokens)
-            text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-            print(json.dumps([mine[completion.index], text]), file=file, flush=True)
-    processes.wait_for_everyone()
+    begin, order = perf_counter(), sorted(range(len(rows)), key=lambda number: -len(texts[number]))
+    with maybe_prepacked(model, settings.pack_weights):
+        found = answer_missing(parts, order, answers)
     if processes.is_main_process:
-        write_output(settings, rows, read_answers(parts))
+        write_rows(settings.output, ({**row, settings.answer_column: found[i]} for i, row in enumerate(rows)))
         shutil.rmtree(parts)
-    speed = tokens / max(perf_counter() - begin, 1e-9)
-    console.print(f"{settings.output}: {len(rows)} rows; this process: {tokens} tokens, {speed:.1f} tokens/s")
+    speed = sum(counts) / max(perf_counter() - begin, 1e-9)
+    processes.print(f"{settings.output}: this process: {sum(counts)} tokens, {speed:.1f} tokens/s")
     if not settings.plain and strategy.speculation is not None:
-        console.print(strategy.speculation.summary(), highlight=False)
+        processes.print(strategy.speculation.summary())
+
+
+def answer_missing(
+    parts: Path, numbers: Sequence[int], answer: Callable[[list[int]], Iterator[tuple[int, Any]]]
+) -> dict[int, Any]:
+    """Answers by number: those that earlier runs kept in a folder, and those that are missing there.
+
+    The processes divide the missing ones; `answer` yields them with their numbers, and each is written at once.
+    """
+    processes, known = PartialState(), read_answers(parts)
+    processes.print(f"{len(numbers)} rows, {len(known)} answered already, processes: {processes.num_processes}")
+    processes.wait_for_everyone()  # no process writes before all have read, so that all divide the same rows
+    parts.mkdir(parents=True, exist_ok=True)
+    missing = [number for number in numbers if number not in known]
+    mine = missing[processes.process_index :: processes.num_processes]
+    with (parts / f"process-{processes.process_index}.jsonl").open("a", encoding="utf-8") as file:
+        file.write("\n")  # the last line may have been cut off
+        for one in tqdm(answer(mine), total=len(mine), disable=not processes.is_main_process, unit="prompt"):
+            print(json.dumps(one), file=file, flush=True)
+    processes.wait_for_everyone()
+    return read_answers(parts)
+
+
+def read_answers(parts: Path) -> dict[int, Any]:
+    """The answers that earlier processes have written, by number; a line that was cut off is left out."""
+    known: dict[int, Any] = {}
+    for file in sorted(parts.glob("process-*.jsonl")):
+        for line in file.read_text(encoding="utf-8").split("\n"):
+            try:
+                number, found = json.loads(line)
+            except ValueError:
+                continue
+            known[number] = found
+    return known
+
+
+def write_rows(output: Path, rows: Iterable[Row]) -> None:
+    """Write a JSONL file, compressed if its name ends in .gz; it appears when it is complete."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    unfinished = output.with_name(output.name + ".unfinished")
+    # Without a time stamp, equal rows are equal files.
+    unfinished.write_bytes(gzip.compress(text, mtime=0) if output.suffix == ".gz" else text)
+    unfinished.replace(output)
 
 
 def rows_of(settings: GenerateSettings) -> list[Row]:
@@ -116,28 +150,6 @@ def answer(
     arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
     seeds = [settings.seed + row for row in rows]
     return generate_many(model, ids, strategy, max_rows=settings.batch_size, seed=seeds, **arguments)
-
-
-def read_answers(parts: Path) -> dict[int, str]:
-    """The answers that earlier processes have written, by row; a line that was cut off is left out."""
-    known: dict[int, str] = {}
-    for file in sorted(parts.glob("process-*.jsonl")):
-        for line in file.read_text(encoding="utf-8").split("\n"):
-            try:
-                index, text = json.loads(line)
-            except ValueError:
-                continue
-            known[index] = text
-    return known
-
-
-def write_output(settings: GenerateSettings, rows: Sequence[Row], answers: dict[int, str]) -> None:
-    """Write all rows with their answers, in the order of the source; the file appears when it is complete."""
-    unfinished = settings.output.with_name(settings.output.name + ".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        for index, row in enumerate(rows):
-            file.write(json.dumps({**row, settings.answer_column: answers[index]}, ensure_ascii=False) + "\n")
-    unfinished.replace(settings.output)
 
 
 def _begin(parts: Path, settings: GenerateSettings) -> None:

@@ -9,8 +9,7 @@ from transformers import GenerationMixin
 
 from hf_specgen.attachment import Attachment
 from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.combined import default_candidates
-from hf_specgen.evaluation.workloads import strategies
+from hf_specgen.evaluation.workloads import chosen_strategy
 from hf_specgen.generate import Settings
 from hf_specgen.patch import ATTACHMENT, install
 
@@ -25,9 +24,8 @@ def serve(model: str, draft: Sequence[str], heads: Sequence[str], adapter: str, 
     """
     from transformers.cli.transformers import app
 
-    named = strategies(draft, heads, adapter)[1:]
     batches = not (adapter or any(BATCHING[2:] in option for option in options))
-    with speculating(named[-1].candidates if named else default_candidates()):
+    with speculating(chosen_strategy(draft, heads, adapter)):
         app(["serve", model, *([BATCHING] if batches else []), *options], standalone_mode=False)
 
 

@@ -30,6 +30,7 @@ from hf_specgen.candidates import (
     LayerSkipCandidates,
     NgramCandidates,
 )
+from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.evaluation import DTYPES
 from hf_specgen.evaluation import WorkloadSettings as WorkloadSettings
 from hf_specgen.evaluation.measure import Variant
@@ -256,6 +257,12 @@ def strategies(
         replace(one, name=f"{one.name} {file}") if names[one.name] > 1 else one
         for one, file in zip(found, files, strict=True)
     ]
+
+
+def chosen_strategy(drafts: Sequence[str], heads: Sequence[str], adapter: str, tokenizer: Any = None) -> Candidates:
+    """The last strategy whose files are named, in the order of `strategies`; the default one if none is."""
+    named = strategies(drafts, heads, adapter, tokenizer=tokenizer)[1:]
+    return named[-1].candidates if named else default_candidates()
 
 
 def head_strategy(heads: str, tokenizer: Any = None) -> Strategy:

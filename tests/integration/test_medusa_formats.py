@@ -15,12 +15,12 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import MedusaConfig, MedusaHeads, export_head, load_head, save_head
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.tree import TreeStructure
-from results import write_custom_generate
 from tests.helpers import VOCAB, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import small_llama
+from training import write_custom_generate
 
 HYDRA = {"reads_token": True, "reads_path": True}
 TGI = "medusa_lm_head.safetensors"

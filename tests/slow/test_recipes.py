@@ -23,6 +23,7 @@ import train_layer_skip
 import train_medusa
 import training
 from hf_specgen import AutoCandidates
+from hf_specgen.cli.generate import read_answers
 from hf_specgen.heads import ExitHead, load_exit_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets.model_parts import decoder, output_logits
@@ -297,9 +298,9 @@ def test_answers_are_the_targets_own_and_resume(folder: Path, monkeypatch: Any) 
         patch.setattr(generate_answers, "answer_rows", lambda *given, **more: interrupted(answer_rows(*given, **more)))
         generate_answers.main([*settings, "--output", str(resumed)])
     (parts,) = folder.glob("resumed*.parts")
-    with (parts / "0.jsonl").open("a", encoding="utf-8") as file:
+    with (parts / "process-0.jsonl").open("a", encoding="utf-8") as file:
         file.write('[9, {"pro')  # interrupted in the eighth answer
-    kept = generate_answers.answers_so_far(parts)
+    kept = read_answers(parts)
     generate_answers.main([*settings, "--output", str(resumed)])
     assert len(kept) == 7 and all(row in rows for row in kept.values())
     assert resumed.read_bytes() == whole.read_bytes()

@@ -109,7 +109,7 @@ def test_local_files_of_every_kind_are_read(tmp_path: Path, suffix: str) -> None
     {".csv": data.to_csv, ".parquet": data.to_parquet}.get(suffix, data.to_json)(path)
     assert list(read_rows(path)) == rows and list(read_rows(path, "train[1:]", streaming=False)) == rows[1:]
     assert list(read_rows(path, streaming=True)) == rows
-    assert first_of_domains(read_rows(path), 1) == rows[:1]
+    assert first_of_domains(read_rows(path), {"default": 1}) == rows[:1]
 
 
 def test_files_without_rows_or_answers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
