@@ -128,7 +128,7 @@ def check_arguments(args: Arguments) -> None:
         try:
             callback()
         except (RuntimeError, ImportError) as error:
-            raise ValueError(f"report_to={' '.join(args.report_to)}: {error}") from None
+            raise ValueError(f"report_to={' '.join(cast(list[str], args.report_to))}: {error}") from None
     if args.push_to_hub:
         HfApi(token=args.hub_token).create_repo(str(args.hub_model_id), exist_ok=True, private=args.hub_private_repo)
         args.push_to_hub = False  # `Trainer` would upload its checkpoints; the result is uploaded in the end

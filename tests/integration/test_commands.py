@@ -268,7 +268,7 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     assert not resumed.exists()
     part = next(source.parent.glob("resumed.jsonl.parts/process-0.jsonl"))
     part.write_text(part.read_text() + '[3, "cut o')
-    assert "belongs to a generate_rows with other settings" in generate_rows(source, resumed, exit_code=2)
+    assert "belongs to a run with other settings" in generate_rows(source, resumed, exit_code=2)
     assert "2 answered already" in generate_rows(source, resumed, "--temperature", "0.8")
     assert rows(resumed) == rows(complete) and calls == [5, 3]
 
