@@ -7,7 +7,7 @@ strategy is timed on a few prompts, and the fastest one is recommended as a line
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
@@ -36,7 +36,7 @@ from hf_specgen.cli.static_checks import (
 from hf_specgen.depth import CostCurve, FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Speed, Total, Variant, measure_round
+from hf_specgen.evaluation.measure import Comparison, Speed, Variant, measure_round, throughput
 from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
 
 LINE = "model.generate(**inputs, candidate_generator={})"
@@ -147,17 +147,14 @@ def _measure(settings: DoctorSettings, device: str, target: Blueprint, report: R
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
     measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
-    totals = {variant.name: Total() for variant in variants}
-    for number, inputs in enumerate(batches * settings.rounds):
-        samples = measure_round(model, inputs, variants, generation, 1 + number, first=number)
-        for name, sample in samples.items():
-            totals[name].add(sample, samples[PLAIN])
-    plain = totals.pop(PLAIN)
-    report.findings.append(same_tokens(totals, exact=target.dtype == torch.float32))
-    speeds = {name: Speed.of(total, plain) for name, total in totals.items()}
-    report.measured = {name: measured.to_dict() for name, measured in speeds.items()}
-    report.measured[PLAIN] = {"tokens_per_second": plain.tokens_per_second, "speedup": 1.0}
-    report.notes = {name: note(measured) for name, measured in speeds.items()}
+    measured = Comparison(variants)
+    for inputs in batches * settings.rounds:
+        list(measured.measure(model, inputs, generation))
+    report.findings += judge(measured, exact=target.dtype == torch.float32)
+    speeds = {variant.name: measured.speed(variant.name) for variant in variants[1:]}
+    report.measured = {name: speed.to_dict() for name, speed in speeds.items()}
+    report.measured[PLAIN] = {"tokens_per_second": throughput(measured.plain), "speedup": 1.0}
+    report.notes = {name: note(speed) for name, speed in speeds.items()}
     report.recommendation, report.reason = recommend(speeds, report.codes)
 
 
@@ -212,16 +209,15 @@ def note(measured: Speed) -> str:
     return "drafting and verifying take too long"
 
 
-def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:
-    """Whether the tokens are those of plain `generate`."""
-    different = [name for name, total in totals.items() if total.different]
-    if not different:
-        return Finding("same tokens", GOOD, "every answer is that of plain generate")
-    meaning = "rounding decides near-ties differently in this data type, as it does between batch sizes"
-    if exact:
-        meaning = "in float32 that must not happen: please report it, with the model's name"
-    found = f"answers of {', '.join(different)} differ from plain generate"
-    return Finding("same tokens", BAD if exact else WARNING, found, meaning)
+def judge(measured: Comparison, exact: bool) -> Iterator[Finding]:
+    """Whether the tokens are those of plain `generate`, and whether the times are reliable."""
+    if differences := measured.describe_differences(list(measured.samples)):
+        meaning = "in float32 that must not happen: please report it, with the model's name" if exact else ""
+        yield Finding("same tokens", BAD if exact else WARNING, differences, meaning)
+    else:
+        yield Finding("same tokens", GOOD, "every answer is that of plain generate")
+    if load := measured.describe_load():
+        yield Finding("times", WARNING, load, "measure again when nothing else runs")
 
 
 def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[str, str]:

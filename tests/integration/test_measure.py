@@ -16,7 +16,6 @@ from benchmarks.workloads.prompts import first_turns, followups
 from hf_specgen import NgramCandidates
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import Bucket, DraftLatency
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.evaluation.workloads import domain_prompts, encode
@@ -207,7 +206,7 @@ def test_default_settings_are_not_slower_than_plain(reference_model, tokenizer, 
     (arguments,) = family.with_defaults().settings.values()
     speedups = {}
     for domain in ("edit", "prose"):
-        texts = domain_prompts(WorkloadSettings(prompts_per_domain=CALLS))[domain]
+        texts = domain_prompts(CALLS)[domain]
         total = Projection()
         for seed, inputs in enumerate(encode(tokenizer, texts, 1)):
             candidates = arguments()["candidate_generator"]
