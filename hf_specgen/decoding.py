@@ -32,7 +32,7 @@ from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens
 
 UNLIMITED = 2**31
 """Draft tokens of a row that no position table limits."""

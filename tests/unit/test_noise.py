@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_specgen.verification import noise
-from hf_specgen.verification.noise import NoiseBuffer, check_multinomial
-from hf_specgen.verification.sampling import INVALID, argmax, exponential_race
+from hf_specgen.verification.base import INVALID, argmax, exponential_race
+from hf_specgen.verification.coupled import NoiseBuffer, check_multinomial
 
 CPU = torch.device("cpu")
 VOCAB = 17

@@ -19,7 +19,7 @@ from hf_specgen.candidates.tree_search import SearchLimits, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.memory import memory
 from hf_specgen.verification import VerificationResult
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.calls import make_call, make_state
 
