@@ -1,15 +1,23 @@
-"""One `generate` call: its tokens (`GenerationState`), and its settings (`Call`), as every plug-in receives them."""
+"""One `generate` call: its tokens (`GenerationState`), its settings (`Call`), what later calls use again (`Memory`).
+
+Every plug-in receives the call. What it learns about a target, latencies and acceptance by strategy, is in `memory`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
+
+T = TypeVar("T")
 
 
 class GenerationState:
@@ -295,3 +303,44 @@ class Call:
             return [[] for _ in range(self.state.batch)]
         embeddings = cast(Any, self.model).get_output_embeddings()
         return self.encoder.texts(0 if embeddings is None else len(embeddings.weight))
+
+
+class Memory:
+    """Keeps what calls have learnt as long as their target exists. May be shared by threads.
+
+    `generate(..., memory=False)` uses and adds latencies only.
+    """
+
+    def __init__(self, max_entries: int = 64):
+        self._max_entries, self._lock = max_entries, threading.Lock()
+        self._entries: WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = WeakKeyDictionary()
+
+    def recall(self, model: Any, key: Hashable, new: Callable[[], T]) -> T:
+        """A copy of what was last stored for this target and key, or else what `new` makes; `model` may be None."""
+        with self._lock:
+            entry = None if model is None else self._entries.get(model, OrderedDict()).get(key)
+            return new() if entry is None else _copied(entry)
+
+    def store(self, model: Any, key: Hashable, learnt: Any) -> None:
+        """Keep what a call has learnt, as a copy; nothing if `model` is None."""
+        if model is None:
+            return
+        with self._lock:
+            entries = self._entries.setdefault(model, OrderedDict())
+            entries[key] = _copied(learnt)
+            entries.move_to_end(key)
+            if len(entries) > self._max_entries:
+                entries.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+
+
+def _copied(learnt: T) -> T:
+    """A copy for a call that learns on its own, of what has a method `copy`; other values are shared."""
+    return getattr(learnt, "copy", lambda: learnt)()
+
+
+memory = Memory()
