@@ -32,7 +32,7 @@ from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens
 
 UNLIMITED = 2**31
 """Draft tokens of a row that no position table limits."""
@@ -114,7 +114,9 @@ class DecodingLoop:
             stack.callback(monitoring.end)
         self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
         draft_call = DraftCall.of(call, self.target, self.verification, depth)
-        self.drafter = with_grammar(candidates.start(draft_call), draft_call, candidates.tree)
+        self.drafter = candidates.start(draft_call)
+        if call.logits_processor:
+            self.drafter = with_grammar(self.drafter, draft_call, candidates.tree)
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
