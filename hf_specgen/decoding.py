@@ -24,7 +24,7 @@ from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.depth.latency import LatencyModel, StepLatency
-from hf_specgen.monitoring.monitor import Monitor, MonitorSession
+from hf_specgen.monitoring import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
 from hf_specgen.targets.requirements import check_computation, make_target

@@ -24,7 +24,7 @@ from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode
 from hf_specgen.depth import Policy
-from hf_specgen.monitoring.monitor import Monitor
+from hf_specgen.monitoring import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import mask_name

@@ -1,12 +1,14 @@
 """`hf-specgen doctor`: checks whether speculation works and is faster with these models on this machine.
 
 Checks that load no weights come first: support, tokenizers, sizes, heads, memory. If they find no problem, every
-strategy is timed on a few prompts, and the fastest one is recommended as a line of code.
+strategy is timed on a few prompts, and the fastest one is recommended as a line of code. `hf-specgen tune` measures
+latencies alone, and writes them to a file.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
@@ -18,8 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates import NgramCandidates
 from hf_specgen.candidates.presets import Preset, PresetCandidates
-from hf_specgen.cli.settings import DoctorSettings, terminal
-from hf_specgen.cli.static_checks import (
+from hf_specgen.cli.checkpoints import (
     BAD,
     GOOD,
     PROMPTS,
@@ -33,9 +34,10 @@ from hf_specgen.cli.static_checks import (
     support,
     tokenizers,
 )
-from hf_specgen.depth import CostCurve, FixedDepth
+from hf_specgen.cli.settings import DoctorSettings, TuneSettings, terminal
+from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.cost import measure_cost_curve
+from hf_specgen.evaluation.cost import measure_cost_curve, measure_latency
 from hf_specgen.evaluation.measure import Comparison, Speed, Variant, measure_round, throughput
 from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
 
@@ -228,3 +230,33 @@ def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[st
         return "model.generate(**inputs)", "no strategy was faster than plain generate on these prompts"
     doubt = "" if speeds[best].faster else "; the difference is small, more --rounds make it certain"
     return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best]}{doubt}"
+
+
+def tune(settings: TuneSettings) -> None:
+    """Measure latencies, store them for `AdaptiveDepth(latency=…)`, and print them."""
+    console = terminal()
+    if settings.latency.is_dir() or not os.access(settings.latency.resolve().parent, os.W_OK):
+        raise OSError(f"{str(settings.latency)!r} cannot be written; name a file in a folder that is writable")
+    model, _ = workloads.load_model(settings.model, settings.dtype, settings.device)
+    candidates = [one.candidates for one in strategies(settings.draft, settings.heads, settings.adapter)]
+    for strategy in candidates:  # every strategy must fit the target before anything is measured
+        strategy.target_requirements(model)
+    with console.status("measuring latencies"):
+        latency = measure_latency(model, candidates, rows=settings.batch_size, context=settings.context)
+    latency.save(settings.latency)
+    console.print(_latencies(latency))
+    console.print(f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", highlight=False)
+
+
+def _latencies(latency: LatencyModel) -> Table:
+    """Latencies relative to a plain step, a row for each number of rows."""
+    shown = (2, 4, 8, 16, 32)
+    drafters = sorted({kind for one in latency.buckets for kind in one.drafters} - {"any"})
+    titles = ["rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters]
+    view = Table(*titles, box=SIMPLE, pad_edge=False, title="latency in plain steps", title_justify="left")
+    for curve, kinds in latency.buckets:
+        cells = [str(curve.batch), str(curve.context), f"{1000 * curve(1):.1f} ms"]
+        cells += [f"{curve.relative(tokens):.2f}" for tokens in shown]
+        cells += [f"{kinds[kind].seconds[0] / curve(1):.2f}" for kind in drafters]
+        view.add_row(*cells)
+    return view

@@ -131,15 +131,16 @@ class GenerateSettings(AnswerSettings):
     seed: Annotated[int, Option(help="Seed; that of each row is its number added to it.")] = 0
 
 
-def command(app: typer.Typer, name: str, settings: Any) -> None:
-    """Register `hf_specgen.cli.NAME.show(settings)` as a command whose options are the fields of a dataclass.
+def command(app: typer.Typer, name: str, settings: Any, function: str) -> None:
+    """Register `hf_specgen.cli.FUNCTION(settings)` as a command whose options are the fields of a dataclass.
 
-    The docstring of the dataclass is the command's help. Where `show` returns False, the exit code is 1.
+    The docstring of the dataclass is the command's help. Where the function returns False, the exit code is 1.
     """
+    module, function = function.split(".")
 
     def run(**options: Any) -> None:
         with errors():
-            succeeded = import_module(f"hf_specgen.cli.{name}").show(settings(**options))
+            succeeded = getattr(import_module(f"hf_specgen.cli.{module}"), function)(settings(**options))
         if succeeded is False:
             raise typer.Exit(1)
 

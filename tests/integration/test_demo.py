@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
 from hf_specgen.cli import demo
-from hf_specgen.cli.app import app
+from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.chat import AnswerWriter, Chat, Conversation
 from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation import measure

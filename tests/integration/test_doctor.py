@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
-from hf_specgen.cli import doctor
-from hf_specgen.cli.app import app
+from hf_specgen.cli import checkpoints, doctor
+from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.doctor import Report, Speed, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
 from hf_specgen.counters import RowStep, Statistics
@@ -111,7 +111,7 @@ def test_memory_estimate_equals_the_bytes_of_weights_and_cache() -> None:
     output = model(torch.ones(3, 20, dtype=torch.long), use_cache=True)
     layers = output.past_key_values.layers
     assert plan.cache_bytes(3, 20) == sum(t.numel() * t.element_size() for x in layers for t in (x.keys, x.values))
-    tight = doctor.memory([plan], 1, 20, "cpu", available=int(1.05 * plan.weight_bytes))
+    tight = checkpoints.memory([plan], 1, 20, "cpu", available=int(1.05 * plan.weight_bytes))
     assert tight.result == "warning" and "tight" in tight.meaning
 
 
@@ -128,10 +128,10 @@ def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path)
 @pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama", "medusa_v1"])
 def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None:
     fixture = FIXTURES[name]
-    found = doctor.heads(str(fixture.head_folder), blueprint(str(fixture.target_folder), "float32"))
+    found = checkpoints.heads(str(fixture.head_folder), blueprint(str(fixture.target_folder), "float32"))
     assert found[0].result == "good" and "parameters" in found[0].found
     assert not any(finding.result == "bad" for finding in found)
-    others = doctor.heads(str(fixture.head_folder), blueprint(DRAFT, "float32"))
+    others = checkpoints.heads(str(fixture.head_folder), blueprint(DRAFT, "float32"))
     assert any(one.result == "bad" and "made for a target" in one.meaning for one in others)
 
 
