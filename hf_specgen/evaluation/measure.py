@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from hf_specgen.targets.support import is_rounding
 MARGIN = 1.05
 """Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
 BUSY = 1.3
-"""Slowest over fastest run of plain `generate`, per token, above which times are not reliable."""
+"""Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
 ROUNDING, UNEXPLAINED = "rounding", "NO"
 NO_TOKEN = -1
 """In place of a token after the end of the shorter output."""
@@ -42,13 +42,17 @@ class Variant:
 
 @dataclass
 class Sample:
-    """One variant on one batch of prompts; `ids` are `[batch, prompt + generated]`."""
+    """One variant on one batch of prompts; `ids` are `[batch, prompt + generated]`.
+
+    `thread_seconds` are those in which the calling thread ran.
+    """
 
     tokens: int
     seconds: float
     ids: torch.Tensor
     speculation: Statistics | None
     first_token: float = 0.0
+    thread_seconds: float = 0.0
 
 
 def throughput(samples: Sequence[Sample]) -> float:
@@ -99,7 +103,7 @@ def _run(
     arguments = {**arguments, "streamer": clock, "return_dict_in_generate": bool(followups)}
     statistics = list[Statistics]()
     wait(device)
-    clock.begin = begin = perf_counter()
+    thread_begin, clock.begin = thread_time(), perf_counter()
     output: Any = None
     for followup in [None, *followups]:
         if followup is not None:
@@ -110,9 +114,9 @@ def _run(
         if generator is not None:
             statistics.append(generator.speculation)
     wait(device)
-    seconds = perf_counter() - begin
+    seconds, thread_seconds = perf_counter() - clock.begin, thread_time() - thread_begin
     speculation = sum(statistics[1:], statistics[0]) if statistics else None
-    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds)
+    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, thread_seconds)
 
 
 def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:
@@ -331,6 +335,7 @@ class Comparison:
         self.variants = variants
         self.samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
         self.different, self.unexplained = Counter[str](), Counter[str]()
+        self.device = ""
 
     @property
     def plain(self) -> list[Sample]:
@@ -341,7 +346,7 @@ class Comparison:
         self, model: PreTrainedModel, inputs: dict[str, torch.Tensor], generation: dict[str, Any]
     ) -> Iterator[str]:
         """Run plain `generate`, then the other variants in turns; yields the name of each before it runs."""
-        number = len(self.plain)
+        number, self.device = len(self.plain), compat.input_device(model).type
         plain, *others = self.variants
         first = number % max(1, len(others))
         for variant in (plain, *others[first:], *others[:first]):
@@ -374,12 +379,11 @@ class Comparison:
         )
 
     def describe_load(self) -> str:
-        """One clause if other load on the machine makes the times unreliable, else empty."""
-        runs = [one for one in self.plain if one.tokens > 1]
-        times = [(one.seconds - one.first_token) / (one.tokens - 1) for one in runs]
-        if not times or max(times) <= BUSY * min(times):
+        """One clause if other processes delay the passes on a CPU, so that times are not reliable; else empty."""
+        waited = sum(one.seconds for one in self.plain) / max(sum(one.thread_seconds for one in self.plain), 1e-9)
+        if self.device != "cpu" or waited <= BUSY:
             return ""
         return (
-            f"a token of plain generate took up to {max(times) / min(times):.1f} times as long as in its fastest run; "
-            "something else uses the machine, so these figures are not reliable"
+            f"plain generate took {waited:.1f} times as long as it ran; something else uses the processor, so these "
+            "figures are not reliable"
         )
