@@ -24,7 +24,7 @@ from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.depth.latency import LatencyModel, StepLatency
-from hf_specgen.monitoring.monitor import Monitor, MonitorSession
+from hf_specgen.monitoring import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
 from hf_specgen.targets.requirements import check_computation, make_target
@@ -32,7 +32,7 @@ from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens
 
 UNLIMITED = 2**31
 """Draft tokens of a row that no position table limits."""
@@ -114,7 +114,9 @@ class DecodingLoop:
             stack.callback(monitoring.end)
         self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
         draft_call = DraftCall.of(call, self.target, self.verification, depth)
-        self.drafter = with_grammar(candidates.start(draft_call), draft_call, candidates.tree)
+        self.drafter = candidates.start(draft_call)
+        if call.logits_processor:
+            self.drafter = with_grammar(self.drafter, draft_call, candidates.tree)
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)

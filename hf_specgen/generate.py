@@ -17,16 +17,15 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.call import Call, Compile, EncoderInput, Prediction
+from hf_specgen.call import Call, Compile, EncoderInput, GenerationState, Prediction
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.presets import Preset, PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode
 from hf_specgen.depth import Policy
-from hf_specgen.monitoring.monitor import Monitor
+from hf_specgen.monitoring import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
-from hf_specgen.state import GenerationState
 from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import mask_name
 from hf_specgen.targets.support import check_model

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from hf_specgen import compat
-from hf_specgen.call import Call
+from hf_specgen.call import Call, GenerationState
 from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.joined import joined
 from hf_specgen.counters import Statistics
@@ -40,7 +40,6 @@ from hf_specgen.depth import AdaptiveDepth
 from hf_specgen.depth.latency import CostCurve
 from hf_specgen.generate import Settings
 from hf_specgen.outputs import OutputCollector
-from hf_specgen.state import GenerationState
 from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table

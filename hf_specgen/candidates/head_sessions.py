@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_specgen.call import memory
 from hf_specgen.candidates.acceptance import CalibratedSession
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
@@ -26,7 +27,6 @@ from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
 from hf_specgen.heads.runner import EagleRunner, HeadRunner
-from hf_specgen.memory import memory
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult

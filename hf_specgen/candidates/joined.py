@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from hf_specgen.call import GenerationState
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
 from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.depth import LatencyModel, PolicySession
-from hf_specgen.state import GenerationState
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession

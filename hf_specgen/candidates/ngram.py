@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 
-from hf_specgen.call import Prediction
+from hf_specgen.call import Prediction, memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
 from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
-from hf_specgen.memory import memory
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import verified_nodes
 

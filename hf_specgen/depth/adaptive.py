@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_specgen.call import Call
+from hf_specgen.call import Call, memory
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, LatencyModel, StepLatency
 from hf_specgen.depth.policy import Policy, PolicySession
-from hf_specgen.memory import memory
 from hf_specgen.targets.target import Target
 
 MAX_CHAIN = 32

@@ -27,7 +27,7 @@ from hf_specgen import (
     SpeculationMonitor,
 )
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.evaluation.workloads import read_prompts
+from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
 
@@ -228,7 +228,7 @@ def test_persistent_manager_speculates_only_where_the_call_does() -> None:
 
 def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) -> None:
     """Four requests at a time, with the budget of a memory-bound accelerator."""
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 4)
+    texts = domain_prompts(4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     policy = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
     passes: list[int] = []
@@ -246,7 +246,7 @@ def test_draft_budget_follows_the_latency_of_the_step(reference_model: Any, toke
 
     Would catch: drafts that a compute-bound step has no time for, drafting that goes on though nothing is verified.
     """
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 4)
+    texts = domain_prompts(4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     sizes = tuple(sorted({1, knee, 256}))
     curve = CostCurve(sizes, tuple(max(1.0, size / knee) for size in sizes), context=64, batch=1)
@@ -325,7 +325,7 @@ def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tok
 
     Their acceptance is compared with `generate`: a lower one shows wrong states.
     """
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 2)
+    texts = domain_prompts(2)
     prompts = [tokenizer(text)["input_ids"] for domain in ("json", "code") for text in texts[domain]]
     settings, policy = config(eos_token_id=2), FixedDepth(4)
     expected = [alone(reference_model, prompt, settings) for prompt in prompts]

@@ -24,7 +24,7 @@ from transformers import (
 
 from benchmarks.report.tables import BEGIN, END, collect
 from hf_specgen import DraftModelCandidates, NgramCandidates
-from hf_specgen.cli.app import app
+from hf_specgen.cli.__main__ import app
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
 
 BUNDLED = REFERENCE_LM

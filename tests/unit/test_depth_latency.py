@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen.call import memory
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, calibrate
 from hf_specgen.depth.latency import FORMAT
-from hf_specgen.memory import memory
 from tests.helpers import prompts, shared_draft, tiny_model
 from tests.helpers.depth import Clock, Model, Target, depth_call
 from tests.helpers.medusa import random_heads
