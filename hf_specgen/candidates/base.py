@@ -67,8 +67,14 @@ class DraftSession(ABC):
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""
 
+    rows_can_change = False
+    """Whether rows can join and leave between steps, see `keep_rows`."""
+
     def __init__(self, call: DraftCall):
         self.call = call
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        """Continue with these rows, in this order, and `new` ones after them; `call.state` has their texts already."""
 
     @property
     def remembers(self) -> bool:
@@ -80,6 +86,9 @@ class DraftSession(ABC):
         call = self.call
         samples_draft = call.verification is not None and call.verification.wants_q
         return call.remembers and not samples_draft and (call.depth is None or call.depth.remembers)
+
+    def plan(self, max_depths: Sequence[int]) -> None:
+        """Receive the depths of the next `draft` in advance, so that several sessions can share its passes."""
 
     @abstractmethod
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -118,6 +127,9 @@ class WrappedSession(DraftSession):
     @abstractmethod
     def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
         """The draft to verify instead of the session's."""
+
+    def plan(self, max_depths: Sequence[int]) -> None:
+        self._session.plan(max_depths)
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self._own_draft = self._session.draft(max_depths)

@@ -180,8 +180,9 @@ class DraftModelCandidates(PretrainedCandidates):
             )
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)  # runs the draft's encoder, if it has one
         check_computation(draft, TargetRequirements(), *prompt)
-        # Captured passes run without the hook that adds the target's hidden states.
-        compile: Compile = False if parallel is not None and parallel.layers else self.compile
+        # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
+        fixed = (parallel is None or not parallel.layers) and not call.state.rows_differ
+        compile: Compile = self.compile if fixed else False
 
         def reader(texts: list[list[int]]) -> Target:
             read = prompt if texts == prompts else draft_prompt(draft, call, texts, self.share_encoder)

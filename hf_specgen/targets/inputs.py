@@ -170,6 +170,11 @@ class RowLayout:
         self.offsets = tuple(self.offsets[index] for index in indices)
         self.prompt_slots = tuple(self.prompt_slots[index] for index in indices)
 
+    def add_rows(self, other: RowLayout) -> None:
+        """Number the rows anew, those of another layout after them."""
+        self.offsets, self.prompt_slots = self.offsets + other.offsets, self.prompt_slots + other.prompt_slots
+        self.rows = list(range(len(self.offsets)))
+
 
 def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
     """`[rows, …]` values of some rows of a batch as `[batch, …]`, with zeros for the other rows."""

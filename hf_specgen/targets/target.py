@@ -324,6 +324,16 @@ class Target:
             queue.cut(row, kept[row])
         self._set_lengths(queue.cached)
 
+    def replace_rows(self, kept: Sequence[int], new: Target | None) -> None:
+        """Continue with these rows, and with those of another such target after them; both are `is_joinable`."""
+        self._layout.keep_rows(kept)
+        self._masks.select_rows(kept)
+        self.cache.batch_select_indices(torch.tensor(kept))
+        if new is not None:
+            self._masks.add_rows(len(kept), new._masks, len(new.rows))
+            self.cache.add_rows(new.cache)
+        self._layout.add_rows(RowLayout(0, 0) if new is None else new._layout)
+
     def drop_rows(self, needed: Sequence[bool]) -> None:
         """Remove ended rows from the batch, with their part of the cache, once enough rows have ended."""
         indices = self._layout.rows_to_keep(needed)
