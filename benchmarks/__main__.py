@@ -122,13 +122,12 @@ def run_suite(options: Namespace) -> int:
 
 def _wide(given: dict[str, Any]) -> dict[str, Any]:
     """The settings of `--wide` on this machine."""
-    from hf_specgen.evaluation import WorkloadSettings
     from hf_specgen.evaluation.cost import fast_dtype
     from hf_specgen.evaluation.workloads import load
 
     if given.get("device", "cpu") != "cpu" or {"dtype", "resume"} & set(given):
         return WIDE
-    small, _ = load(WorkloadSettings())
+    small, _ = load()
     return WIDE_FLOAT32 if fast_dtype(small, WIDE["widen"]) == "float32" else WIDE
 
 

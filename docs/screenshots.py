@@ -52,11 +52,10 @@ def chat() -> Path:
 
     from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat, Conversation
-    from hf_specgen.evaluation import WorkloadSettings
     from hf_specgen.evaluation.cost import widen
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, load
 
-    model, tokenizer = load(WorkloadSettings())
+    model, tokenizer = load()
     draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
     model = widen(model, 300 * 10**6)
     generation = {"max_new_tokens": 64, "do_sample": False}

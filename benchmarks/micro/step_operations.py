@@ -34,7 +34,6 @@ from hf_specgen import (
 )
 from hf_specgen.candidates.one_pass import DEFAULT_NODES
 from hf_specgen.decoding import DecodingLoop, PolicyRunner
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_DRAFT,
     EMBEDDED_DSPARK,
@@ -89,8 +88,8 @@ def step_operations(repeats: int, quick: bool, prompt: str = "", max_new_tokens:
         prompt: the text to continue; left out, the first embedded prompt of the domain json.
         max_new_tokens: of each call.
     """
-    model, tokenizer = load(WorkloadSettings(device="cpu"))
-    texts = [prompt] if prompt else domain_prompts(WorkloadSettings())["json"][:1]
+    model, tokenizer = load(device="cpu")
+    texts = [prompt] if prompt else domain_prompts()["json"][:1]
     arguments = {**next(encode(tokenizer, texts, 1)), **GREEDY}
     arguments["max_new_tokens"] = min(24, max_new_tokens) if quick else max_new_tokens
     rows = []

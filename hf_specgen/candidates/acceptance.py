@@ -2,7 +2,7 @@
 
 A confidence is the drafter's probability of the token, or its part of the weights of
 `VerificationSession.draft_weights`. Acceptance is counted by rank and confidence; with few counts, the estimate is
-shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_specgen.memory`.
+shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_specgen.call.memory`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hf_specgen.call import memory
 from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.growth import Floats
-from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, verified_nodes
 

@@ -200,7 +200,7 @@ class HeadCandidates(PretrainedCandidates):
         head = self.load(model)
         if not self.accepts(head):
             raise ValueError(
-                f"{self._name!r} is a {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
+                f"{self._name!r} holds {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
                 "which chooses the strategy"
             )
         weight = output_matrix(model).weight

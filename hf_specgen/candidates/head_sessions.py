@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_specgen.call import memory
 from hf_specgen.candidates.acceptance import CalibratedSession
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
@@ -26,7 +27,6 @@ from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
 from hf_specgen.heads.runner import EagleRunner, HeadRunner
-from hf_specgen.memory import memory
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -71,14 +71,28 @@ class FeatureQueue:
         """Add the hidden states that the target computed for the tokens kept by the last step."""
         states = self._target.committed_states(self._layers)
         if self.is_empty:
-            # The target has processed all but the last token; positions that a given cache held have no features.
-            texts = zip(self._state.prompts, self._state.generated, strict=True)
-            lengths = [len(prompt) + len(generated) - 1 for prompt, generated in texts]
-            states = [row[max(0, len(row) - length) :] for row, length in zip(states, lengths, strict=True)]
-            self._processed = [length - len(row) for row, length in zip(states, lengths, strict=True)]
-            self._features, self._nothing = [[] for _ in states], states[0][:0]
+            self._nothing = states[0][:0]
+            self._begin(states)
+            return
         for features, new in zip(self._features, states, strict=True):
             features.append(new)
+
+    def _begin(self, states: Sequence[torch.Tensor]) -> None:
+        """Add the rows after those that are known, with the hidden states of their prompts."""
+        for row, new in enumerate(states[len(self._features) :], start=len(self._features)):
+            # The target has processed all but the last token; positions that a given cache held have no features.
+            length = len(self._state.prompts[row]) + len(self._state.generated[row]) - 1
+            new = new[max(0, len(new) - length) :]
+            self._processed.append(length - len(new))
+            self._features.append([new])
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Continue with these rows, and with those that the target has after them."""
+        self._features, self._processed = [self._features[row] for row in kept], [self._processed[row] for row in kept]
+        self._begin(self._target.committed_states(self._layers))
+        if self._history:
+            new = [(self._nothing, list[int]()) for _ in self._features[len(kept) :]]
+            self._history = [*(self._history[row] for row in kept), *new]
 
     def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
         """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions."""
@@ -154,6 +168,12 @@ class ReadsFeatures(HeadSession):
         self.runner, self.drafting = runner, [True] * self.call.state.batch
         self.queue = FeatureQueue(self.call, target, layers, window, runner.restart)
 
+    rows_can_change = True
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        self.queue.keep_rows(kept)
+        self.runner.keep_rows(kept, new)
+
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self.queue.is_empty:
             self.queue.receive()
@@ -207,6 +227,7 @@ class LastStateSession(HeadSession, AutoregressiveSession):
         assert call.model is not None
         super().__init__(call, k, tree, vocabulary_size(call.model))
         self.target, self.runner = target, runner
+        self.rows_can_change = isinstance(runner, MedusaRunner)
 
     def first_scores(self) -> torch.Tensor:
         """One pass over the last token of each row."""

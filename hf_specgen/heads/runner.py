@@ -44,8 +44,22 @@ class HeadRunner:
         if not kept or len(kept) == len(self.rows):
             return list(range(len(self.rows)))
         self.rows, self.lengths = [self.rows[index] for index in kept], [self.lengths[index] for index in kept]
-        self.cache.batch_select_indices(torch.tensor(kept))
+        self._select(kept)
         return kept
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        """Continue with these rows of the call, and `new` ones after them for which nothing was computed yet.
+
+        None has been dropped before.
+        """
+        self._batch = len(kept) + new
+        self.rows, self.lengths = list(range(self._batch)), [*(self.lengths[row] for row in kept), *[0] * new]
+        self._select([*kept, *[0] * new])
+        self.cache.set_lengths(self.lengths)
+
+    def _select(self, rows: list[int]) -> None:
+        """Continue with what was computed for these rows."""
+        self.cache.batch_select_indices(torch.tensor(rows))
 
     def _gather(self, values: Sequence[T]) -> list[T]:
         """Of values for each row of the call, those of the active rows."""
@@ -102,9 +116,7 @@ class EagleRunner(HeadRunner):
             needed: rows that are not needed any more are dropped, unless passes are captured.
         """
         if self._graphs is None:  # another number of rows would be captured anew
-            kept = self._drop(needed)
-            if hasattr(self, "last") and len(kept) < len(self.last.output):
-                self.last = HeadOutput(*(part[kept] for part in self.last))
+            self._drop(needed)
         self.cache.set_lengths(self.lengths)
         rows, states = self._gather(next_tokens), [row.to(self._like) for row in self._gather(features)]
         head: Any = self.bound.head
@@ -118,6 +130,11 @@ class EagleRunner(HeadRunner):
         self._keep_last(output, [part.stop - part.start for part in parts])
         self._hidden = self.last.hidden
         return self._scatter(self.bound.target_logits(self.last.output)[:, 0])
+
+    def _select(self, rows: list[int]) -> None:
+        super()._select(rows)
+        if hasattr(self, "last"):
+            self.last = HeadOutput(*(part[rows] for part in self.last))
 
     def _run(self, inputs: HeadInputs) -> HeadOutput:
         """One pass of the head, which appends to the cache; as a graph if it is short."""

@@ -1,4 +1,4 @@
-"""The cache of a call, and layers that keep more than keys and values: convolutions, recurrent states, an indexer.
+"""Cache layers that keep more than keys and values: convolutions, recurrent states, an indexer.
 
 A `StateLayer` keeps more columns than a convolution's window, so that it can be cut again where accepted tokens end. A
 recurrent state can only return to where the last pass began; `hf_specgen.targets.replay` processes tokens again.
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import (
     DummyLayer,
     LinearAttentionCacheLayerMixin,
@@ -18,9 +17,8 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from hf_specgen import compat
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_ROLLBACK, RaggedCache, RaggedLayer, check_crop
-from hf_specgen.targets.model_parts import INDEXED_TYPES, WITHOUT_CACHE, has_special_layers, layer_windows
+from hf_specgen.targets.cache import MAX_ROLLBACK, RaggedLayer, check_crop
+from hf_specgen.targets.model_parts import INDEXED_TYPES, WITHOUT_CACHE
 
 
 class StateLayer(LinearAttentionLayer):
@@ -203,51 +201,3 @@ def _make_layer(layer_type: str, settings: dict[str, Any], max_slots: int | None
     if layer_type in INDEXED_TYPES:
         return IndexedLayer(max_slots)
     return DummyLayer() if layer_type in WITHOUT_CACHE else RaggedLayer(window, max_slots)
-
-
-def call_cache(given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool) -> RaggedCache:
-    """The cache of a call; a copy of one that the caller of `generate` gave, which stays as it is until `return_cache`.
-
-    With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
-    """
-    length, user_owned = generation_config.max_length, compat.is_user_defined(given)
-    slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
-    if isinstance(given, RaggedCache):
-        return given.shared_copy()
-    if given is not None and (type(given) is not DynamicCache or given.offloading):
-        raise _unusable_cache(given, user_owned)
-    special = has_special_layers(config)
-    if user_owned and special:
-        raise ValueError(
-            "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "
-            "leave past_key_values out of the first call, and give later ones the cache that it returned"
-        )
-    if user_owned and given is not None:
-        return RaggedCache.from_dynamic(given, slots)
-    windows = [] if keeps_all else layer_windows(config)
-    if keeps_all and slots is not None:
-        slots += 128  # for the padding of captured passes
-    return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
-
-
-def return_cache(cache: RaggedCache, given: Any) -> Any:
-    """The cache that the caller gets at the end of a call: the one that it gave, if any, with the new contents."""
-    if given is None:
-        return cache
-    if isinstance(given, RaggedCache):
-        given.layers = cache.layers
-    else:
-        cache.to_dynamic(given)
-    return given
-
-
-def _unusable_cache(given: Any, user_owned: bool) -> ValueError:
-    """The reason why a call cannot speculate with a cache, and what to do."""
-    kind = type(given).__name__
-    if getattr(given, "offloading", False):
-        kind = f"an offloaded {kind}"
-    remedy = "leave past_key_values out" if user_owned else 'give cache_implementation="dynamic"'
-    return ValueError(
-        "candidate_generator= works with a DynamicCache that is not offloaded, or the cache of an earlier speculative "
-        f"call, not with {kind}; {remedy}"
-    )

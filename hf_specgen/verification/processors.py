@@ -19,7 +19,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 
 
 def _classes(names: str) -> frozenset[type]:

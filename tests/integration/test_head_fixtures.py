@@ -179,8 +179,8 @@ def test_ended_rows_leave_the_batch(name: str) -> None:
 @pytest.mark.parametrize("name", ["dflash_zlab", "speculators_peagle_llama"])
 def test_row_that_waits_for_slower_rows_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a draft behind a text that has not grown since the last one, whose features are read already."""
-    monkeypatch.setattr("hf_specgen.verification.noise.MAX_NOISE_BYTES", 0)
-    monkeypatch.setattr("hf_specgen.verification.noise.MIN_BUFFERED_STEPS", 2)
+    monkeypatch.setattr("hf_specgen.verification.coupled.MAX_NOISE_BYTES", 0)
+    monkeypatch.setattr("hf_specgen.verification.coupled.MIN_BUFFERED_STEPS", 2)
     sampling, fixture = SAMPLING["sampled"], FIXTURES[name]
     texts = plain_output(fixture.target, prompts(2), max_new_tokens=24, **sampling)[0][:, 12:].tolist()
     candidates = steered(AutoCandidates.from_pretrained(fixture.head_folder, k=4), [texts[0], []])

@@ -14,13 +14,12 @@ from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.domains import CATALOGUE, DomainError, load_domain, names_of
 from benchmarks.workloads.prompts import first_turns, followups
 from hf_specgen import NgramCandidates
+from hf_specgen.call import memory
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import Bucket, DraftLatency
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Variant, measure_round
 from hf_specgen.evaluation.workloads import domain_prompts, encode
-from hf_specgen.memory import memory
 from tests.helpers import tiny_model
 
 OURS = Variant("ours", lambda: {"candidate_generator": NgramCandidates(k=4)})
@@ -207,7 +206,7 @@ def test_default_settings_are_not_slower_than_plain(reference_model, tokenizer, 
     (arguments,) = family.with_defaults().settings.values()
     speedups = {}
     for domain in ("edit", "prose"):
-        texts = domain_prompts(WorkloadSettings(prompts_per_domain=CALLS))[domain]
+        texts = domain_prompts(CALLS)[domain]
         total = Projection()
         for seed, inputs in enumerate(encode(tokenizer, texts, 1)):
             candidates = arguments()["candidate_generator"]
