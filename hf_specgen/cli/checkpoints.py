@@ -271,11 +271,11 @@ def _ratio(safetensors: object, total: int | None) -> float | None:
 
 def in_cache(target: str) -> list[Draft]:
     """Cached checkpoints that fit the target: heads by their tensors, draft models by size and tokenizer."""
+    plan, found = blueprint(target, "auto"), []
     try:
         names = [repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:
         return []
-    plan, found = blueprint(target, "auto"), []
     for name in set(names) - {target}:
         try:
             kind = type(AutoCandidates.from_pretrained(name)).__name__
