@@ -94,7 +94,7 @@ def blueprint(name: str, dtype: str) -> Blueprint:
     """Read the configuration and the tokenizer of a model, in a dtype or "auto" for the checkpoint's."""
     with source_errors(name):
         config = AutoConfig.from_pretrained(name)
-        chosen = workloads.torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32
+        chosen = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
             model = workloads.generating_class(config)(config).eval()
         model.tie_weights()
