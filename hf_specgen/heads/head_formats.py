@@ -146,4 +146,7 @@ def head_format(checkpoint: Checkpoint) -> Format:
     if speculators:
         content = f"a speculators model of type {speculators[:40]!r}"
     names = "; ".join(format.name for format in sorted(FORMATS, key=lambda format: format.load is None))
-    raise ValueError(f"{content} are not a draft head of a known format; known are {names}")
+    raise ValueError(
+        f"{content} are not a draft head of a known format; known are {names}; a whole model drafts as "
+        "DraftModelCandidates (--draft)"
+    )

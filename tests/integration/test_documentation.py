@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shlex
 import tomllib
@@ -22,9 +23,11 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+import hf_specgen
 from benchmarks.report.tables import BEGIN, END, collect
-from hf_specgen import DraftModelCandidates, NgramCandidates
+from hf_specgen import Candidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.cli.__main__ import app
+from hf_specgen.generate import CALL_SETTINGS
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
 
 BUNDLED = REFERENCE_LM
@@ -50,6 +53,8 @@ PLACEHOLDERS = {
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
 GONE = " --trace-texts 0"
 """An option of the commit at which the suite `wide` was recorded."""
+INPUTS = {"_", "adapter", "checkpoint", "exit_layer", "head_or_path", "max_k", "model_or_id", "settings", "strategies"}
+"""Arguments of strategies that name what they draft with, or are not for users."""
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
 """The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#]*)(#[^)]*)?\)")
@@ -107,6 +112,15 @@ def test_navigation_names_every_page() -> None:
     navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
         assert f'"{page.relative_to(ROOT / "docs")}"' in navigation
+
+
+def test_page_of_keywords_names_every_setting() -> None:
+    """Would catch: a setting of `generate` or of a strategy that is documented nowhere."""
+    page = (ROOT / "docs" / "keywords.md").read_text(encoding="utf-8")
+    strategies = [getattr(hf_specgen, name) for name in hf_specgen.__all__ if name.endswith("Candidates")]
+    settings = {name for one in strategies for name in inspect.signature(one).parameters if one is not Candidates}
+    for name in (settings | set(CALL_SETTINGS)) - INPUTS:
+        assert f"`{name}`" in page, name
 
 
 def commands(page: Path) -> Iterator[list[str]]:
