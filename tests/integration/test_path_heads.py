@@ -46,12 +46,12 @@ def test_path_runner_has_the_logits_of_the_original_along_two_paths(
     name: str, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The greedy path and another one, in one tree. Would catch: the state of another path or depth."""
-    monkeypatch.setattr(path_head, "MAX_CANDIDATES", 10)
+    if limited:
+        monkeypatch.setattr(path_head, "MAX_CANDIDATES", 10)
     fixture = HEADS[name]
     bound: Any = load_head(fixture.head_folder).bind(fixture.target)
     for prompt in fixture.prompts:
         runner = PathRunner(bound, 1)
-        runner.full_vocabulary = not limited
         features, tokens = states_of(fixture, bound, fixture.text(prompt, 1))
         recorded = [fixture.drafted(prompt, 1, part) for part in ("greedy.", "second.")]
         first = runner.first_logits([features], [tokens], [True])
@@ -215,7 +215,7 @@ def test_layout_that_the_file_leaves_open_is_measured(first: int) -> None:
 
     for _ in range(2):
         assert_same_tokens(fixture.target, prompts(1), Recording(head, k=3), max_new_tokens=24)
-        assert sessions[-1]._votes.first == first and sessions[-1]._votes.are_clear
+        assert sessions[-1].runner.votes.first == first and sessions[-1].runner.votes.are_clear
 
 
 def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:
