@@ -28,7 +28,10 @@ DRAWN = ("n-grams", "n-grams + recycling", "draft model", "EAGLE", "n-grams + EA
 MEASURED = ROOT / "benchmarks" / "results" / "domains" / "report.json"
 REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-QUESTION = "Rename `price` to `cost` in this code.\n\ndef total(price, tax):\n    price = price + tax\n    return price"
+QUESTION = (
+    "Rename `buf` to `offset` in this code.\n\ndef readinto(self, b):\n    buf = self.read(len(b))\n"
+    "    b[:len(buf)] = buf\n    return len(buf)"
+)
 
 
 def terminal() -> Console:
