@@ -29,8 +29,8 @@ MEASURED = ROOT / "benchmarks" / "results" / "domains" / "report.json"
 REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUESTION = (
-    "Rename `buf` to `offset` in this code.\n\ndef readinto(self, b):\n    buf = self.read(len(b))\n"
-    "    b[:len(buf)] = buf\n    return len(buf)"
+    "Rename `fxn` to `target` in this code.\n\ndef return_module(self, name):\n"
+    "    fxn = self.module_for_loader(lambda self, module: module)\n    return fxn(self, name)"
 )
 
 
