@@ -93,8 +93,8 @@ class SpeculationMonitor(Monitor):
     """
 
     def __init__(self, window: int = 100, *, prometheus: bool | None = None):
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(f"window must be a number of steps, at least 1, got {window!r}")
         self.window: deque[RowStep] = deque(maxlen=window)
         """The last row steps."""
         self.drafts: Counter[tuple[int, int]] = Counter()

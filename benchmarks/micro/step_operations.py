@@ -32,7 +32,7 @@ from hf_specgen import (
     NgramCandidates,
     RecyclingCandidates,
 )
-from hf_specgen.candidates.independent_heads import DEFAULT_NODES
+from hf_specgen.candidates.one_pass import DEFAULT_NODES
 from hf_specgen.decoding import DecodingLoop, PolicyRunner
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_DRAFT,

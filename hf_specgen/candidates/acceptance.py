@@ -7,7 +7,6 @@ shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_sp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -112,17 +111,6 @@ class CalibratedSession(DraftSession):
         if self.remembers:
             for key, calibration in zip(self._keys, self.calibrations, strict=True):
                 memory.store(self.call.model, key, calibration)
-
-
-def log_tables(calibrations: Sequence[Calibration]) -> Floats:
-    """`[RANKS * calibrations * bins]` logarithms of the tables, each shrunk towards the counts of all of them."""
-    prior = CENTERS
-    if len(calibrations) > 1:
-        pooled = Calibration()
-        pooled.seen = np.sum([one.seen for one in calibrations], axis=0)
-        pooled.accepted = np.sum([one.accepted for one in calibrations], axis=0)
-        prior = pooled.table()
-    return np.log([one.table(prior) for one in calibrations]).astype(np.float32).swapaxes(0, 1).ravel()
 
 
 def confidence_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ from hf_specgen.verification.result import result_for
 Depth = int | Literal["auto"]
 """Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
 Tree = int | Literal["auto"] | None
-"""Number of draft tokens to verify; "auto" for the fastest tree of each step; None for chains."""
+"""Number of draft tokens to verify; "auto" for the fastest tree of each step; None: "auto" if k is, else chains."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Candidates(CandidateGenerator, ABC):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
         if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
-            raise ValueError(f'k must be at least 1, got {k!r}; or give "auto"')
+            raise ValueError(f'k must be a number of tokens, at least 1, or "auto", got {k!r}')
         self.policy = policy or (AdaptiveDepth() if k == "auto" else FixedDepth())
         self.k = max_k if k == "auto" else k
 

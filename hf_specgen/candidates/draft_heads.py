@@ -34,7 +34,7 @@ from hf_specgen.candidates.draft_vocabulary import (
 )
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.head_sessions import EagleSession, LastStateSession, PathSession
-from hf_specgen.candidates.independent_heads import MedusaSession, ParallelSession, default_size
+from hf_specgen.candidates.one_pass import MarkovSession, MedusaSession, ParallelSession, default_size
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
@@ -200,7 +200,7 @@ class HeadCandidates(PretrainedCandidates):
         head = self.load(model)
         if not self.accepts(head):
             raise ValueError(
-                f"{self._name!r} is a {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
+                f"{self._name!r} holds {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
                 "which chooses the strategy"
             )
         weight = output_matrix(model).weight
@@ -279,7 +279,8 @@ class DFlashCandidates(HeadCandidates):
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         if isinstance(bound.head, PathHead):
-            return PathSession(call, target, bound, self.k, self.tree, self.window(call, bound))
+            session = PathSession if bound.head.state_size else MarkovSession
+            return session(call, target, bound, self.k, self.tree, self.window(call, bound))
         runner, window = BlockRunner(bound, call.state.batch), self.window(call, bound)
         return ParallelSession(call, target, runner, min(self.k, runner.depth), self.tree, window)
 

@@ -39,7 +39,7 @@ from hf_specgen.candidates.draft_vocabulary import (
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
-from hf_specgen.heads.checkpoint import first_line
+from hf_specgen.heads.checkpoint import first_line, source_errors
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
 from hf_specgen.targets.support import check_model, position_table
@@ -233,7 +233,8 @@ class DraftModelCandidates(PretrainedCandidates):
             options = {name: value for name, value in self._loading.items() if value is not None}
             if target is not None:
                 options.setdefault("device_map", compat.input_device(target))
-            self._model = _auto_class(target).from_pretrained(self._name, **options)
+            with source_errors(str(self._name)):
+                self._model = _auto_class(target).from_pretrained(self._name, **options)
         return self._model
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
 from hf_specgen.candidates.head_sessions import FeatureQueue
-from hf_specgen.candidates.independent_heads import IndependentHeadsSession
+from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import Fields, Source, read_tensors, tensor_infos
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
@@ -276,7 +276,7 @@ class ParallelDraft:
         return linear.to(like.weight).requires_grad_(False)
 
 
-class ParallelDraftSession(IndependentHeadsSession):
+class ParallelDraftSession(OnePassSession):
     """Drafts for one call with a model that predicts all tokens in one pass."""
 
     def __init__(

@@ -1,7 +1,8 @@
 """Sessions of draft heads: they pass the target's hidden states to a head's runner, and draft with its logits.
 
-A tree grows level by level. Where the logits of a block are corrected by the path (DSpark, DFlash2, Domino), it grows
-by the corrected logits after each node, without a further pass. Heads without a correction: `independent_heads.py`.
+A tree grows level by level. Where the logits of a block are corrected by a state along the path (Domino, DSpark with a
+recurrent correction), it grows by the corrected logits after each node, without a further pass. Other block heads:
+`one_pass.py`.
 
 Source: DDTree (2026), https://arxiv.org/abs/2604.12989, for best-first trees over the distributions of a block.
 """
@@ -9,7 +10,6 @@ Source: DDTree (2026), https://arxiv.org/abs/2604.12989, for best-first trees ov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,9 +30,6 @@ from hf_specgen.heads.runner import EagleRunner, HeadRunner
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
-
-CONFIDENCE_LEVELS = 4
-"""Ranges of a confidence head's estimate, of equal width, with acceptance counts of their own."""
 
 
 class FeatureQueue:
@@ -239,8 +236,31 @@ class LastStateSession(HeadSession, AutoregressiveSession):
         return self.runner.first_logits(states, self.call.state.pending())
 
 
-class PathSession(ReadsFeatures, AutoregressiveSession):
-    """The state of one call with a block head whose logits are corrected by the path: DSpark, DFlash2, Domino."""
+class MeasuresLayout(HeadSession):
+    """Mixin of sessions with a `PathRunner`: which layout a block has is counted, and remembered for later calls."""
+
+    runner: PathRunner
+    _votes: LayoutVotes | None = None
+
+    def measure_layout(self) -> None:
+        """Let the runner count, where the checkpoint leaves the layout open."""
+        config = self.runner.config
+        self._key = ("layout", self.call.drafting.key)
+        if config.measures_layout:
+            model = self.call.model if self.remembers else None
+            self._votes = memory.recall(model, self._key, lambda: LayoutVotes(config.first_proposing_position))
+            self.runner.votes = self._votes
+
+    def end(self) -> None:
+        super().end()
+        if self._votes is not None and self.remembers:
+            memory.store(self.call.model, self._key, self._votes)
+
+
+class PathSession(MeasuresLayout, ReadsFeatures, AutoregressiveSession):
+    """The state of one call with a block head whose correction has a state along the path: Domino, recurrent DSpark."""
+
+    runner: PathRunner
 
     def __init__(
         self,
@@ -252,22 +272,12 @@ class PathSession(ReadsFeatures, AutoregressiveSession):
         window: DraftWindow | None = None,
     ):
         assert call.model is not None
-        config: Any = bound.head.config
-        levels = CONFIDENCE_LEVELS if getattr(config, "enable_confidence_head", False) else 1
-        super().__init__(call, min(k, config.depth), tree, vocabulary_size(call.model), calibrations=levels)
-        self._votes, self._block_size = None, config.block_size
-        self._key = ("layout", call.drafting.key)
-        if config.measures_layout:
-            assumed = config.first_proposing_position
-            model = call.model if self.remembers else None
-            self._votes = memory.recall(model, self._key, lambda: LayoutVotes(assumed))
-        runner = PathRunner(bound, call.state.batch, self.wants_q, self._votes)
+        runner = PathRunner(bound, call.state.batch)
+        super().__init__(call, min(k, runner.depth), tree, vocabulary_size(call.model))
         self.connect(target, runner, bound.aux_hidden_state_layers, window)
-
-    def end(self) -> None:
-        super().end()
-        if self._votes is not None and self.remembers:
-            memory.store(self.call.model, self._key, self._votes)
+        self._block_size = runner.config.block_size
+        runner.full_vocabulary = self.wants_q
+        self.measure_layout()
 
     def first_scores(self) -> torch.Tensor:
         """Process the text since the last draft with the target's features, and run the block; ended rows are dropped.
@@ -281,22 +291,9 @@ class PathSession(ReadsFeatures, AutoregressiveSession):
 
     def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
         """As for other drafters, but deeper levels cost nothing."""
-        children = min(children, self.runner.max_candidates)
         return tree_size(tree, self.call, depths, children, only_pass=self._block_size)
-
-    def calibration_of(self) -> torch.Tensor | None:
-        """With a confidence head, by its estimate: how often tokens are accepted is counted for each of its levels."""
-        if self.runner.confidence is None:
-            return None
-        return torch.bucketize(self.runner.confidence, _level_edges(self.runner.confidence.device))
 
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
         draft = super()._grow(max_depths, tree, children)
         self.passes = self.passes[:1]
         return draft
-
-
-@lru_cache(maxsize=16)
-def _level_edges(device: torch.device) -> torch.Tensor:
-    """Logits between the levels of a confidence head's estimate."""
-    return (torch.arange(1, CONFIDENCE_LEVELS) / CONFIDENCE_LEVELS).logit().to(device)

@@ -228,12 +228,15 @@ class _Verification(VerificationSession):
         super().__init__(call)
         self._drafter = drafter
 
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    def draft_weights(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if not self.call.do_sample:
-            return super().draft_weights(scores, steps)
+            return super().draft_weights(scores, steps, tokens)
         sessions = [row.call.verification for row in self._drafter.rows]
-        rows = zip(sessions, scores.split(1), steps, strict=True)
-        return torch.cat([one.draft_weights(part, [at]) for one, part, at in rows if one is not None])
+        ids = [None] * len(sessions) if tokens is None else tokens.split(1)
+        rows = zip(sessions, scores.split(1), steps, ids, strict=True)
+        return torch.cat([one.draft_weights(part, [at], own) for one, part, at, own in rows if one is not None])
 
     def choose(self, *_: Any) -> torch.Tensor:
         """Not asked for: each request is verified by a session of its own."""

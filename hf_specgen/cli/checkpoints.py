@@ -94,7 +94,7 @@ def blueprint(name: str, dtype: str) -> Blueprint:
     """Read the configuration and the tokenizer of a model, in a dtype or "auto" for the checkpoint's."""
     with source_errors(name):
         config = AutoConfig.from_pretrained(name)
-        chosen = workloads.torch_dtype(dtype) if dtype != "auto" else config.dtype or torch.float32
+        chosen = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
             model = workloads.generating_class(config)(config).eval()
         model.tie_weights()
@@ -271,11 +271,11 @@ def _ratio(safetensors: object, total: int | None) -> float | None:
 
 def in_cache(target: str) -> list[Draft]:
     """Cached checkpoints that fit the target: heads by their tensors, draft models by size and tokenizer."""
+    plan, found = blueprint(target, "auto"), []
     try:
         names = [repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:
         return []
-    plan, found = blueprint(target, "auto"), []
     for name in set(names) - {target}:
         try:
             kind = type(AutoCandidates.from_pretrained(name)).__name__

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 from time import perf_counter
 
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -82,7 +83,7 @@ def run_demo(settings: DemoSettings, on_change: Callable[[list[MeasuredTarget], 
                 return targets[:1]
             show_progress(f"{target.title}: widening the layers")
             target.dtype = fast_dtype(model, settings.wide * 10**6)
-            model = widen(model, settings.wide * 10**6, workloads.torch_dtype(target.dtype))
+            model = widen(model, settings.wide * 10**6, getattr(torch, target.dtype))
             target.title = f"{settings.wide}M {target.dtype}"
         _measure(target, model, tokenizer, settings.max_new_tokens, begin + seconds, show_progress)
     return targets

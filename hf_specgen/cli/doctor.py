@@ -105,8 +105,7 @@ def _ranking(report: Report) -> Table:
 
 def examine(settings: DoctorSettings) -> Report:
     """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found."""
-    device = settings.device or workloads.default_device()
-    workloads.check_device(device)
+    device = workloads.usable_device(settings.device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
     drafts = [blueprint(draft, settings.dtype) for draft in settings.draft]

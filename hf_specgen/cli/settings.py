@@ -171,6 +171,8 @@ def errors() -> Iterator[None]:
             message = f"not enough memory for this; use a smaller batch, length, model or dtype ({reason})"
         elif isinstance(error, RuntimeError):
             raise
+        elif isinstance(error, OSError) and error.strerror and error.filename:
+            message = f"cannot use {str(error.filename)!r}: {error.strerror}; name another file or folder"
         Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
         raise typer.Exit(2) from None
 

@@ -58,6 +58,8 @@ class AdaptiveDepth(Policy):
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
+        if not isinstance(self.latency, LatencyModel | None):
+            raise TypeError(f"latency must be a LatencyModel or a file of hf-specgen tune, got {latency!r}")
 
     def start(self, call: Call) -> AdaptiveSession:
         return AdaptiveSession(self, call)

@@ -206,7 +206,9 @@ class LatencyModel:
                 raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
             return cls(tuple(map(_bucket, data["slices"])))
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is not a latency file: {error!r}") from None
+            raise ValueError(f"{str(path)!r} is not a latency file: {error!r}; hf-specgen tune writes one") from None
+        except OSError as error:
+            raise OSError(f"cannot read {str(path)!r}: {error.strerror}; hf-specgen tune writes such a file") from None
 
 
 def _bucket(data: Any) -> Bucket:

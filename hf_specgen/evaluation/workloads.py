@@ -44,7 +44,6 @@ def _assets() -> Path:
     return clone if installed is None or installed.origin is None else Path(installed.origin).parent
 
 
-DTYPES = ("float32", "bfloat16", "float16")
 ASSETS = _assets()
 EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
@@ -83,7 +82,7 @@ def load(
     """A target, the embedded one by default, in evaluation mode, and its tokenizer for left-padded batches."""
     if not model and not EMBEDDED_MODEL.exists():
         raise FileNotFoundError(NOT_INSTALLED)
-    return load_model(model or str(EMBEDDED_MODEL), torch_dtype(dtype), device)
+    return load_model(model or str(EMBEDDED_MODEL), dtype, device)
 
 
 def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -92,9 +91,7 @@ def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTra
     Args:
         device: a device; "auto" to spread the model over all devices, as `device_map="auto"` does.
     """
-    device = device or default_device()
-    check_device(device)
-    dtype = torch_dtype(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    device = usable_device(device)
     with source_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         model_class = generating_class(AutoConfig.from_pretrained(name))
@@ -110,26 +107,17 @@ def generating_class(config: Any) -> Any:
     return named if hasattr(named, "generate") else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The floating-point type of this name."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {name!r}")
-    return cast(torch.dtype, getattr(torch, name))
-
-
-def default_device() -> str:
-    """The device of a command without `--device`: the accelerator if there is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def check_device(name: str) -> None:
-    """Raise a `ValueError` unless PyTorch can use this device."""
+def usable_device(name: str = "") -> str:
+    """A device by name, the accelerator or the CPU without one; a `ValueError` if PyTorch cannot use it."""
+    if not name:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
     try:
         torch.empty(0, device="cpu" if name == "auto" else name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).split("\n", 1)[0]
         raise ValueError(f"device {name!r} cannot be used here ({reason}); try cpu, cuda or auto") from None
+    return name
 
 
 def domain_prompts(per_domain: int = 5) -> dict[str, list[str]]:

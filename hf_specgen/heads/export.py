@@ -56,7 +56,7 @@ def export_head(head: DraftHead, folder: str | Path, to: str, target: PreTrained
     """
     programs = MEDUSA_PROGRAMS if isinstance(head, MedusaHeads) else PROGRAMS
     if to not in programs:
-        raise ValueError(f"unknown export {to!r} of a {type(head).__name__}; there are {', '.join(programs)}")
+        raise ValueError(f"{type(head).__name__} cannot be written for {to!r}; choose {', '.join(programs)}")
     if (Path(folder) / "config.json").exists():
         raise ValueError(f"{folder} holds a config.json already; export to a folder of its own")
     return _written(head, folder, to, target)

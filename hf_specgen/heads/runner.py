@@ -245,14 +245,14 @@ class BlockRunner(ParallelRunner):
 
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
-        self._config = cast(BlockConfig, bound.head.config)
-        self.depth = self._config.depth
+        self.config = cast(BlockConfig, bound.head.config)
+        self.depth = self.config.depth
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
-        first = self._config.first_proposing_position
+        first = self.config.first_proposing_position
         # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
-        causal = all(attention.causal for attention in self._config.attention)
-        size = min(first + depth, self._config.block_size) if causal else self._config.block_size
+        causal = all(attention.causal for attention in self.config.attention)
+        size = min(first + depth, self.config.block_size) if causal else self.config.block_size
         return self._block(features, self._anchors(tokens), size)[:, first : first + depth]
 
     def _anchors(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -266,7 +266,7 @@ class BlockRunner(ParallelRunner):
         states = padded(features, [slice(None)] * len(features))
         head.extend(states, self._positions(states.shape[1], device), self.cache)
         self._commit([len(row) for row in features])
-        blocks = torch.full((len(features), size), self._config.mask_token_id, device=device)
+        blocks = torch.full((len(features), size), self.config.mask_token_id, device=device)
         blocks[:, 0] = anchors
         output: HeadOutput = head(self.bound.embed(blocks), self._positions(size, device), self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)

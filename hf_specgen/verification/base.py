@@ -71,16 +71,19 @@ class VerificationSession(ABC):
         """Whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`)."""
         return False
 
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    def draft_weights(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Weight of each token as a draft token: the one most likely to be accepted has the largest.
 
         Args:
-            scores: `[batch, positions, draft vocab]` the draft's scores after its processors, on any device.
+            scores: `[batch, positions, …, draft vocab]` the draft's scores after its processors, on any device.
             steps: `[batch][positions]` which generated token each draft token is for, or `[batch][1]` if all of a row
                 are for the same; ignored for rows that take no part.
+            tokens: `[batch, positions, draft vocab]` the ids, if the scores are not those of tokens 0, 1, 2, …
 
         Returns:
-            `[batch, positions, draft vocab]`, non-negative. By default the draft's own probabilities.
+            Of the shape of the scores, non-negative. By default the draft's own probabilities.
         """
         return scores.float().softmax(dim=-1)
 
@@ -168,9 +171,11 @@ class IndependentDraftSession(VerificationSession):
         self._seed = int(torch.randint(2**62, ())) if call.do_sample else 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    def draft_weights(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """In descending order, a sample without replacement from `softmax(scores)`."""
-        weights, device = super().draft_weights(scores, steps), scores.device
+        weights, device = super().draft_weights(scores, steps, tokens), scores.device
         if not self.call.do_sample:
             return weights
         if device not in self._generators:

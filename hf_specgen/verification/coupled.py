@@ -54,16 +54,20 @@ class _CoupledSession(VerificationSession):
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device, self.call.seed)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    def draft_weights(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
-            return super().draft_weights(scores, steps)
+            return super().draft_weights(scores, steps, tokens)
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device, self.call.seed)
         buffered = [[max(step, self._confirmed) for step in row] for row in steps]
         noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
+        noise = noise if tokens is None else noise.gather(2, tokens)
         vocab = min(scores.shape[-1], noise.shape[-1])
-        return scores[..., :vocab].float().softmax(dim=-1) / noise[..., :vocab]
+        noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]
+        return scores[..., :vocab].float().softmax(dim=-1) / noise
 
     def max_row_skew(self) -> float:
         return self._noise.capacity if self._noise else super().max_row_skew()

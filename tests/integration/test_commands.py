@@ -27,6 +27,7 @@ from tests.helpers.medusa import random_heads
 from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
+EAGLE_HEAD = REFERENCE_LM.parent / "eagle3-head"
 
 
 BAD_INPUT = [
@@ -50,6 +51,22 @@ BAD_INPUT = [
     (["tune", MODEL, "--latency", "/no/such/file.json"], "cannot be written"),
     (["tune", MODEL, "--heads", str(DRAFT_LM)], "holds no heads"),
     (["chat", "/there/is/none"], "there is no folder"),
+    (["doctor", "", "--no-run"], "there is no folder ''"),
+    (["doctor", MODEL, "--no-run", "--draft", str(EAGLE_HEAD)], "; give a language model with its tokenizer"),
+    (
+        ["generate", MODEL, "none.jsonl", "out.jsonl"],
+        "cannot use 'none.jsonl': No such file or directory; name another",
+    ),
+    (
+        ["export", str(EAGLE_HEAD), "--to", "tgi", "--output", "out"],
+        "Eagle3Head cannot be written for 'tgi'; choose eagle",
+    ),
+    (
+        ["export", str(DRAFT_LM), "--to", "vllm", "--output", "out"],
+        "a whole model drafts as",
+    ),
+    (["find", "/there/is/none", "--offline"], "there is no folder '/there/is/none'"),
+    (["demo", "--model", MODEL], "No such option: --model"),
 ]
 
 
@@ -129,9 +146,6 @@ def test_tune_writes_a_latency_file_that_a_policy_reads(folder: Path, tmp_path: 
 
 
 # `hf-specgen find`: what of the Hub or of the local cache may draft for a target, in which order
-
-
-EAGLE_HEAD = REFERENCE_LM.parent / "eagle3-head"
 
 
 def repo(name: str, parameters: int | None, tags: tuple[str, ...] = (), downloads: int = 1) -> Any:

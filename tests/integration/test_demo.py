@@ -19,7 +19,7 @@ from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
-from hf_specgen.evaluation.workloads import domain_prompts, load, torch_dtype
+from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers.cli import run
 
 OURS = ("auto", "n-grams", "EAGLE", "draft model", "n-grams + draft")
@@ -126,15 +126,6 @@ def test_demo_leaves_the_second_target_out_where_the_first_one_takes_all_of_the_
     """Would catch: a demo of minutes on a busy machine."""
     output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0.1")
     assert "The 18M target was left out" in output and "16M float32: the tokens of all" in output
-
-
-@pytest.mark.parametrize("name", ["auto", "fp16", "int8", "__name__", ""])
-def test_torch_dtype_unknown_name_is_a_value_error_with_the_known_ones(name: str) -> None:
-    """Would catch: an AttributeError of torch, or something that is no dtype (defect B15)."""
-    with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16"):
-        torch_dtype(name)
-    with pytest.raises(ValueError, match="dtype must be"):
-        load(dtype=name)
 
 
 def test_domain_prompts_come_in_the_order_of_the_domains() -> None:

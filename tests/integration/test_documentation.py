@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shlex
 import tomllib
@@ -22,9 +23,11 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+import hf_specgen
 from benchmarks.report.tables import BEGIN, END, collect
-from hf_specgen import DraftModelCandidates, NgramCandidates
+from hf_specgen import Candidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.cli.__main__ import app
+from hf_specgen.generate import CALL_SETTINGS
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
 
 BUNDLED = REFERENCE_LM
@@ -48,11 +51,14 @@ PLACEHOLDERS = {
     "ID": "org/model",
 }
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
-RECORDED = "<!-- tables: begin -->"
-"""Begins recorded results, whose commands are those of their commits."""
+GONE = " --trace-texts 0"
+"""An option of the commit at which the suite `wide` was recorded."""
+INPUTS = {"_", "adapter", "checkpoint", "exit_layer", "head_or_path", "max_k", "model_or_id", "settings", "strategies"}
+"""Arguments of strategies that name what they draft with, or are not for users."""
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
 """The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
-LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#]*)(#[^)]*)?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +91,13 @@ def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatc
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_to_files(page: Path) -> None:
-    """Would catch: a page that was moved or renamed."""
-    for target, _ in LINK.findall(page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    """Would catch: a page that was moved, a page or a section that was renamed."""
+    for target, section in LINK.findall(page.read_text(encoding="utf-8")):
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if section and linked.suffix == ".md":
+            headings = [re.sub(r"[^\w\- ]", "", one.lower()) for one in HEADING.findall(linked.read_text("utf-8"))]
+            assert section[1:].replace("-", " ") in [one.replace("-", " ") for one in headings], target + section
 
 
 @pytest.mark.parametrize(("page", "folder"), [("benchmarks/README.md", "."), ("docs/benchmarks.md", "projected")])
@@ -104,9 +114,18 @@ def test_navigation_names_every_page() -> None:
         assert f'"{page.relative_to(ROOT / "docs")}"' in navigation
 
 
+def test_page_of_keywords_names_every_setting() -> None:
+    """Would catch: a setting of `generate` or of a strategy that is documented nowhere."""
+    page = (ROOT / "docs" / "keywords.md").read_text(encoding="utf-8")
+    strategies = [getattr(hf_specgen, name) for name in hf_specgen.__all__ if name.endswith("Candidates")]
+    settings = {name for one in strategies for name in inspect.signature(one).parameters if one is not Candidates}
+    for name in (settings | set(CALL_SETTINGS)) - INPUTS:
+        assert f"`{name}`" in page, name
+
+
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each command, without placeholders, comments and what another program prints."""
-    text = page.read_text(encoding="utf-8").split(RECORDED)[0]
+    text = page.read_text(encoding="utf-8").replace(GONE, "")
     for block, inline in COMMANDS.findall(text):
         for line in (block or inline.replace("\n", " ")).replace("\\\n", " ").split("\n"):
             words = shlex.split(line, comments=True)

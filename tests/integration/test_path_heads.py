@@ -50,7 +50,8 @@ def test_path_runner_has_the_logits_of_the_original_along_two_paths(
     fixture = HEADS[name]
     bound: Any = load_head(fixture.head_folder).bind(fixture.target)
     for prompt in fixture.prompts:
-        runner = PathRunner(bound, 1, full_vocabulary=not limited)
+        runner = PathRunner(bound, 1)
+        runner.full_vocabulary = not limited
         features, tokens = states_of(fixture, bound, fixture.text(prompt, 1))
         recorded = [fixture.drafted(prompt, 1, part) for part in ("greedy.", "second.")]
         first = runner.first_logits([features], [tokens], [True])
@@ -221,22 +222,3 @@ def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:
     fixture = HEADS["domino_specforge"]
     statistics = assert_same_tokens(fixture.target, prompts(2), strategy(fixture, k=5, tree=8), max_new_tokens=8)
     assert {tuple(step.passes) for step in statistics.passes if step.passes} <= {(8,), (16,)}
-
-
-@pytest.mark.parametrize(("bias", "level"), [(-9.0, 0), (0.5, 2), (9.0, 3)])
-def test_confidence_head_selects_the_calibration_of_a_node(bias: float, level: int) -> None:
-    """Would catch: acceptance that is counted for another level of the confidence head than it was looked up in."""
-    fixture, sessions = HEADS["speculators_dspark_vanilla"], list[Any]()
-    head: Any = load_head(fixture.head_folder)
-    head.confidence_head.proj.bias.fill_(bias)
-    head.confidence_head.proj.weight.zero_()
-
-    class Recording(DFlashCandidates):
-        def begin(self, *arguments: Any) -> Any:
-            sessions.append(super().begin(*arguments))
-            return sessions[-1]
-
-    candidates = Recording(head, k=3, tree=6)
-    fixture.target.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates, memory=False)
-    counts = [calibration.seen.sum() for calibration in sessions[0].calibrations]
-    assert counts[level] > 0 and sum(counts) == counts[level]
