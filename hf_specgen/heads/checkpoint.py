@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -260,18 +260,25 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A config and the tensors beside it."""
+    """A config and the tensors beside it, of which some may have been `loaded`."""
 
     source: Source
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read some of the tensors into memory; raises `ValueError` if a file is damaged."""
         files: dict[Path, list[str]] = {}
+        found: dict[str, torch.Tensor] = {}
         for name in names:
-            files.setdefault(self.tensors[name].file, []).append(name)
-        return {name: tensor for path, names in files.items() for name, tensor in read_tensors(path, names).items()}
+            if name in self.loaded:
+                found[name] = self.loaded[name]
+            else:
+                files.setdefault(self.tensors[name].file, []).append(name)
+        for path, of_file in files.items():
+            found |= read_tensors(path, of_file)
+        return found
 
 
 def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
