@@ -45,10 +45,6 @@ from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
 
-ASSUMED_ACCEPTANCE = 0.6
-"""Of each token of a strategy that estimates nothing."""
-MAX_INTERVAL = 15
-"""Most steps without drafting after one in which no draft token was expected to be faster."""
 Floats = NDArray[np.float64]
 Moves = dict[str, tuple[list[int], list[int]]]
 """By kind of attention, the slots to copy from, and to."""
@@ -165,13 +161,11 @@ class Request:
         self.tree, _ = self.loop.draft_step()
 
     def gains(self) -> Sequence[float]:
-        """What ranks each proposed token: its path probability, or 1 if a policy has chosen the depth."""
+        """What ranks each proposed token: its path probability; 1 if a policy has chosen the depth, or without one."""
         nodes = len(self.tree.parents[0])
-        if self.loop.policy.pass_latency is None:
+        if self.loop.policy.pass_latency is None or not self.tree.probability:
             return [1.0] * nodes
-        if self.tree.probability:
-            return self.tree.probability[0][:nodes]
-        return [ASSUMED_ACCEPTANCE**depth for depth in self.tree.depths(0)[1 : 1 + nodes]]
+        return self.tree.probability[0][:nodes]
 
     def commit(self, scores: torch.Tensor) -> list[int]:
         """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""
@@ -219,7 +213,6 @@ class PackedSteps:
         self._slots = min([window for window in windows if window], default=UNLIMITED)
         self._tokens, self._decoding, self._began = 0, 0, 0.0
         self._drafting = 0.0  # seconds in the step
-        self._plain_steps, self._interval = 0, 0  # until the next draft, and after the next one that is left out
 
     def _request(self, state: Any) -> Request:
         if state.request_id not in self._requests:
@@ -251,8 +244,7 @@ class PackedSteps:
         most = max(0, token_budget - tokens) if self._decoding else 0
         seconds = self._seconds(requests, token_budget)
         # Not where even drafts that are accepted as a whole would not be faster.
-        drafts = not self._plain_steps and (seconds is None or best_count([1.0] * most, self._decoding, seconds) > 0)
-        self._plain_steps = max(0, self._plain_steps - 1)
+        drafts = seconds is None or best_count([1.0] * most, self._decoding, seconds) > 0
         planned = []
         for one, request in zip(scheduled, requests, strict=True):
             if one.has_new_token and request.text:
@@ -291,8 +283,6 @@ class PackedSteps:
         if ranked and seconds is not None:
             gains = [gain for gain, _ in ranked]
             ranked = ranked[: best_count(gains, self._decoding, seconds[: 1 + len(gains)])]
-            self._interval = 0 if ranked else min(MAX_INTERVAL, 2 * self._interval + 1)
-            self._plain_steps = self._interval
         taken = Counter(number for _, number in ranked)
         return [taken[number] for number in range(len(requests))]
 
