@@ -22,7 +22,7 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from hf_specgen.targets.replay import ReplayQueue
+from hf_specgen.targets.state_cache import ReplayQueue
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.comparison import END
 from tests.helpers.medusa import random_heads

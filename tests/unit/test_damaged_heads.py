@@ -208,7 +208,8 @@ LATER: dict[str, list[tuple[Damage, str]]] = {
     ],
     "deepspec_dspark_qwen3_rnn": [
         (config(target_layer_ids=[0, 3]), "reads 3 hidden states of the target"),
-        (config(model_type="gemma4_text"), "'gemma4_text' are not supported"),
+        (config(model_type="gemma3_text"), "'gemma3_text' are not supported"),
+        (config(model_type="gemma4_text", layer_types=["sliding_attention"] * 2), "have to be of type full_attention"),
     ],
     "gemma4_assistant": [
         (config(text_config={"head_dim": HUGE}), "but config.json makes it"),
