@@ -134,12 +134,9 @@ def p_values(texts: torch.Tensor) -> list[float]:
 
 
 def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
-    """The p-value of Pearson's chi-square test with one stratum per row.
+    """The p-value of Pearson's chi-square test of `[strata, cells]` counts, whose sums are equal in each stratum.
 
-    Args:
-        observed: `[strata, cells]` counts.
-        expected: `[strata, cells]` expected counts, of the same sum in each stratum. Small cells of a stratum are
-            pooled; a stratum is left out if less than two cells remain.
+    Small cells of a stratum are pooled; a stratum is left out if less than two cells remain.
     """
     if observed[expected == 0].any():
         return 0.0

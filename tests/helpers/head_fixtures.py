@@ -49,13 +49,7 @@ RECORDED |= {"parallel": "block.", "block": "block.", "assistant": "clean.", "me
 
 
 class Drafted(NamedTuple):
-    """What the original drafted in a round.
-
-    Args:
-        logits: `[depths, vocab]`, or `[depths, candidates]` of the tokens in `candidates` alone.
-        is_normalised: whether they are the softmax of these.
-        tokens: of each depth, greedily.
-    """
+    """What the original drafted in a round: logits `[depths, vocab]`, or `[depths, candidates]` of these alone."""
 
     logits: torch.Tensor
     candidates: torch.Tensor | None

@@ -135,10 +135,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "merged LoRA": lambda model: with_lora(model).merge_and_unload(),
     "copied LoRA": lambda model: copy.deepcopy(with_lora(model)),
 }
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "LoRA": with_lora,
-    "compiled": lambda model: torch.compile(model, backend="eager"),
-}
+WRAPPERS: dict[str, Any] = {"LoRA": with_lora, "compiled": lambda model: torch.compile(model, backend="eager")}
 
 
 @pytest.mark.parametrize("kind", [*COPIES, *WRAPPERS])

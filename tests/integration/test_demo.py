@@ -237,8 +237,6 @@ def test_command_prints_one_answer(conversation: Conversation, line: str, messag
 
 
 def test_new_forgets_the_conversation_but_not_the_system_prompt(reference_model: Any, tokenizer: Any) -> None:
-    conversation = Conversation(
-        reference_model, tokenizer, {"max_new_tokens": 2, "do_sample": False}, system="Be brief."
-    )
+    conversation = Conversation(reference_model, tokenizer, {"max_new_tokens": 2}, system="Be brief.")
     dialogue(conversation, "Hello", "/new", "/quit", "never read")
     assert conversation.messages == [{"role": "system", "content": "Be brief."}] and conversation.cache is None

@@ -21,16 +21,8 @@ from hf_specgen import (
     statistics,
 )
 from hf_specgen.heads import MedusaConfig, MedusaHeads
-from tests.helpers import (
-    SAMPLING,
-    PrefixReader,
-    assert_same_tokens,
-    perturbed_copy,
-    plain_and_speculative,
-    shared_draft,
-    tiny_model,
-)
-from tests.helpers.comparison import SEED
+from tests.helpers import SAMPLING, PrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
+from tests.helpers.comparison import SEED, plain_and_speculative
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
 from tests.helpers.oracle import ORACLES
 

@@ -117,20 +117,15 @@ CASES_PER_CHUNK, CHUNKS = 16, 10
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "gptj", "qwen3_moe", "llama4_text", "deepseek_v3")
 MAX_CASES_PER_MUTATION = 60
 
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 # What a mutation needs to show, where cases drawn at random seldom have it.
 NEEDED: dict[str, dict[str, Any]] = {
     "accept one token too many": {"strategy": "oracle", "verification": "exact", "accuracy": 0.5},
-    "noise of the next step": {"do_sample": True, "top_k": 0, "verification": "exact"},
+    "noise of the next step": SAMPLED | {"verification": "exact"},
     "position off by one": {"architecture": "llama", "strategy": "oracle", "accuracy": 0.9},
-    "noise of the first row": {"do_sample": True, "top_k": 0, "verification": "exact", "lengths": (3, 5)},
+    "noise of the first row": SAMPLED | {"verification": "exact", "lengths": (3, 5)},
     "model not restored after an exception": {"architecture": "llama", "strategy": "skip", "fault": "model"},
-    "noise not given back": {
-        "strategy": "oracle",
-        "do_sample": True,
-        "top_k": 0,
-        "eos_columns": (6,),
-        "max_new_tokens": 14,
-    },
+    "noise not given back": SAMPLED | {"strategy": "oracle", "eos_columns": (6,), "max_new_tokens": 14},
     "accepted nodes not moved": {"strategy": "oracle_tree", "branches": 4},
     "scores of another token": {"strategy": "oracle_tree", "return_dict": True, "output_logits": True},
     "given cache not restored after an exception": {"return_dict": True, "turns": 2, "fault": "drafter"},

@@ -269,9 +269,7 @@ def test_given_cache_with_whole_prompt_same_tokens() -> None:
 @pytest.mark.parametrize(
     "candidates", [partial(Oracle, accuracy=0.7), LayerSkipCandidates(1, k=4)], ids=["oracle", "layer-skip"]
 )
-def test_text_on_one_side_of_frequency_change_same_logits(
-    parameters: dict, length: int, new: int, candidates: Any
-) -> None:
+def test_text_on_one_side_of_frequency_change(parameters: dict, length: int, new: int, candidates: Any) -> None:
     """Would catch: padding of shorter drafts that crosses the change, and changes the frequencies of all rows."""
     model = sharp_model("llama", 64 if parameters is LONG else 16, rope_parameters=parameters)
     assert_same_logits(model, prompts(2, length=length), candidates, max_new_tokens=new)

@@ -42,9 +42,7 @@ def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> 
     [*((name, False) for name in HEADS), ("domino_specforge", True), ("speculators_dspark_rnn", True)],
 )
 @torch.no_grad()
-def test_path_runner_has_the_logits_of_the_original_along_two_paths(
-    name: str, limited: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_runner_has_the_logits_of_the_original_on_two_paths(name: str, limited: bool, monkeypatch: Any) -> None:
     """The greedy path and another one, in one tree. Would catch: the state of another path or depth."""
     monkeypatch.setattr(path_head, "MAX_CANDIDATES", 10)
     fixture = HEADS[name]
@@ -104,9 +102,7 @@ def recorded_drafts(monkeypatch: pytest.MonkeyPatch, of: Any) -> list[DraftTree]
 
 @pytest.mark.parametrize("tree", [None, 8])
 @pytest.mark.parametrize("name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", LAYERED.folder.name])
-def test_path_head_rejection_gives_q_of_every_node(
-    name: str, tree: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None, monkeypatch: Any) -> None:
     """q is the corrected distribution: of each node's own path, and zero where the head never proposes."""
     fixture = FIXTURES[name]
     drafts = recorded_drafts(monkeypatch, type(strategy(fixture)))

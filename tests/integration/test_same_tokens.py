@@ -11,20 +11,12 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_specgen import AdaptiveDepth, AutoCandidates, NgramCandidates, Policy
-from tests.helpers import (
-    END,
-    SAMPLING,
-    PrefixReader,
-    RecordingStreamer,
-    assert_same_tokens,
-    fresh_model,
-    prompts,
-    tiny_model,
-)
+from tests.helpers import END, SAMPLING, PrefixReader, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.comparison import answers, plain_output
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.oracle import ORACLES
 from tests.helpers.policies import Irregular, padding
+from tests.helpers.processors import RecordingStreamer
 from tests.helpers.strategies import ENCODER_DECODERS, PARTLY_RIGHT, RANDOM_HEADS, STRATEGIES, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,9 +57,7 @@ UNUSUAL_PROMPTS: dict[str, torch.Tensor] = {
 
 @pytest.mark.parametrize(("settings", "policy", "batch"), CASES, ids=lambda value: getattr(value, "__name__", None))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategy_same_tokens(
-    strategy: str, settings: str, policy: Callable[[], Policy] | None, batch: int, tokenizer: Any
-) -> None:
+def test_strategy_same_tokens(strategy: str, settings: str, policy: Any, batch: int, tokenizer: Any) -> None:
     """Would catch: a cache that is wrong behind accepted paths, states of a wrong row or step, tokens after EOS."""
     arguments = {"max_new_tokens": TOKENS if strategy in PARTLY_RIGHT else 12, **SETTINGS[settings]}
     if settings == "stop string":

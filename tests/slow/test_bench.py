@@ -15,13 +15,7 @@ from benchmarks.harness.units import tuning_units
 from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.report import summary
 from benchmarks.workloads.domains import Domain
-from hf_specgen.evaluation.differences import (
-    ROUNDING,
-    UNEXPLAINED,
-    Difference,
-    explain_difference,
-    first_difference,
-)
+from hf_specgen.evaluation.differences import ROUNDING, UNEXPLAINED, Difference, explain_difference, first_difference
 from hf_specgen.evaluation.measure import Sample, Variant
 from tests.helpers import tiny_model
 from tests.helpers.captures import graphs_on_cpu

@@ -68,9 +68,8 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
     features = read_target(fixture.target, batch, bound.aux_hidden_state_layers).features
     anchors = choose_anchors(batch, ALL, 0)
     parallel = bound.head.config.mask_token_id is not None
-    drafted = (train_eagle.parallel_drafts if parallel else train_eagle.training_time_test)(
-        bound, batch, features, anchors, depth
-    )
+    draft = train_eagle.parallel_drafts if parallel else train_eagle.training_time_test
+    drafted = draft(bound, batch, features, anchors, depth)
     assert anchors.numbers.tolist() == list(range(len(conversations_of(batch))))
     for number, (row, begin, text, root) in enumerate(conversations_of(batch)):
         known, following = features[row, begin : begin + root + 1], text[1 : root + 2]

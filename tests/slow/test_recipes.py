@@ -324,14 +324,7 @@ def test_a_server_answers_conversations(folder: Path, monkeypatch: Any) -> None:
             return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="length")])
 
     monkeypatch.setattr(generate_answers, "InferenceClient", Client)
-    settings = [
-        "--target",
-        "name",
-        "--prompts",
-        str(folder / "messages.jsonl"),
-        "--output",
-        str(folder / "served.jsonl"),
-    ]
+    settings = ["--target", "name", "--prompts", f"{folder}/messages.jsonl", "--output", f"{folder}/served.jsonl"]
     more = ["--server", "http://localhost:8000/v1", "--chat-template-kwargs", "{enable_thinking: true}"]
     generate_answers.main([*settings, *more, "--generation", "{default: {do_sample: false}}"])
     rows = [json.loads(line) for line in (folder / "served.jsonl").read_text().splitlines()]

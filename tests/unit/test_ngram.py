@@ -164,9 +164,7 @@ def test_draft_after_an_edit_continues_the_text_being_copied(edited: list[int], 
 
 @thorough
 @given(texts.filter(len), st.lists(texts.filter(len), min_size=2, max_size=4), st.sampled_from([None, 8]))
-def test_draft_of_growing_text_finds_what_a_new_session_finds(
-    prompt: list[int], steps: list[list[int]], tree_size: int | None
-) -> None:
+def test_draft_of_growing_text_equals_a_new_session(prompt: list[int], steps: Any, tree_size: Any) -> None:
     """Would catch: generated tokens indexed twice or not at all after steps without a draft (budget 0)."""
     candidates = NgramCandidates(k=4, tree=tree_size)
     state = make_state([prompt, [1]])

@@ -298,9 +298,7 @@ ALL = 10**6
 
 @thorough
 @given(st.lists(texts, max_size=6), texts, st.integers(1, 30))
-def test_occurrences_in_a_growing_text_agree_with_the_reference(
-    parts: list[list[int]], other: list[int], batch: int
-) -> None:
+def test_occurrences_in_a_growing_text_agree_with_the_reference(parts: Any, other: list[int], batch: int) -> None:
     """Would catch: an occurrence missed, one too short, n-grams lost where the tables grow or between two batches.
 
     Separators follow some of the pieces.
