@@ -88,9 +88,7 @@ def emitted_by_choose(verifier: Verifier, draw: Draw, parents: Parents, trials: 
     return _follow(chosen, tokens, parents)
 
 
-def emitted_by_verify(
-    verifier: Verifier, draw: Draw, parents: Parents, trials: int, processors: LogitsProcessorList
-) -> torch.Tensor:
+def emitted_by_verify(verifier: Verifier, draw: Draw, parents: Parents, trials: int, processors: Any) -> torch.Tensor:
     """The same through `verify`, which applies the processors and follows the choices row by row."""
     tokens, q = draw(trials, parents)
     tree = DraftTree(tokens, (parents,) * trials, q)

@@ -72,10 +72,8 @@ class Fixture:
     def family(self) -> str:
         matches = [name for name in FAMILIES if self.expected["format"].startswith(name)]
         if not matches:
-            known = ", ".join(FAMILIES)
-            raise AssertionError(
-                f"fixture {self.folder.name} has the unknown format {self.expected['format']!r}; known are {known}"
-            )
+            name = self.expected["format"]
+            raise AssertionError(f"{self.folder.name} has the unknown format {name!r}; known are {', '.join(FAMILIES)}")
         return FAMILIES[max(matches, key=len)]
 
     @cached_property

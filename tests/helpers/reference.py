@@ -165,9 +165,8 @@ def naive_medusa_loss(
         for i in range(len(hidden)):
             later = i + head + 1
             if later < len(hidden) and rows[later] == rows[i]:
-                state = heads.blocks[head](
-                    hidden[i] + heads.token_maps[head](tokens[i, : heads.config.tokens_read(head)].flatten())
-                )
+                read = tokens[i, : heads.config.tokens_read(head)].flatten()
+                state = heads.blocks[head](hidden[i] + heads.token_maps[head](read))
                 q = output_logits(model, state).float().softmax(dim=-1)
                 total = total + decay**head * (p[later] * (p[later].log() - q.log())).sum()
     return total

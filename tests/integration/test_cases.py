@@ -26,14 +26,9 @@ STATE_STRATEGIES, STATE_TARGETS = ("ngram_tree", "draft_other", "medusa_auto"), 
 LATER_NODE = Case(
     **{"seed": 4600, "architecture": "smollm3", "window": 4, "lengths": (9,), "repetitive": True, "draft_tree": 8},
     **{"strategy": "draft_reencoded", "k": 4, "accuracy": 0.0, "policy": "random", "do_sample": True, "top_p": 0.5},
-    **{
-        "temperature": 0.7,
-        "min_p": 0.1,
-        "max_new_tokens": 10,
-        "eos_ids": (3, 4, 5),
-        "criteria": ("any_row", "max_time"),
-    },
-    **{"broken_logits": "nan", "entry": "custom", "return_dict": True, "output_scores": True, "cache": "dynamic"},
+    **{"temperature": 0.7, "min_p": 0.1, "max_new_tokens": 10, "eos_ids": (3, 4, 5), "broken_logits": "nan"},
+    **{"criteria": ("any_row", "max_time"), "entry": "custom", "return_dict": True, "output_scores": True},
+    cache="dynamic",
 )
 """Tokens before a stop where a later node has invalid scores, which plain `generate` never samples."""
 

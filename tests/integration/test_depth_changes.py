@@ -151,12 +151,9 @@ def answers(folder: str) -> dict[str, Any]:
     rows = [row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
     many = hf_specgen.generate_many(model, rows, CombinedCandidates(), max_rows=2, ordered=True, **GREEDY)
     found["many"] = [rows[completion.index] + completion.tokens for completion in many]
-    found["alone"] = [
-        model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row), dtype=torch.long), **GREEDY)[
-            0
-        ].tolist()
-        for row in rows
-    ]
+    found["alone"] = []
+    for ids in (torch.tensor([row]) for row in rows):
+        found["alone"] += model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY).tolist()
     with pytest.raises(ValueError, match="tensor parallel"):
         model.generate_batch(rows, candidate_generator=NgramCandidates())
     dist.barrier()

@@ -139,10 +139,7 @@ def test_setting_that_is_no_vocabulary_is_refused(vocabulary: Any) -> None:
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (
-            lambda: DraftModelCandidates(small_llama(99, 3), draft_vocabulary=[99]),
-            "has token 99, but the drafter has 99",
-        ),
+        (lambda: DraftModelCandidates(small_llama(99, 3), draft_vocabulary=[99]), "token 99, but the drafter has 99"),
         (
             lambda: DraftModelCandidates(str(FIXTURES["pard_llama"].checkpoint_folder), draft_vocabulary=[1]),
             "with a draft model that drafts all tokens in one pass",

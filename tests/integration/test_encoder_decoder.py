@@ -197,10 +197,7 @@ HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "cache": (
-        lambda: {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
-        "leave past_key_values",
-    ),
+    "cache": (lambda: {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "past_key_values"),
     "static": (lambda: {"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
     "beams": (lambda: {"num_beams": 2}, "set num_beams=1"),
     "attentions": (lambda: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

@@ -1,7 +1,7 @@
 """The random tester: 160 cases from a fixed seed, and proof that it can fail."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -105,9 +105,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "model not restored after an exception": (ReplaceableLayers, "replaced", _layers_stay_replaced),
     "given cache not restored after an exception": (RaggedCache, "shared_copy", lambda self: self),
 }
-MUTATIONS: dict[str, Callable[[], Any]] = {
-    name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()
-}
+MUTATIONS = {name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()}
 """Each makes a context in which the package has that fault."""
 
 

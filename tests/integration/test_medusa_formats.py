@@ -301,9 +301,8 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
                 for before, above, tokens in rows
             ]
             last = torch.tensor(level[1])
-            tree = GrownTree(
-                last, TreeStructure(last, last), above=torch.tensor(level[0]), nodes=nodes, level=depth + 1
-            )
+            more = {"above": torch.tensor(level[0]), "nodes": nodes, "level": depth + 1}
+            tree = GrownTree(last, TreeStructure(last, last), **more)
             logits = runner.next_logits(tree)
 
 

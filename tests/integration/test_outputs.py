@@ -43,9 +43,8 @@ def test_cache_made_in_inference_mode_continues_outside() -> None:
     """Would catch: an in-place write to an inference tensor."""
     model, inputs = tiny_model("llama"), prompts(1)
     with torch.inference_mode():
-        first = model.generate(
-            **inputs, max_new_tokens=6, return_dict_in_generate=True, candidate_generator=NgramCandidates()
-        )
+        arguments = {"max_new_tokens": 6, "return_dict_in_generate": True}
+        first = model.generate(**inputs, **arguments, candidate_generator=NgramCandidates())
     ids = first.sequences.clone()
     mask = {"attention_mask": torch.ones_like(ids)}  # the padding id is also a real token
     expected = model.generate(ids, max_new_tokens=8, **mask)
@@ -110,9 +109,7 @@ def generate_measured(inputs: dict[str, torch.Tensor], **arguments: Any) -> tupl
 @pytest.mark.parametrize("accuracy", [0.0, 1.0], ids=["rejected", "accepted"])
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("keep", KEEP)
-def test_output_scores_during_call_keep_no_rejected_nodes_alive(
-    batch: int, accuracy: float, processors: str, keep: str
-) -> None:
+def test_output_scores_keep_no_rejected_nodes_alive(batch: int, accuracy: float, processors: str, keep: str) -> None:
     """Would catch: scores kept as views of whole steps, or a second copy of every confirmed column.
 
     A step of these trees has 17 nodes: kept alive, they are 17 times what plain `generate` keeps where all are

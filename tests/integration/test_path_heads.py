@@ -119,17 +119,12 @@ def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None, 
                 assert ((q > 0).sum(dim=-1) <= 6).all()
 
 
+DSPARK = {"projector_type": "dspark"}
 MODELOPT = {"markov_head.": "", "confidence_head.proj": "confidence_proj"}
 LAYOUTS: list[tuple[str, dict[str, str], dict[str, Any], dict[str, Any], tuple[int, bool]]] = [
-    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, {"projector_type": "dspark", "shift_label": True}, (0, False)),
-    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, {"projector_type": "dspark", "shift_label": False}, (1, False)),
-    (
-        "deepspec_dspark_qwen3_rnn",
-        {"markov_head.": "logit_head.markov_head."},
-        {},
-        {"projector_type": "dspark"},
-        (0, True),
-    ),
+    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, DSPARK | {"shift_label": True}, (0, False)),
+    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, DSPARK | {"shift_label": False}, (1, False)),
+    ("deepspec_dspark_qwen3_rnn", {"markov_head": "logit_head.markov_head"}, {}, DSPARK, (0, True)),
     ("deepspec_dspark_qwen3_rnn", {}, {}, {}, (0, False)),
     ("speculators_dspark_vanilla", {}, {"sample_from_anchor": None}, {}, (0, True)),
     ("speculators_dspark_gated_noanchor_sliding", {}, {"sample_from_anchor": None}, {}, (1, True)),

@@ -121,9 +121,8 @@ def test_head_of_every_format_same_tokens(name: str, tree: int | None) -> None:
 @pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.2}], ids=["score-only", "row-wise"])
 def test_generate_batch_of_rows_takes_different_numbers_of_steps(arguments: dict[str, Any]) -> None:
     """Would catch: a batch cut to its shortest accepted draft."""
-    statistics = assert_same_tokens(
-        tiny_model("llama"), prompts(3), ORACLES["sometimes"], max_new_tokens=40, **arguments
-    )
+    arguments = {"max_new_tokens": 40, **arguments}
+    statistics = assert_same_tokens(tiny_model("llama"), prompts(3), ORACLES["sometimes"], **arguments)
     assert len({len(steps) for steps in statistics.rows}) > 1
 
 

@@ -87,9 +87,8 @@ def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:
     """Would catch: windows that are cut without the columns before them, and zeros in place of columns not kept."""
     model = fresh_model("lfm2", layer_types=["conv", "full_attention"] * 2)
     given = prompts(1)["input_ids"]
-    output = model.generate(
-        given, max_new_tokens=90, candidate_generator=NgramCandidates(k=3), return_dict_in_generate=True
-    )
+    call = {"max_new_tokens": 90, "candidate_generator": NgramCandidates(k=3), "return_dict_in_generate": True}
+    output = model.generate(given, **call)
     cache, length = output.past_key_values, output.past_key_values.get_seq_length()
     unchanged = copy.deepcopy(cache)
     cache.crop(-5)
@@ -134,9 +133,8 @@ def test_draft_model_with_image_same_tokens(kind: str) -> None:
 def test_layer_skip_with_image_same_tokens_or_refused(kind: str) -> None:
     """Would catch: image features that only the second half of the layers receives."""
     try:
-        assert_same_tokens(
-            multimodal_model(kind), multimodal_prompts(kind, 2), LayerSkipCandidates(1, k=3), max_new_tokens=10
-        )
+        model, inputs = multimodal_model(kind), multimodal_prompts(kind, 2)
+        assert_same_tokens(model, inputs, LayerSkipCandidates(1, k=3), max_new_tokens=10)
     except ValueError as refusal:
         assert "cannot draft with its own first layers" in str(refusal)
 

@@ -51,9 +51,8 @@ def test_both_sides_get_the_same_effort(reference_model) -> None:
     codes = {name: family.code_of("k=4") for name, family in families.items() if family.code}
     assert codes["n-grams"] == "NgramCandidates(k=4)" and families["n-grams"].code_of("k=auto") == "NgramCandidates()"
     for name, code in codes.items():  # would catch: an expression that builds another strategy than the measured one
-        assert type(eval(code, vars(hf_specgen).copy())) is type(
-            families[name].settings["k=auto"]()["candidate_generator"]
-        )
+        measured = families[name].settings["k=auto"]()["candidate_generator"]
+        assert type(eval(code, vars(hf_specgen).copy())) is type(measured)
     for setting, k, threshold in (("k=2", 2, 0.0), ("k=20 p>0.4", 20, 0.4)):
         config = families["assistant_model"].settings[setting]()["assistant_model"].generation_config
         assert (config.num_assistant_tokens, config.assistant_confidence_threshold) == (k, threshold)

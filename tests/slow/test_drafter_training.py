@@ -173,9 +173,8 @@ def test_every_loss_is_the_naive_one(drafted_ids: torch.Tensor | None) -> None:
     expected = {"kl": kl, "tv": tv, "lk": rate * kl + (1 - rate) * tv}
     expected["ce"] = cross_entropy(q.log()[inside], place, reduction="none")
     for name, each in expected.items():
-        torch.testing.assert_close(
-            draft_loss(model, drafts, known, {name: 2.0}, 1.0), 2 * each.sum(), rtol=1e-4, atol=1e-4
-        )
+        loss = draft_loss(model, drafts, known, {name: 2.0}, 1.0)
+        torch.testing.assert_close(loss, 2 * each.sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_acceptance_counts_are_those_of_replayed_drafts() -> None:

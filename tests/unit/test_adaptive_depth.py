@@ -217,9 +217,8 @@ def test_acceptance_of_siblings_does_not_increase_and_sums_to_at_most_one() -> N
 def counted(observations: int) -> Calibration:
     """A calibration with so many observations."""
     calibration = Calibration()
-    calibration.observe(
-        np.zeros(observations, dtype=int), np.full(observations, 0.5), np.ones(observations, dtype=bool)
-    )
+    depths, accepted = np.zeros(observations, dtype=int), np.ones(observations, dtype=bool)
+    calibration.observe(depths, np.full(observations, 0.5), accepted)
     return calibration
 
 

@@ -156,9 +156,8 @@ def test_retokenizer_shared_tokens_are_not_encoded_again() -> None:
     row, theirs = retokenizer("pairs", [10])
     row.extend([0, 2])  # both shared, and also a pair
     assert theirs.convert_ids_to_tokens(row.tokens[-2:]) == [CHARACTERS[0], CHARACTERS[2]]
-    assert (
-        theirs.convert_ids_to_tokens(theirs.encode(CHARACTERS[0] + CHARACTERS[2]))[-1] == CHARACTERS[0] + CHARACTERS[2]
-    )
+    both = CHARACTERS[0] + CHARACTERS[2]
+    assert theirs.convert_ids_to_tokens(theirs.encode(both))[-1] == both
 
 
 # The comparison of tokenizers

@@ -167,9 +167,7 @@ def test_load_of_another_file_raises(tmp_path: Path) -> None:
     [([1, -5], [0, 0], 9), ([1, 2], [0], 9), ([1, 2, 3], [0, 0, 0], 2), ([1], [0], 2**40)],
     ids=["negative token", "missing flag", "too many tokens", "huge"],
 )
-def test_load_of_a_manipulated_file_raises(
-    tmp_path: Path, tokens: list[int], is_output: list[int], max_tokens: int
-) -> None:
+def test_load_of_a_manipulated_file_raises(tmp_path: Path, tokens: Any, is_output: Any, max_tokens: int) -> None:
     """Would catch: a file of some bytes that makes us allocate terabytes, or index tokens that are none."""
     arrays = {"tokens": np.array(tokens, dtype=np.int32), "is_output": np.array(is_output, dtype=np.uint8)}
     save_file(arrays, tmp_path / "x", metadata={"format": FORMAT, "max_tokens": str(max_tokens)})

@@ -67,9 +67,8 @@ def test_every_answer_of_a_conversation_is_learnt_as_it_is_generated(tokenizer: 
     """Catches: a loss on prompts, on one answer only, or on a prompt other than the one the model sees."""
     (row,) = ChatFormat(tokenizer).encode({"messages": THREE}, 200)
     ids, labels = row["input_ids"], row["labels"]
-    assert (
-        ChatFormat(tokenizer).prompt({"messages": THREE[:2]}) == ids[: next(t for t in range(99) if labels[t] >= 0) + 1]
-    )
+    first = next(place for place, label in enumerate(labels) if label >= 0)
+    assert ChatFormat(tokenizer).prompt({"messages": THREE[:2]}) == ids[: first + 1]
     runs = answer_numbers({"labels": torch.tensor([labels])})
     learnt = torch.tensor(labels)[torch.tensor(labels) != IGNORED]
     texts = [tokenizer.decode(learnt[runs == number]) for number in (1, 2)]
@@ -77,9 +76,8 @@ def test_every_answer_of_a_conversation_is_learnt_as_it_is_generated(tokenizer: 
     assert all(ids[t + 1] == label for t, label in enumerate(labels) if label != IGNORED)
     assert int(learnt[-1]) == tokenizer.eos_token_id
     cut_off = next(iter(ChatFormat(tokenizer).encode({"messages": THREE, "finished": False}, 200)))
-    assert (
-        cut_off["input_ids"] == ids[: len(cut_off["input_ids"])] and tokenizer.eos_token_id != cut_off["input_ids"][-1]
-    )
+    cut = cut_off["input_ids"]
+    assert cut == ids[: len(cut)] and tokenizer.eos_token_id != cut[-1]
 
 
 def test_answers_that_a_template_rewrites_later_get_rows_of_their_own(tokenizer: Any, monkeypatch: Any) -> None:

@@ -274,11 +274,8 @@ def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: in
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))
     assert inputs.tolist() == [[3, *tree.tokens[0].tolist(), *[0] * (9 - tree.nodes)]]
-    assert (
-        padded.nodes == 9
-        and padded.parents[0][:4] == tree.parents[0]
-        and padded.probability[0][:4] == tree.probability[0]
-    )
+    assert padded.nodes == 9 and padded.parents[0][:4] == tree.parents[0]
+    assert padded.probability[0][:4] == tree.probability[0]
     assert padded.parents[0][4:] == ((-1,) * 5 if expanded_first else ())
 
 
