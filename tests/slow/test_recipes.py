@@ -73,6 +73,7 @@ FOR_TARGET = {
 }
 VARIANTS = {
     ("gpt2", "eagle"): ["--draft-vocab-size", "600"],
+    ("gpt2", "draft"): ["--gradient-checkpointing", "true"],
     ("gpt_neox", "dflash"): ["--layers", "2", "3"],
     ("gpt_neox", "medusa"): ["--num-layers", "2", "--reads-token", "true", "--lora-rank", "2"],
     ("gemma3_text", "eagle"): ["--parallel", "true", *AUX, "1", "3", "--fc-norm", "true"],
@@ -80,6 +81,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("architecture", FOR_TARGET)
 def test_any_target_gets_any_drafter(folder: Path, tmp_path: Path, architecture: str, name: str) -> None:
@@ -216,8 +218,10 @@ def test_an_exit_adapter_is_trained_and_fits_no_other_target(folder: Path) -> No
 @pytest.mark.parametrize(
     ("recipe", "more", "message"),
     [
+        (train_eagle, ["--target", "/there/is/none"], r"there is no folder '/there/is/none'"),
         (train_eagle, ["--layers", "9"], r"layers must be from 0 to 3, got \[9\]"),
         (train_eagle, [*AUX, "7"], r"aux_hidden_state_layers must be from 0 to 4, got \[7\]"),
+        (train_draft, ["--draft", "/there/is/none"], r"there is no folder '/there/is/none'"),
         (train_draft, ["--layers", "4"], r"layers must be indices of the target's layers, 0 to 3"),
         (train_layer_skip, ["--exit-layer", "4"], r"exit_layer must be between 1 and 3"),
         (train_layer_skip, ["--exit-layer", "2", "--report-to", "tensorboard"], r"report_to=tensorboard: .*installed"),
@@ -230,7 +234,7 @@ def test_what_cannot_work_is_refused_before_data_are_encoded(
 ) -> None:
     monkeypatch.setattr("training.encoded", lambda *_: pytest.fail("data were read"))
     monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: False)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         recipe.main(arguments(folder, "refused", *more))
 
 
@@ -287,6 +291,8 @@ def test_answers_are_the_targets_own_and_resume(folder: Path, monkeypatch: Any) 
     rows = [json.loads(line) for line in gzip.decompress(whole.read_bytes()).decode().splitlines()]
     excluded = {json.loads(line)["prompt"] for line in (folder / "held-out.jsonl").open(encoding="utf-8")}
     assert 20 <= len(rows) <= 25 and not excluded & {row["prompt"] for row in rows}
+    with pytest.raises(FileExistsError, match=r"whole\.jsonl\.gz exists already; delete it"):
+        generate_answers.main([*settings, "--output", str(whole)])
     answer_rows = generate_answers.answer_rows
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(generate_answers, "answer_rows", lambda *given, **more: interrupted(answer_rows(*given, **more)))

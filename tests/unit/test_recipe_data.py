@@ -114,6 +114,9 @@ def test_files_without_rows_or_answers_are_refused(tmp_path: Path, tokenizer: An
     with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl does not exist"):
         read_rows(str(tmp_path / "nothing.jsonl"))
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a", "response": "b"}])
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty\.jsonl cannot be read: it is empty"):
+        read_rows(str(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match="no conversation has an answer within max_length=2 tokens"):
         encoded(read_rows(str(tmp_path / "prompts.jsonl")), ChatFormat(tokenizer), 2)
 
@@ -190,6 +193,7 @@ def test_presets_are_valid_for_every_recipe(recipe: Any, name: str) -> None:
         (["--config", str(LAUNCH)], "unknown key 'compute_environment'"),
         (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
         (["--preset", "9b"], "unknown preset '9b'; there are 0.5b, 8b, 70b, reference"),
+        (["--lora", "16"], "argument --lora: write a mapping such as {r: 16}, not '16'"),
         (["--loss", "{mse: 1}"], "loss must weigh some of kl, ce, tv and lk"),
         (["--eval-strategy", "steps"], "needs evaluation, a file of held-out prompts"),
         (["--push-to-hub", "true"], "push_to_hub needs hub_model_id"),
