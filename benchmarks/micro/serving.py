@@ -1,6 +1,6 @@
 """Wall time with many prompts: continuous batching, replaced rows and batches; the sides take turns.
 
-The target is the embedded model, widened to 300M parameters in float32 without changing its function.
+The target is the bundled model, widened to 300M parameters in float32 without changing its function.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from hf_specgen import (
     NgramHistory,
     generate_many,
 )
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_DRAFT,
     EMBEDDED_EAGLE,
-    EMBEDDED_PROMPTS,
+    domain_prompts,
     load,
-    read_prompts,
 )
 
 PARAMETERS = 300 * 10**6
@@ -148,14 +146,14 @@ def batch_of_eight(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def _model(small: bool) -> PreTrainedModel:
-    model, _ = load(WorkloadSettings())
+    model, _ = load()
     return model if small else widen(model, PARAMETERS)
 
 
 def _prompts(domains: Sequence[str], count: int) -> Tokens:
     """The shortest prompts of some domains, as many of each."""
-    _, tokenizer = load(WorkloadSettings())
-    texts = read_prompts(EMBEDDED_PROMPTS, 20)
+    _, tokenizer = load()
+    texts = domain_prompts(20)
     each = [sorted((tokenizer(text)["input_ids"] for text in texts[domain]), key=len) for domain in domains]
     return [prompt for group in zip(*each, strict=True) for prompt in group][:count]
 

@@ -19,8 +19,7 @@ from benchmarks.report.tables import Rows
 from hf_specgen import Statistics
 from hf_specgen.counters import RowStep
 from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.differences import ROUNDING
-from hf_specgen.evaluation.measure import Interval, speedup_interval
+from hf_specgen.evaluation.measure import ROUNDING, Interval, speedup_interval
 
 ALL = "all"
 MIN_REQUESTS = 3

@@ -43,7 +43,8 @@ class PresetCandidates(Candidates):
         if name not in get_args(Preset):
             names = ", ".join(map(repr, get_args(Preset)))
             raise ValueError(
-                f"there is no preset {name!r}; choose {names}, or give a strategy such as NgramCandidates()"
+                f"there is no preset {name!r}; choose {names}, or give a strategy such as NgramCandidates(), for a "
+                "checkpoint AutoCandidates.from_pretrained(name)"
             )
         self.name = name
 

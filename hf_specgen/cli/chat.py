@@ -18,7 +18,7 @@ from hf_specgen.cli.settings import ChatSettings
 from hf_specgen.counters import StepRecord
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN, chat_text, load_model, maybe_prepacked, strategies
-from hf_specgen.monitoring.monitor import Monitor, MonitorSession
+from hf_specgen.monitoring import Monitor, MonitorSession
 
 ACCEPTED = "green"
 """Style of accepted draft tokens."""

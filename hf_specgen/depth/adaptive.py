@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_specgen.call import Call
+from hf_specgen.call import Call, memory
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, LatencyModel, StepLatency
 from hf_specgen.depth.policy import Policy, PolicySession
-from hf_specgen.memory import memory
 from hf_specgen.targets.target import Target
 
 MAX_CHAIN = 32
@@ -54,9 +53,13 @@ class AdaptiveDepth(Policy):
     """T(q) of the target, for calls in which it cannot be measured."""
     is_packed = False
     """Whether drafts without a pass are as long as for one row, as a budget for the rows of all calls cuts them."""
+    drafts_together = False
+    """Whether the rows of all calls that share the target's passes share those of the drafter too."""
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
+        if not isinstance(self.latency, LatencyModel | None):
+            raise TypeError(f"latency must be a LatencyModel or a file of hf-specgen tune, got {latency!r}")
 
     def start(self, call: Call) -> AdaptiveSession:
         return AdaptiveSession(self, call)
@@ -84,7 +87,7 @@ class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
-        self._call, drafting = call, call.drafting
+        self._call, drafting, self._policy = call, call.drafting, policy
         self._is_alone = policy.is_packed and drafting.negligible_cost
         self.remembers = policy.latency is None and call.remembers
         self._key = ("loss", drafting.key, call.temperature)
@@ -107,7 +110,8 @@ class AdaptiveSession(PolicySession):
         if known is None or not rows or self._is_alone:
             return known
         if self._share[0] is not known or self._share[1] != rows:
-            self._share = known, rows, known.shared(rows + self._call.state.batch)
+            shared = known.shared(rows + self._call.state.batch, self._policy.drafts_together)
+            self._share = known, rows, shared
         return self._share[2]
 
     def prefilled(self, target: Target) -> None:

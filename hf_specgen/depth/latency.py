@@ -99,6 +99,10 @@ class DraftLatency:
         """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
 
+    def divided(self, rows: int) -> DraftLatency:
+        """The part of each of `rows` that draft together."""
+        return replace(self, seconds=tuple(one / rows for one in self.seconds), overhead=self.overhead / rows)
+
     def draft(self, passes: Sequence[int]) -> float:
         """Seconds of a draft with these passes, each given by its tokens."""
         return self.overhead + sum(map(self.seconds_of, passes))
@@ -151,14 +155,19 @@ class LatencyModel:
         nearest = self.buckets[0] if len(self.buckets) == 1 else min(self.buckets, key=distance)
         return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_DRAFTER])
 
-    def shared(self, rows: int) -> LatencyModel:
-        """The latencies of one row of `rows` that share the target's passes and draft one after the other."""
+    def shared(self, rows: int, drafts_together: bool = False) -> LatencyModel:
+        """The latencies of one row of `rows` that share the target's passes; they draft together, or each for itself.
+
+        If together, the tokens of the drafter's passes are those of all rows.
+        """
         batches = {bucket.target.batch for bucket in self.buckets}
         nearest = min(batches, key=lambda batch: abs(log2(rows / batch)))
         buckets = []
         for curve, drafters in self.buckets:
             if curve.batch == nearest:
                 seconds = tuple(curve.seconds_of(rows * q) / rows for q in curve.queries)
+                if drafts_together:
+                    drafters = {kind: draft.divided(rows) for kind, draft in drafters.items()}
                 buckets.append(Bucket(replace(curve, seconds=seconds, batch=1), drafters))
         return LatencyModel(tuple(buckets), self.drafter)
 
@@ -197,7 +206,9 @@ class LatencyModel:
                 raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
             return cls(tuple(map(_bucket, data["slices"])))
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is not a latency file: {error!r}") from None
+            raise ValueError(f"{str(path)!r} is not a latency file: {error!r}; hf-specgen tune writes one") from None
+        except OSError as error:
+            raise OSError(f"cannot read {str(path)!r}: {error.strerror}; hf-specgen tune writes such a file") from None
 
 
 def _bucket(data: Any) -> Bucket:

@@ -19,7 +19,7 @@ from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens
 from tests.fuzz.models import ASSISTANT, FIXTURES
 
 CLASSES: dict[str, Any] = {

@@ -20,9 +20,9 @@ from hf_specgen import (
     RecyclingCandidates,
     Schedule,
 )
+from hf_specgen.call import memory
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.memory import memory
 from tests.fuzz.cases import Case
 from tests.fuzz.heads import CLASSES, exit_adapter, head_candidates, medusa_heads, recycling_table
 from tests.fuzz.models import KINDS, VOCAB, disturbed_copy, tiny_model, with_other_tokenizer

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_specgen.call import Call, DraftingSettings
+from hf_specgen.call import Call, DraftingSettings, GenerationState
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import PolicySession
-from hf_specgen.state import GenerationState
 
 
 class Model(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 from hf_specgen.tree import DraftTree, Parents, children, depths
 from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 from tests.helpers.calls import make_call, make_state

@@ -205,4 +205,5 @@ def corrected(bound: Any, hidden: torch.Tensor, tokens: torch.Tensor) -> Correct
     if head.max_candidates is not None:
         kept = base.topk(min(head.max_candidates, base.shape[-1]), dim=-1).indices
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
-    return Corrected(logits, head.confidence_logits(proposing, tokens[:, : proposing.shape[1]]))
+    confidence = getattr(head, "confidence_logits", lambda *_: None)
+    return Corrected(logits, confidence(proposing, tokens[:, : proposing.shape[1]]))

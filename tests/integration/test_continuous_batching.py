@@ -27,9 +27,9 @@ from hf_specgen import (
     SpeculationMonitor,
 )
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.evaluation.workloads import read_prompts
+from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers import fresh_model, shared_draft, tiny_model
-from tests.helpers.paths import BENCHMARK_ASSETS
+from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
 
 NEW = 16
 GPU_LIKE = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
@@ -228,7 +228,7 @@ def test_persistent_manager_speculates_only_where_the_call_does() -> None:
 
 def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) -> None:
     """Four requests at a time, with the budget of a memory-bound accelerator."""
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 4)
+    texts = domain_prompts(4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     policy = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
     passes: list[int] = []
@@ -246,7 +246,7 @@ def test_draft_budget_follows_the_latency_of_the_step(reference_model: Any, toke
 
     Would catch: drafts that a compute-bound step has no time for, drafting that goes on though nothing is verified.
     """
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 4)
+    texts = domain_prompts(4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     sizes = tuple(sorted({1, knee, 256}))
     curve = CostCurve(sizes, tuple(max(1.0, size / knee) for size in sizes), context=64, batch=1)
@@ -300,6 +300,7 @@ def test_calls_that_cannot_be_exact_are_refused(name: str) -> None:
 HEADS = {
     "medusa": lambda: MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads")),
     "eagle trees": lambda: EagleCandidates(str(BENCHMARK_ASSETS / "eagle3-head"), k=4, tree=8),
+    "draft model": lambda: DraftModelCandidates(str(DRAFT_LM), k=4, tree=8, draft_window=40),
     "dspark and n-grams": lambda: CombinedCandidates(
         [NgramCandidates(), AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "dspark-head"))]
     ),
@@ -308,11 +309,13 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tokenizer: Any, name: str) -> None:
-    """Would catch: states of another request, of a rejected token, or twice those of a prompt that is split or evicted.
+    """While requests join and leave the drafter's passes, in prompts that are split, and after an eviction.
+
+    Would catch: states or a cache of another request, or of a rejected token; states twice.
 
     Their acceptance is compared with `generate`: a lower one shows wrong states.
     """
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 2)
+    texts = domain_prompts(2)
     prompts = [tokenizer(text)["input_ids"] for domain in ("json", "code") for text in texts[domain]]
     settings, more = config(eos_token_id=2), {"policy": FixedDepth(4), "memory": False}
     expected = [alone(reference_model, prompt, settings) for prompt in prompts]
@@ -322,11 +325,36 @@ def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tok
         call = {"generation_config": settings, "candidate_generator": strategy}
         reference_model.generate(torch.tensor([prompt]), **call, **more)
         one_by_one += strategy.speculation.steps
-    for batching in ({"max_batch_tokens": 80}, {"num_blocks": 32, "max_batch_tokens": 80}):
+    for batching in ({"max_requests_per_batch": 2}, {"num_blocks": 32, "max_batch_tokens": 80}):
         strategy = HEADS[name]()
         found = run(reference_model, prompts, batching, settings, candidate_generator=strategy, **more)
         assert found == expected
         assert strategy.speculation.steps <= 1.1 * one_by_one
+
+
+@pytest.mark.parametrize("strategy", ["draft model", "combined"])
+def test_drafter_makes_one_pass_for_all_requests(strategy: str) -> None:
+    """Would catch: a draft model that drafts for one request after the other."""
+    model, prompts, passes = tiny_model("llama"), requests(12), list[int]()
+    draft = fresh_model("llama")
+    candidates: Any = DraftModelCandidates(draft, k=3)
+    if strategy == "combined":
+        candidates = CombinedCandidates([NgramCandidates(k=2), candidates], tree=4, policy=FixedDepth())
+    draft.register_forward_pre_hook(
+        lambda _, __, arguments: passes.append(arguments["input_ids"].numel()), with_kwargs=True
+    )
+    counts = []
+    for at_a_time in (1, 12):
+        passes.clear()
+        run(
+            model,
+            prompts,
+            {"max_requests_per_batch": at_a_time},
+            config(eos_token_id=-1),
+            candidate_generator=candidates,
+        )
+        counts.append(len(passes))
+    assert counts[1] < counts[0] / 6
 
 
 def test_attached_strategy_falls_back_with_one_warning_or_raises_if_strict() -> None:

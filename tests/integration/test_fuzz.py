@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
 from hf_specgen.targets.inputs import RowLayout
 from hf_specgen.verification import base as verification
-from hf_specgen.verification.noise import NoiseBuffer
+from hf_specgen.verification.coupled import NoiseBuffer
 from tests.fuzz import models
 from tests.fuzz.__main__ import Report, main, run_safely, shrink
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case, draw

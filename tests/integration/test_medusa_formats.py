@@ -231,7 +231,7 @@ def test_medusa_loading_does_not_change_the_random_state(tmp_path: Path) -> None
     [
         ("llama", {"own_outputs": True, "lora_rank": 2}, "medusa", "take no LoRA"),
         ("phi", {"own_outputs": True}, "medusa", "has a bias"),
-        ("llama", {}, "onnx", "unknown export 'onnx'"),
+        ("llama", {}, "onnx", "cannot be written for 'onnx'; choose"),
         ("llama", {"reads_token": True}, "tgi", "reads_token"),
         ("llama", {"num_layers": 2}, "tgi", "one layer"),
         ("llama", {}, "vllm", "give the target"),

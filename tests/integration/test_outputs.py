@@ -17,8 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 import hf_specgen
 from hf_specgen import DraftModelCandidates, Monitor, NgramCandidates, SpeculationMonitor
 from hf_specgen.depth import CostCurve
-from hf_specgen.monitoring.monitor import PREFIX, AcceptanceRates
-from hf_specgen.monitoring.plots import plot_monitor, plot_speedup, speedup
+from hf_specgen.monitoring import PREFIX, AcceptanceRates, plot_monitor, plot_speedup, speedup
 from hf_specgen.targets.cache import RaggedCache
 from tests.helpers import Oracle, RecordingStreamer, perturbed_copy, prompts, tiny_model
 from tests.helpers.comparison import plain_output

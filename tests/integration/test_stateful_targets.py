@@ -16,7 +16,7 @@ from transformers.masking_utils import flash_attention_mask
 
 import hf_specgen
 from hf_specgen import CombinedCandidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
-from hf_specgen.targets.replay import ReplayQueue
+from hf_specgen.targets.state_cache import ReplayQueue
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import SHARED, SPEC, fresh_model, stateful_model

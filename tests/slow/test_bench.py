@@ -15,8 +15,8 @@ from benchmarks.harness.units import tuning_units
 from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.report import summary
 from benchmarks.workloads.domains import Domain
-from hf_specgen.evaluation.differences import ROUNDING, UNEXPLAINED, Difference, explain_difference, first_difference
-from hf_specgen.evaluation.measure import Sample, Variant
+from hf_specgen.evaluation import measure
+from hf_specgen.evaluation.measure import ROUNDING, UNEXPLAINED, Difference, Sample, Variant
 from tests.helpers import tiny_model
 from tests.helpers.captures import graphs_on_cpu
 
@@ -90,9 +90,11 @@ def test_difference_is_explained_by_what_decides_it(sampled: bool) -> None:
     generation = {"do_sample": True, "temperature": temperature, "top_k": 0} if sampled else {}
     plain: Any = SimpleNamespace(ids=torch.cat([prompt, torch.tensor([[order[0]]])], dim=1))
 
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+
     def judge(token: int, place: int = 6) -> dict[str, Any]:
         difference = Difference(0, place, order[0], token)
-        return explain_difference(model, plain, difference, generation, seed, torch.ones_like(prompt))
+        return measure.explain_difference(model, plain, difference, generation, seed, inputs)
 
     same, far = judge(order[0]), judge(order[-1])
     assert same["decided by"] == ("p over noise" if sampled else "logits")
@@ -141,7 +143,7 @@ def test_first_difference_is_the_earliest_position_of_any_row(others: Any, found
     """Would catch: an output without the last tokens, reported as identical."""
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
     plain, ours = (Sample(4, 1.0, one, None) for one in (ids, ids if others is None else torch.tensor(others)))
-    first = first_difference(plain, ours)
+    first = measure.first_difference(plain, ours)
     assert (first and (first.row, first.position, first.plain_token, first.our_token)) == found
 
 

@@ -11,11 +11,11 @@ import pytest
 from torch import nn
 
 from hf_specgen import MedusaCandidates, Policy, Schedule
+from hf_specgen.call import Memory, memory
 from hf_specgen.candidates.acceptance import Calibration
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DisableWhen, DraftLatency, LatencyModel, MovingWindow
 from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS
-from hf_specgen.memory import Memory, memory
 from tests.helpers import prompts, tiny_model
 from tests.helpers.depth import Model, depth_call, run
 from tests.helpers.medusa import random_heads

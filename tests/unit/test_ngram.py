@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import NgramCandidates
+from hf_specgen.call import GenerationState
 from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first
 from hf_specgen.evaluation.workloads import ASSETS
-from hf_specgen.state import GenerationState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
 from tests.helpers.calls import AMPLE, make_call, make_state, ngram_draft

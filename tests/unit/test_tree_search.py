@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.independent_heads import best_combinations
+from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_search import LEVELS_PER_READ, SearchLimits, TreeSize, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
@@ -47,8 +47,9 @@ def test_best_combinations_any_size_has_the_highest_expected_length(acceptance: 
     """Would catch: a heap that forgets siblings or children, so that likelier nodes are left out."""
     ranks = min(map(len, acceptance))
     acceptance = [descending(values[:ranks]) for values in acceptance]
-    tokens = np.arange(len(acceptance) * ranks).reshape(len(acceptance), ranks)
-    tree = best_combinations(tokens, np.array(acceptance), len(acceptance), TreeSize(size))
+    values = np.array(acceptance)[:, None]
+    ranked = Ranked(np.arange(values.size).reshape(values.shape), values, np.zeros(values.shape, dtype=int))
+    tree = best_combinations(ranked, len(acceptance), TreeSize(size))
     assert sum(tree.probability) == pytest.approx(best_expected_length(acceptance, size), rel=1e-6)
 
 
