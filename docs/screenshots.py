@@ -28,7 +28,10 @@ DRAWN = ("n-grams", "n-grams + recycling", "draft model", "EAGLE", "n-grams + EA
 MEASURED = ROOT / "benchmarks" / "results" / "domains" / "report.json"
 REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-QUESTION = "Rename `price` to `cost` in this code.\n\ndef total(price, tax):\n    price = price + tax\n    return price"
+QUESTION = (
+    "Rename `fxn` to `target` in this code.\n\ndef return_module(self, name):\n"
+    "    fxn = self.module_for_loader(lambda self, module: module)\n    return fxn(self, name)"
+)
 
 
 def terminal() -> Console:

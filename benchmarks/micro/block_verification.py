@@ -61,7 +61,7 @@ class _ComparingSession(RejectionSession):
 
 
 def block_verification(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Expected tokens a step with the embedded draft model, by temperature and depth, over prompts of all domains.
+    """Expected tokens a step with the bundled draft model, by temperature and depth, over prompts of all domains.
 
     Args:
         repeats: seeds for each prompt.

@@ -1,6 +1,6 @@
 """Speed of a target of 8B parameters on a GPU, at batch 1.
 
-The target is the embedded model in bfloat16, deepened and widened without changing its function.
+The target is the bundled model in bfloat16, deepened and widened without changing its function.
 
 PyTorch's attention kernels are chosen alike for all sides: without those of cuDNN, which plan anew for each length of
 the text (see `hf_specgen.targets.attention`). Plain `generate` is measured with PyTorch's own choice too.

@@ -1,6 +1,6 @@
 """Tokens per pass of the target with a draft model of another tokenizer, by how much of the vocabulary is shared.
 
-The embedded draft model gets other tokenizers: its own with fewer merges and with the tokens in another order. A token
+The bundled draft model gets other tokenizers: its own with fewer merges and with the tokens in another order. A token
 whose merge was removed is never written, and its text becomes two or more other tokens. The model is not trained anew,
 so all drafts lose acceptance with every merge that is removed; the ways of translating them are compared.
 """
@@ -79,7 +79,7 @@ def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def with_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
-    """Save the embedded draft model with another tokenizer; its weights are in the order of the new tokens.
+    """Save the bundled draft model with another tokenizer; its weights are in the order of the new tokens.
 
     Args:
         tokenizer: which merges are kept.

@@ -1,6 +1,6 @@
 """Wall time with many prompts: continuous batching, replaced rows and batches; the sides take turns.
 
-The target is the embedded model, widened to 300M parameters in float32 without changing its function.
+The target is the bundled model, widened to 300M parameters in float32 without changing its function.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def step_operations(repeats: int, quick: bool, prompt: str = "", max_new_tokens:
     Args:
         repeats: of what is timed.
         quick: whether to time one call only, of at most 24 tokens.
-        prompt: the text to continue; left out, the first embedded prompt of the domain json.
+        prompt: the text to continue; left out, the first bundled prompt of the domain json.
         max_new_tokens: of each call.
     """
     model, tokenizer = load(device="cpu")

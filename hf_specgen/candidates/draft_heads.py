@@ -44,7 +44,7 @@ from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
 from hf_specgen.heads.mtp import MTPConfig, MTPHead, load_mtp
-from hf_specgen.heads.path_head import PathHead
+from hf_specgen.heads.path_head import PathHead, PathRunner
 from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
 from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
@@ -278,11 +278,12 @@ class DFlashCandidates(HeadCandidates):
     head_classes, expected = (BlockHead,), "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino)"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        runner: Any = (PathRunner if isinstance(bound.head, PathHead) else BlockRunner)(bound, call.state.batch)
+        session: Any = ParallelSession
         if isinstance(bound.head, PathHead):
             session = PathSession if bound.head.state_size else MarkovSession
-            return session(call, target, bound, self.k, self.tree, self.window(call, bound))
-        runner, window = BlockRunner(bound, call.state.batch), self.window(call, bound)
-        return ParallelSession(call, target, runner, min(self.k, runner.depth), self.tree, window)
+        window = self.window(call, bound)
+        return cast(DraftSession, session(call, target, runner, min(self.k, runner.depth), self.tree, window))
 
 
 class MTPCandidates(HeadCandidates):
@@ -383,6 +384,5 @@ class MedusaCandidates(HeadCandidates):
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         assert call.model is not None
         runner, tree = MedusaRunner(bound, call.model), default_size(call, self.tree)
-        if cast(MedusaHeads, bound.head).config.reads_path:
-            return LastStateSession(call, target, runner, min(self.k, runner.num_heads), tree)
-        return MedusaSession(call, target, runner, self.k, tree)
+        session = LastStateSession if cast(MedusaHeads, bound.head).config.reads_path else MedusaSession
+        return session(call, target, runner, min(self.k, runner.num_heads), tree)

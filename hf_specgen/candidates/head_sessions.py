@@ -10,7 +10,7 @@ Source: DDTree (2026), https://arxiv.org/abs/2604.12989, for best-first trees ov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,12 +21,9 @@ from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
-from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.gemma_assistant import AssistantRunner
-from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
-from hf_specgen.heads.runner import EagleRunner, HeadRunner
+from hf_specgen.heads.runner import HeadRunner
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -141,12 +138,26 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 class HeadSession(CalibratedSession):
     """Mixin of sessions with a head that reads hidden states of the target.
 
-    Attributes:
+    Args:
         runner: the head's cache, and its passes.
+        k, tree: maximum depth and size of a draft.
+        window: the part of the texts that the head reads; None: all of it.
     """
 
-    runner: Any
     passes: list[int]
+
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        runner: Any,
+        k: int,
+        tree: str | int | None,
+        window: DraftWindow | None = None,
+    ):
+        assert call.model is not None
+        super().__init__(call, k, tree, vocabulary_size(call.model))  # type: ignore[call-arg]  # that of the next class
+        self.target, self.runner, self.window = target, runner, window
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
         """An empty draft: the target has not computed any hidden states yet."""
@@ -161,14 +172,12 @@ class HeadSession(CalibratedSession):
 class ReadsFeatures(HeadSession):
     """Mixin of sessions whose head reads the hidden states of all accepted tokens."""
 
-    def connect(
-        self, target: HiddenStateTarget, runner: HeadRunner, layers: Sequence[int], window: DraftWindow | None
-    ) -> None:
-        """Read hidden states of these layers of the target."""
-        self.runner, self.drafting = runner, [True] * self.call.state.batch
-        self.queue = FeatureQueue(self.call, target, layers, window, runner.restart)
-
     rows_can_change = True
+
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: HeadRunner, *settings: Any):
+        super().__init__(call, target, runner, *settings)
+        self.drafting, layers = [True] * call.state.batch, runner.bound.aux_hidden_state_layers
+        self.queue = FeatureQueue(call, target, layers, self.window, runner.restart)
 
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
         self.queue.keep_rows(kept)
@@ -191,93 +200,47 @@ class ReadsFeatures(HeadSession):
 class EagleSession(ReadsFeatures, AutoregressiveSession):
     """The state of one call with a head that continues from its own output (EAGLE, MTP)."""
 
-    def __init__(
-        self,
-        call: DraftCall,
-        target: HiddenStateTarget,
-        runner: EagleRunner | LayeredRunner,
-        k: int,
-        tree: str | int | None,
-        window: DraftWindow | None = None,
-    ):
-        assert call.model is not None
-        super().__init__(call, k, tree, vocabulary_size(call.model))
-        self.connect(target, runner, runner.bound.aux_hidden_state_layers, window)
-
     def first_scores(self) -> torch.Tensor:
         """Process the text since the last draft with the target's features; rows that have ended are dropped."""
         is_prefill = not self.queue.was_taken
         features, tokens = self.queue.take()
         if not is_prefill:
             self.passes.append(sum(map(len, tokens)))
-        return self.runner.first_logits(features, tokens, self.queue.active_rows())
+        return cast(torch.Tensor, self.runner.first_logits(features, tokens, self.queue.active_rows()))
 
 
 class LastStateSession(HeadSession, AutoregressiveSession):
     """The state of one call with a head that reads one state of each row: Gemma 4 assistants, Hydra heads."""
 
-    def __init__(
-        self,
-        call: DraftCall,
-        target: HiddenStateTarget,
-        runner: AssistantRunner | MedusaRunner,
-        k: int,
-        tree: str | int | None,
-    ):
-        assert call.model is not None
-        super().__init__(call, k, tree, vocabulary_size(call.model))
-        self.target, self.runner = target, runner
-        self.rows_can_change = isinstance(runner, MedusaRunner)
+    @property
+    def rows_can_change(self) -> bool:  # type: ignore[override]
+        return isinstance(self.runner, MedusaRunner)
 
     def first_scores(self) -> torch.Tensor:
         """One pass over the last token of each row."""
         self.passes.append(len(self.target.rows))
         states = self.target.states_of(self.runner.bound.aux_hidden_state_layers)
-        return self.runner.first_logits(states, self.call.state.pending())
+        return cast(torch.Tensor, self.runner.first_logits(states, self.call.state.pending()))
 
 
-class MeasuresLayout(HeadSession):
-    """Mixin of sessions with a `PathRunner`: which layout a block has is counted, and remembered for later calls."""
+class MeasuresLayout(ReadsFeatures):
+    """Mixin of sessions with a `PathRunner`, whose votes on the layout of a block are remembered for later calls."""
 
-    runner: PathRunner
-    _votes: LayoutVotes | None = None
-
-    def measure_layout(self) -> None:
-        """Let the runner count, where the checkpoint leaves the layout open."""
-        config = self.runner.config
-        self._key = ("layout", self.call.drafting.key)
-        if config.measures_layout:
-            model = self.call.model if self.remembers else None
-            self._votes = memory.recall(model, self._key, lambda: LayoutVotes(config.first_proposing_position))
-            self.runner.votes = self._votes
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: PathRunner, *settings: Any):
+        super().__init__(call, target, runner, *settings)
+        self._key, first = ("layout", call.drafting.key), runner.config.first_proposing_position
+        if runner.config.measures_layout:
+            model = call.model if self.remembers else None
+            runner.votes = memory.recall(model, self._key, lambda: LayoutVotes(first))
 
     def end(self) -> None:
         super().end()
-        if self._votes is not None and self.remembers:
-            memory.store(self.call.model, self._key, self._votes)
+        if self.runner.votes is not None and self.remembers:
+            memory.store(self.call.model, self._key, self.runner.votes)
 
 
-class PathSession(MeasuresLayout, ReadsFeatures, AutoregressiveSession):
+class PathSession(MeasuresLayout, AutoregressiveSession):
     """The state of one call with a block head whose correction has a state along the path: Domino, recurrent DSpark."""
-
-    runner: PathRunner
-
-    def __init__(
-        self,
-        call: DraftCall,
-        target: HiddenStateTarget,
-        bound: BoundHead,
-        k: int,
-        tree: str | int | None,
-        window: DraftWindow | None = None,
-    ):
-        assert call.model is not None
-        runner = PathRunner(bound, call.state.batch)
-        super().__init__(call, min(k, runner.depth), tree, vocabulary_size(call.model))
-        self.connect(target, runner, bound.aux_hidden_state_layers, window)
-        self._block_size = runner.config.block_size
-        runner.full_vocabulary = self.wants_q
-        self.measure_layout()
 
     def first_scores(self) -> torch.Tensor:
         """Process the text since the last draft with the target's features, and run the block; ended rows are dropped.
@@ -286,12 +249,12 @@ class PathSession(MeasuresLayout, ReadsFeatures, AutoregressiveSession):
         """
         features, tokens = self.queue.take(self.drafting)
         active = self.queue.active_rows()
-        self.passes.append(sum(active) * self._block_size)
-        return self.runner.first_logits(features, tokens, active)
+        self.passes.append(sum(active) * self.runner.config.block_size)
+        return cast(torch.Tensor, self.runner.first_logits(features, tokens, active))
 
     def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
         """As for other drafters, but deeper levels cost nothing."""
-        return tree_size(tree, self.call, depths, children, only_pass=self._block_size)
+        return tree_size(tree, self.call, depths, children, only_pass=self.runner.config.block_size)
 
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
         draft = super()._grow(max_depths, tree, children)

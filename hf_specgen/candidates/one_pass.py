@@ -11,23 +11,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, CalibratedSession, confidence_by_rank
-from hf_specgen.candidates.base import DraftCall, vocabulary_size
-from hf_specgen.candidates.draft_window import DraftWindow
+from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.growth import Floats
-from hf_specgen.candidates.head_sessions import MeasuresLayout, ReadsFeatures
+from hf_specgen.candidates.head_sessions import HeadSession, MeasuresLayout, ReadsFeatures
 from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, TreeSize, best_first, draft_of, tree_size
-from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.medusa import MedusaRunner
-from hf_specgen.heads.path_head import PathRunner
-from hf_specgen.heads.runner import ParallelRunner
-from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 
 DEFAULT_NODES = 16
@@ -176,19 +170,6 @@ def with_q(
 class ParallelSession(ReadsFeatures, OnePassSession):
     """The state of one call with a head that drafts all depths in one pass: DFlash, JetSpec, P-EAGLE."""
 
-    def __init__(
-        self,
-        call: DraftCall,
-        target: HiddenStateTarget,
-        runner: ParallelRunner,
-        depth: int,
-        tree: str | int | None,
-        window: DraftWindow | None = None,
-    ):
-        super().__init__(call, depth, tree, runner.bound.head.config.vocab_size)
-        self.connect(target, runner, runner.bound.aux_hidden_state_layers, window)
-        self.passes = []
-
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self.passes = []
         return super().draft(max_depths)
@@ -198,43 +179,23 @@ class ParallelSession(ReadsFeatures, OnePassSession):
         features, tokens = self.queue.take(self.drafting)
         active = self.queue.active_rows()
         self.passes = [sum(active) * depth]
-        return self.runner.draft(features, tokens, active, depth).float()
+        return cast(torch.Tensor, self.runner.draft(features, tokens, active, depth).float())
 
 
 class MarkovSession(MeasuresLayout, ParallelSession):
     """The state of one call with a block head whose correction reads the previous token alone: DSpark, DFlash2."""
 
-    def __init__(
-        self,
-        call: DraftCall,
-        target: HiddenStateTarget,
-        bound: BoundHead,
-        k: int,
-        tree: str | int | None,
-        window: DraftWindow | None = None,
-    ):
-        runner = PathRunner(bound, call.state.batch)
-        super().__init__(call, target, runner, min(k, runner.depth), tree, window)
-        self.measure_layout()
-
     def corrected(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.runner.pair_logits(logits)
+        return cast("tuple[torch.Tensor, torch.Tensor]", self.runner.pair_logits(logits))
 
 
-class MedusaSession(OnePassSession):
+class MedusaSession(HeadSession, OnePassSession):
     """The state of one call with Medusa heads that do not read the path."""
 
-    passes = ()  # heads run once per draft: the overhead of a draft
+    passes = []  # heads run once per draft: the overhead of a draft
     rows_can_change = True
-
-    def __init__(
-        self, call: DraftCall, target: HiddenStateTarget, runner: MedusaRunner, k: int, tree: str | int | None
-    ):
-        assert call.model is not None
-        super().__init__(call, min(k, runner.num_heads), tree, vocabulary_size(call.model))
-        self._target, self._runner = target, runner
 
     def depth_logits(self, depth: int) -> torch.Tensor:
         """All heads read the state that chose each row's last token."""
-        states = self._target.states_of(self._runner.bound.aux_hidden_state_layers)
-        return self._runner.all_logits(states, self.call.state.pending(), depth).float()
+        states = self.target.states_of(self.runner.bound.aux_hidden_state_layers)
+        return cast(torch.Tensor, self.runner.all_logits(states, self.call.state.pending(), depth).float())

@@ -121,7 +121,7 @@ def _measure(
 
 
 def variants(settings: DemoSettings) -> list[Variant]:
-    """Plain `generate`, Transformers' prompt lookup, the default strategy, and those of the embedded drafts."""
+    """Plain `generate`, Transformers' prompt lookup, the default strategy, and those of the bundled drafts."""
     heads, adapter = [str(workloads.EMBEDDED_EAGLE)], ""
     if settings.every:
         heads += [str(workloads.EMBEDDED_HEADS), str(workloads.EMBEDDED_DSPARK)]

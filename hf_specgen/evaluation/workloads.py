@@ -33,12 +33,11 @@ from hf_specgen.candidates import (
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.heads.checkpoint import check_source, source_errors
-from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.prepacked_weights import prepacked
 
 
 def _assets() -> Path:
-    """The embedded models and prompts: in a clone of the repository, otherwise in the package `hf-specgen-demo`."""
+    """The bundled models and prompts: in a clone of the repository, otherwise in the package `hf-specgen-demo`."""
     clone = Path(__file__).resolve().parents[2] / "benchmarks" / "assets"
     installed = None if clone.is_dir() else find_spec("hf_specgen_demo")
     return clone if installed is None or installed.origin is None else Path(installed.origin).parent
@@ -53,7 +52,7 @@ EMBEDDED_HEADS = ASSETS / "medusa-heads"
 EMBEDDED_EAGLE = ASSETS / "eagle3-head"
 EMBEDDED_DSPARK = ASSETS / "dspark-head"
 NOT_INSTALLED = (
-    "the embedded models and prompts are a package of their own: pip install 'hf-specgen[demo]'; hf-specgen doctor "
+    "the bundled models and prompts are a package of their own: pip install 'hf-specgen[demo]'; hf-specgen doctor "
     "measures a model of yours"
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
@@ -79,7 +78,7 @@ DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "pr
 def load(
     model: str = "", dtype: str = "float32", device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A target, the embedded one by default, in evaluation mode, and its tokenizer for left-padded batches."""
+    """A target, the bundled one by default, in evaluation mode, and its tokenizer for left-padded batches."""
     if not model and not EMBEDDED_MODEL.exists():
         raise FileNotFoundError(NOT_INSTALLED)
     return load_model(model or str(EMBEDDED_MODEL), dtype, device)
@@ -121,7 +120,7 @@ def usable_device(name: str = "") -> str:
 
 
 def domain_prompts(per_domain: int = 5) -> dict[str, list[str]]:
-    """The first embedded prompts of each domain."""
+    """The first bundled prompts of each domain."""
     if not EMBEDDED_PROMPTS.exists():
         raise FileNotFoundError(NOT_INSTALLED)
     found: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
@@ -214,9 +213,8 @@ def strategies(
         check_source(source)
     found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates()), *(head_strategy(one, tokenizer) for one in heads)]
     if adapter:
-        layer = exit_layer_of(adapter)
-        code = f"LayerSkipCandidates({layer}, adapter={adapter!r})"
-        found.append(Strategy(SKIP, code, LayerSkipCandidates(layer, adapter=adapter)))
+        code = f"LayerSkipCandidates.from_pretrained({adapter!r})"
+        found.append(Strategy(SKIP, code, LayerSkipCandidates.from_pretrained(adapter)))
     for draft in drafts:
         model = Strategy(DRAFT, f"DraftModelCandidates({draft!r})", DraftModelCandidates(draft, dtype=dtype))
         combined = CombinedCandidates([NgramCandidates(), model.candidates])

@@ -25,7 +25,7 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.runner import BlockRunner
 
 MAX_CANDIDATES = 2048
-"""Tokens of a position that are corrected where the vocabulary is large, as in SGLang's drafter for Domino."""
+"""Tokens of a position that are corrected, as in SGLang's drafter for Domino."""
 PAIR_COLUMNS, PAIR_PREVIOUS = 256, 128
 """Tokens of a depth that can be drafted, and those that can be continued, where the previous token alone corrects."""
 Embed = Callable[[torch.Tensor], torch.Tensor]
@@ -116,31 +116,23 @@ class PathRunner(BlockRunner):
 
     Attributes:
         votes: for a head whose layout is measured.
-        full_vocabulary: whether `first_logits` and `next_logits` are of all tokens; otherwise of those with the highest
-            base logits at their position, where the vocabulary is large.
-        max_candidates: how many tokens of a position can be drafted.
+        max_candidates: how many tokens of a position can be drafted: those with the highest base logits.
     """
 
     votes: LayoutVotes | None = None
-    full_vocabulary = False
 
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
         self._head = cast(PathHead, bound.head)
         self._first = self.config.first_proposing_position
+        limit = self._head.max_candidates or MAX_CANDIDATES
+        self.max_candidates = min(limit, self.config.draft_vocab_size)
         self._proposed: dict[int, list[int]] = {}
         self._anchor: torch.Tensor = self._like  # last known tokens
         self._hidden: torch.Tensor = self._like  # outputs of the block from the first proposing position on
         self._draft_ids: torch.Tensor | None = None
         if (ids := self._head.draft_to_target) is not None:
             self._draft_ids = ids.new_zeros(self.config.vocab_size).scatter(0, ids, torch.arange(len(ids)).to(ids))
-
-    @property
-    def max_candidates(self) -> int:
-        limit, vocab = self._head.max_candidates, self.config.draft_vocab_size
-        if limit is None and not self.full_vocabulary and vocab > 4 * MAX_CANDIDATES:
-            limit = MAX_CANDIDATES
-        return vocab if limit is None else min(limit, vocab)
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
         self._run_block(features, tokens)

@@ -18,7 +18,7 @@ from hf_specgen.targets.graphs import CapturedFunctions, captured_functions
 from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, call_cache, return_cache, takes_positions
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, mask_name, text_config
-from hf_specgen.targets.replay import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
+from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
 from hf_specgen.tree import DraftTree
 
