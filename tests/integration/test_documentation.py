@@ -14,15 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import typer
 from accelerate.commands.launch import launch_command_parser
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 import hf_specgen
 from benchmarks.report.tables import BEGIN, END, collect
@@ -281,7 +276,9 @@ def test_reference_loop_gives_the_tokens_of_generate(
     target, draft, tokenizer = models
     inputs = tokenizer(PROMPT, return_tensors="pt")
     settings = SAMPLING if sampled else {}
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(50)] if sampled else [])
+    processors = LogitsProcessorList(
+        [transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(50)] if sampled else []
+    )
     if strategy == "n-grams":
         propose, candidates = reference["prompt_lookup"], NgramCandidates(k=5)
     else:
