@@ -279,7 +279,7 @@ class Candidates(CandidateGenerator, ABC):
 
 
 class PretrainedCandidates(Candidates):
-    """A strategy whose first argument is a checkpoint."""
+    """A strategy with a checkpoint, which is its first argument."""
 
     @classmethod
     def from_pretrained(
@@ -300,8 +300,13 @@ class PretrainedCandidates(Candidates):
             settings: of the strategy, such as `k=4`.
         """
         source = Source(str(name_or_path), revision, token, subfolder, cache_dir)
+        return cls.of_checkpoint(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
+
+    @classmethod
+    def of_checkpoint(cls, name: str, **settings: Any) -> Self:
+        """The strategy with the checkpoint in a folder, or of a repository in the cache."""
         strategy: Any = cls
-        return strategy(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
+        return strategy(name, **settings)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -33,7 +33,6 @@ from hf_specgen.candidates import (
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.heads.checkpoint import check_source, source_errors
-from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.prepacked_weights import prepacked
 
 
@@ -214,9 +213,8 @@ def strategies(
         check_source(source)
     found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates()), *(head_strategy(one, tokenizer) for one in heads)]
     if adapter:
-        layer = exit_layer_of(adapter)
-        code = f"LayerSkipCandidates({layer}, adapter={adapter!r})"
-        found.append(Strategy(SKIP, code, LayerSkipCandidates(layer, adapter=adapter)))
+        code = f"LayerSkipCandidates.from_pretrained({adapter!r})"
+        found.append(Strategy(SKIP, code, LayerSkipCandidates.from_pretrained(adapter)))
     for draft in drafts:
         model = Strategy(DRAFT, f"DraftModelCandidates({draft!r})", DraftModelCandidates(draft, dtype=dtype))
         combined = CombinedCandidates([NgramCandidates(), model.candidates])

@@ -39,13 +39,7 @@ class Clock:
 
 
 class Target:
-    """A target whose passes take known times.
-
-    Args:
-        clock: is advanced.
-        relative: T(q) / T(1) by tokens per row.
-        last_position: of the position table.
-    """
+    """A target whose passes take known times, by which the clock is advanced: T(q) / T(1) by tokens per row."""
 
     device = torch.device("cpu")
 

@@ -14,15 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import typer
 from accelerate.commands.launch import launch_command_parser
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 import hf_specgen
 from benchmarks.report.tables import BEGIN, END, collect
@@ -98,6 +93,7 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
     for target, section in LINK.findall(page.read_text(encoding="utf-8")):
         linked = page.parent / target if target else page
         assert linked.exists(), f"{page.name} links to {target}"
+        assert "docs" not in page.parts or "docs" in linked.resolve().parts, f"{target} is no page of the site"
         if section and linked.suffix == ".md":
             headings = [re.sub(r"[^\w\- ]", "", one.lower()) for one in HEADING.findall(linked.read_text("utf-8"))]
             assert section[1:].replace("-", " ") in [one.replace("-", " ") for one in headings], target + section
@@ -281,7 +277,9 @@ def test_reference_loop_gives_the_tokens_of_generate(
     target, draft, tokenizer = models
     inputs = tokenizer(PROMPT, return_tensors="pt")
     settings = SAMPLING if sampled else {}
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(50)] if sampled else [])
+    processors = LogitsProcessorList(
+        [transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(50)] if sampled else []
+    )
     if strategy == "n-grams":
         propose, candidates = reference["prompt_lookup"], NgramCandidates(k=5)
     else:

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import (
-    AutoCandidates,
-    Candidates,
-    CombinedCandidates,
-    FixedDepth,
-    MedusaCandidates,
-    MTPCandidates,
-)
+from hf_specgen import AutoCandidates, Candidates, CombinedCandidates, FixedDepth, MedusaCandidates, MTPCandidates
 from hf_specgen.candidates.encoder_draft import decoder_prompt
 from hf_specgen.candidates.one_pass import MarkovSession
 from hf_specgen.heads.head_formats import load_head
@@ -37,8 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class Rounds:
     """A strategy's session beside the target, in the steps that a fixture recorded for some of its prompts.
 
-    Attributes:
-        logits: of the last draft, `[batch, vocab]` for each of its depths.
+    `logits` are those of the last draft, `[batch, vocab]` for each of its depths.
     """
 
     def __init__(self, fixture: Fixture, prompts: list[str], candidates: Candidates):

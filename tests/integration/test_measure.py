@@ -31,15 +31,13 @@ def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
     """Both sides write the same two answers, and neither reads the first turn again for the second."""
     turns = ["Write a short story about a fox." * 4, "Now make the fox a crow."]
     shapes: list[int] = []
-    handle = reference_model.get_input_embeddings().register_forward_hook(
-        lambda _, inputs, __: shapes.append(inputs[0].shape[1])
-    )
+    embeddings = reference_model.get_input_embeddings()
+    handle = embeddings.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape[1]))
     first = first_turns(tokenizer, turns[:1])
     later = followups(tokenizer, turns)
     try:
-        samples = measure_round(
-            reference_model, first, [PLAIN, OURS], {"max_new_tokens": 12, **SAMPLED}, 3, followups=later
-        )
+        generation = {"max_new_tokens": 12, **SAMPLED}
+        samples = measure_round(reference_model, first, [PLAIN, OURS], generation, 3, followups=later)
     finally:
         handle.remove()
     assert torch.equal(samples["plain"].ids, samples["ours"].ids)

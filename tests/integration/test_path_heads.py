@@ -45,9 +45,7 @@ def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> 
     [*((name, False) for name in HEADS), ("domino_specforge", True), ("speculators_dspark_rnn", True)],
 )
 @torch.no_grad()
-def test_path_runner_has_the_logits_of_the_original_along_two_paths(
-    name: str, limited: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_runner_has_the_logits_of_the_original_on_two_paths(name: str, limited: bool, monkeypatch: Any) -> None:
     """The greedy path and another one, in one tree. Would catch: the state of another path or depth."""
     if limited:
         monkeypatch.setattr(path_head, "MAX_CANDIDATES", 10)
@@ -134,17 +132,12 @@ def test_path_head_rejection_gives_q_of_every_node(
                 assert len(set(groups)) == len(groups)
 
 
+DSPARK = {"projector_type": "dspark"}
 MODELOPT = {"markov_head.": "", "confidence_head.proj": "confidence_proj"}
 LAYOUTS: list[tuple[str, dict[str, str], dict[str, Any], dict[str, Any], tuple[int, bool]]] = [
-    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, {"projector_type": "dspark", "shift_label": True}, (0, False)),
-    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, {"projector_type": "dspark", "shift_label": False}, (1, False)),
-    (
-        "deepspec_dspark_qwen3_rnn",
-        {"markov_head.": "logit_head.markov_head."},
-        {},
-        {"projector_type": "dspark"},
-        (0, True),
-    ),
+    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, DSPARK | {"shift_label": True}, (0, False)),
+    ("deepspec_dspark_qwen3_vanilla", MODELOPT, {}, DSPARK | {"shift_label": False}, (1, False)),
+    ("deepspec_dspark_qwen3_rnn", {"markov_head": "logit_head.markov_head"}, {}, DSPARK, (0, True)),
     ("deepspec_dspark_qwen3_rnn", {}, {}, {}, (0, False)),
     ("speculators_dspark_vanilla", {}, {"sample_from_anchor": None}, {}, (0, True)),
     ("speculators_dspark_gated_noanchor_sliding", {}, {"sample_from_anchor": None}, {}, (1, True)),

@@ -15,15 +15,8 @@ from benchmarks.harness.units import tuning_units
 from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.report import summary
 from benchmarks.workloads.domains import Domain
-from hf_specgen.evaluation.measure import (
-    ROUNDING,
-    UNEXPLAINED,
-    Difference,
-    Sample,
-    Variant,
-    explain_difference,
-    first_difference,
-)
+from hf_specgen.evaluation import measure
+from hf_specgen.evaluation.measure import ROUNDING, UNEXPLAINED, Difference, Sample, Variant
 from tests.helpers import tiny_model
 from tests.helpers.captures import graphs_on_cpu
 
@@ -58,9 +51,8 @@ def test_both_sides_get_the_same_effort(reference_model) -> None:
     codes = {name: family.code_of("k=4") for name, family in families.items() if family.code}
     assert codes["n-grams"] == "NgramCandidates(k=4)" and families["n-grams"].code_of("k=auto") == "NgramCandidates()"
     for name, code in codes.items():  # would catch: an expression that builds another strategy than the measured one
-        assert type(eval(code, vars(hf_specgen).copy())) is type(
-            families[name].settings["k=auto"]()["candidate_generator"]
-        )
+        measured = families[name].settings["k=auto"]()["candidate_generator"]
+        assert type(eval(code, vars(hf_specgen).copy())) is type(measured)
     for setting, k, threshold in (("k=2", 2, 0.0), ("k=20 p>0.4", 20, 0.4)):
         config = families["assistant_model"].settings[setting]()["assistant_model"].generation_config
         assert (config.num_assistant_tokens, config.assistant_confidence_threshold) == (k, threshold)
@@ -102,7 +94,7 @@ def test_difference_is_explained_by_what_decides_it(sampled: bool) -> None:
 
     def judge(token: int, place: int = 6) -> dict[str, Any]:
         difference = Difference(0, place, order[0], token)
-        return explain_difference(model, plain, difference, generation, seed, inputs)
+        return measure.explain_difference(model, plain, difference, generation, seed, inputs)
 
     same, far = judge(order[0]), judge(order[-1])
     assert same["decided by"] == ("p over noise" if sampled else "logits")
@@ -151,7 +143,7 @@ def test_first_difference_is_the_earliest_position_of_any_row(others: Any, found
     """Would catch: an output without the last tokens, reported as identical."""
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
     plain, ours = (Sample(4, 1.0, one, None) for one in (ids, ids if others is None else torch.tensor(others)))
-    first = first_difference(plain, ours)
+    first = measure.first_difference(plain, ours)
     assert (first and (first.row, first.position, first.plain_token, first.our_token)) == found
 
 

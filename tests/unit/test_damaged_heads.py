@@ -80,10 +80,8 @@ def mtp_tensor(part: str, value: torch.Tensor | None) -> Damage:
 def packed_by(method: str, extra: str = "_packed") -> Damage:
     """Quantises a matrix as a library does: config and names show it; `extra` ends a further tensor's name."""
     name = "midlayer.mlp.up_proj.weight"
-    changes = (
-        config(quantization_config={"quant_method": method}),
-        tensors(lambda t: t.update({f"{name}{extra}": torch.ones(1), f"{name}_packed": t.pop(name)})),
-    )
+    renamed = tensors(lambda t: t.update({f"{name}{extra}": torch.ones(1), f"{name}_packed": t.pop(name)}))
+    changes = config(quantization_config={"quant_method": method}), renamed
     return lambda folder: [change(folder) for change in changes]
 
 
@@ -141,10 +139,7 @@ EAGLE: list[tuple[Damage, str]] = [
     # Four bytes that claim to be 4 million terabytes.
     (pickled({"fc.weight": torch.zeros(1).expand(HUGE, HUGE)}), "does not fit into the file"),
     (pickled(pickle.dumps(Malicious())), rf"pytorch_model\.bin {NOT_TENSORS}"),
-    (
-        text('{"weight_map": {"fc.weight": "../model.safetensors"}}', checkpoint.INDEX),
-        "a file outside of the checkpoint",
-    ),
+    (text('{"weight_map": {"fc.weight": "../model.safetensors"}}', checkpoint.INDEX), "outside of the checkpoint"),
     (text('{"weight_map": {"fc.weight": "a.safetensors"}}', checkpoint.INDEX), r"the file a\.safetensors is missing"),
     (config(speculators_model_type="hydra"), "type 'hydra' are not a draft head of a known format; known are Medusa"),
     (config(model_type=[]), r"model_type must be a string, got list '\[\]'"),

@@ -189,13 +189,7 @@ def test_target_curve_takes_the_minimum_of_several_times(clock: Clock) -> None:
 
 def test_target_curve_is_measured_once_per_model_rows_and_context(clock: Clock) -> None:
     model, target = Model(), Target(clock, CURVES["flat"])
-    sizes: list[tuple[int, int, bool]] = [
-        (1, 100, True),
-        (1, 300, False),
-        (2, 100, True),
-        (1, 600, False),
-        (1, 3000, True),
-    ]
+    sizes = [(1, 100, True), (1, 300, False), (2, 100, True), (1, 600, False), (1, 3000, True)]
     for rows, prompt, measured in sizes:
         before = len(target.passes)
         session = AdaptiveDepth().start(depth_call(rows, prompt, model=model))

@@ -82,9 +82,7 @@ def test_load_unknown_formats_list_the_known_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [EntryNotFoundError("404"), LocalEntryNotFoundError("offline")])
-def test_load_from_the_hub_passes_on_its_arguments(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, missing: Exception
-) -> None:
+def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: Any, missing: Exception) -> None:
     requests: list[Any] = []
 
     def download(repository: str, name: str, **where: Any) -> str:

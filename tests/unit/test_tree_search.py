@@ -1,6 +1,7 @@
 """Best-first trees: connected, and no tree of the same size has a higher expected length."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,9 +221,7 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
 
 @pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
 @pytest.mark.parametrize("drafting", [0.0, 0.5])
-def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
-    probability: list[list[float]], drafting: float
-) -> None:
+def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(probability: Any, drafting: float) -> None:
     """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice."""
     latency = curve(0.05, 0.1).at(1, 100)
     rates = []
@@ -276,11 +275,8 @@ def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: in
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))
     assert inputs.tolist() == [[3, *tree.tokens[0].tolist(), *[0] * (9 - tree.nodes)]]
-    assert (
-        padded.nodes == 9
-        and padded.parents[0][:4] == tree.parents[0]
-        and padded.probability[0][:4] == tree.probability[0]
-    )
+    assert padded.nodes == 9 and padded.parents[0][:4] == tree.parents[0]
+    assert padded.probability[0][:4] == tree.probability[0]
     assert padded.parents[0][4:] == ((-1,) * 5 if expanded_first else ())
 
 
