@@ -217,6 +217,6 @@ class PathRunner(BlockRunner):
             state = self._head.first_state(hidden, anchors, self.bound.embed, first)
             query = self._head.step(hidden[:, first], anchors, state, 0, self.bound.embed).query
             logits.append(self.bound.logits(hidden[:, first]) + query @ self._head.keys().T)
-        best = self.bound.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
+        best = self._head.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
         self._proposed = dict(zip(self.rows, best, strict=True))
         self._first = votes.first
