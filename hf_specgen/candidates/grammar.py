@@ -203,7 +203,13 @@ class _Choices:
         are_known = len(contents) == len(self.few)
         is_forced = are_known and longest and all(longest.startswith(text) for text in contents.values())
         self.forced = {token: len(text) for token, text in contents.items() if text} if is_forced else {}
+        self.longest = max(self.forced.values(), default=0)
         self.whitespace = {token for token, text in contents.items() if text == ""}
+        self.spaced = {token for token in self.forced if (known[token] or "").startswith(" ")}
+
+    def splits(self, token: int) -> bool:
+        """Whether a token is the beginning of a longer forced text."""
+        return 0 < self.forced.get(token, 0) < self.longest
 
 
 def _tokenizer_of(model: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
@@ -222,6 +228,7 @@ class _Node(NamedTuple):
     drafted: int | None
     before: GrammarState | None
     path: tuple[int, ...]
+    is_split: bool = False
 
 
 class GrammarSession(WrappedSession):
@@ -255,7 +262,7 @@ class _Row:
         self._texts, self._odds = texts, MatchOdds()
         self._index, self._counts = NgramIndex(prompt), Counter(prompt)
         self._state: GrammarState | None = state
-        self._generated = 0
+        self._generated, self._is_split = 0, False
         self._choices: dict[bytes, _Choices] = {}
         self._indentation = -1  # the last whitespace token with a line break
         # How often each kind of token followed a token, or a kind of token, where whitespace and one text were allowed.
@@ -282,7 +289,8 @@ class _Row:
         return self._choices[key]
 
     def _learn(self, token: int, choices: _Choices) -> None:
-        """Learn whether whitespace was chosen beside forced text."""
+        """Learn whether whitespace was chosen beside forced text, and whether a shorter token than possible."""
+        self._is_split = choices.splits(token)
         if choices.forced and choices.whitespace:
             last, kind = self._last(()), self._texts.kind(token)
             self._followed[last, kind] += 1
@@ -299,23 +307,23 @@ class _Row:
                 state = state.after(node.path[-1])
             below = () if node.drafted is None else drafted.get(node.drafted, ())
             proposals = {token: (acceptance, child) for child, token, acceptance in below if token >= 0}
-            ranked = self._ranked(state, node.path, {token: value for token, (value, _) in proposals.items()})
+            ranked = self._ranked(state, node, {token: value for token, (value, _) in proposals.items()})
             for token, value in ranked:
-                yield token, value, _Node(proposals.get(token, (0.0, None))[1], state, (*node.path, token))
+                drafted_child, path = proposals.get(token, (0.0, None))[1], (*node.path, token)
+                is_split = state is not None and self._choices_of(state).splits(token)
+                yield token, value, _Node(drafted_child, state, path, is_split)
 
-        return best_first(_Node(-1, self._state, ()), children, depth, limits)
+        return best_first(_Node(-1, self._state, (), self._is_split), children, depth, limits)
 
-    def _ranked(
-        self, state: GrammarState | None, path: tuple[int, ...], proposed: dict[int, float]
-    ) -> list[tuple[int, float]]:
+    def _ranked(self, state: GrammarState | None, node: _Node, proposed: dict[int, float]) -> list[tuple[int, float]]:
         """The tokens that may follow and their probabilities, most probable first."""
         if state is None:
             return sorted(proposed.items(), key=lambda one: -one[1])
         allowed, choices = state.allowed, self._choices_of(state)
         if choices.count <= 1:
             return [(int(allowed.argmax()), 1.0)] if choices.count else []
-        values = _extended(proposed, self._votes(path), allowed)
-        values = _extended(values, self._expected(path, choices), allowed)
+        values = _extended(proposed, self._votes(node.path), allowed)
+        values = _extended(values, self._expected(node, choices), allowed)
         return sorted(values.items(), key=lambda one: -one[1])
 
     def _votes(self, path: tuple[int, ...]) -> dict[int, float]:
@@ -325,12 +333,18 @@ class _Row:
         votes = vote([(tokens, len(tokens), at, length, OWN) for at, length in matches], 0, self._odds)
         return {token: value for token, value, _ in votes}
 
-    def _expected(self, path: tuple[int, ...], choices: _Choices) -> dict[int, float]:
+    def _expected(self, node: _Node, choices: _Choices) -> dict[int, float]:
         """Probabilities of allowed tokens by the grammar: forced text, and whitespace as it was used before."""
         if not choices.forced:
             return _normalised({token: 0.1 + self._counts[token] for token in choices.few}, 1.0)
-        lengths = choices.forced.items()
-        forced = {token: (0.1 + self._counts[token]) * 4.0 ** min(length, 64) for token, length in lengths}
+        # Where a target splits a forced text in its own way, it goes on in short tokens.
+        path, base = node.path, 0.25 if node.is_split else 4.0
+        # Tokenizers give the last of several spaces to the text after them: more than one space was written.
+        prior = 0.5 if (self._texts.of(self._last(path)) or "").endswith(" ") else 0.1
+        forced = {
+            token: ((prior if token in choices.spaced else 0.1) + self._counts[token]) * base ** min(length, 64)
+            for token, length in choices.forced.items()
+        }
         if not choices.whitespace:
             return _normalised(forced, 1.0)
         is_space = self._whitespace_probability(self._last(path))
