@@ -173,14 +173,14 @@ class _Texts:
             self._known[token] = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
         return self._known[token]
 
+    def is_line_break(self, token: int) -> bool:
+        """Whether a token is whitespace with a line break."""
+        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
+
     def kind(self, token: int) -> str:
         """Whether a token is nothing but whitespace, "space", or another one, "text"."""
         text = self.of(token)
         return "text" if text is None or text.strip() else "space"
-
-    def is_line_break(self, token: int) -> bool:
-        """Whether a token is whitespace with a line break."""
-        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
 
 
 class _Choices:
@@ -265,8 +265,8 @@ class _Row:
         self._generated, self._is_split = 0, False
         self._choices: dict[bytes, _Choices] = {}
         self._indentation = -1  # the last whitespace token with a line break
-        # How often each kind of token followed a token, or a kind of token, where whitespace and one text were allowed.
-        self._followed = Counter[tuple[int | str, str]]()
+        # How often each kind of token followed another, where whitespace and one text were allowed.
+        self._followed = Counter[tuple[str, str]]()
 
     def update(self, generated: Sequence[int]) -> None:
         """Append the tokens that were generated since the last draft."""
@@ -292,9 +292,7 @@ class _Row:
         """Learn whether whitespace was chosen beside forced text, and whether a shorter token than possible."""
         self._is_split = choices.splits(token)
         if choices.forced and choices.whitespace:
-            last, kind = self._last(()), self._texts.kind(token)
-            self._followed[last, kind] += 1
-            self._followed[self._texts.kind(last), kind] += 1
+            self._followed[self._texts.kind(self._last(())), self._texts.kind(token)] += 1
 
     def search(
         self, drafted: dict[int, list[tuple[int, int, float]]], depth: int, limits: SearchLimits
@@ -348,8 +346,8 @@ class _Row:
         if not choices.whitespace:
             return _normalised(forced, 1.0)
         is_space = self._whitespace_probability(self._last(path))
-        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
         spaces = {token: float(self._counts[token]) for token in choices.whitespace & self._counts.keys()}
+        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
         if indentation in choices.whitespace:
             spaces[indentation] = spaces.get(indentation, 0.0) + sum(spaces.values())
         return _normalised(forced, 1.0 - is_space) | _normalised(spaces, is_space)
@@ -359,17 +357,10 @@ class _Row:
         return path[-1] if path else self._index.tokens[-1] if len(self._index) else -1
 
     def _whitespace_probability(self, last: int) -> float:
-        """How probable whitespace is where text is forced too: by what followed this token, and any of its kind."""
+        """How probable whitespace is where text is forced too: by what followed tokens of this token's kind."""
         kind = self._texts.kind(last)
         spaces, others = self._followed[kind, "space"], self._followed[kind, "text"]
-        prior = (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
-        spaces, others = self._followed[last, "space"], self._followed[last, "text"]
-        return (spaces + prior) / (spaces + others + 1)
-
-
-def _sum(values: Mapping[int, float], more: Mapping[int, float]) -> dict[int, float]:
-    """The sum of two measures."""
-    return {token: values.get(token, 0.0) + more.get(token, 0.0) for token in {**values, **more}}
+        return (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
 
 
 def _normalised(weights: Mapping[int, float], total: float) -> dict[int, float]:
@@ -384,4 +375,7 @@ def _extended(values: dict[int, float], more: dict[int, float], allowed: NDArray
     scale = 1.0 / max(1.0 - forbidden, 1e-9)
     kept = {token: scale * value for token, value in values.items() if allowed[token]}
     rest = max(0.0, 1.0 - sum(kept.values()))
-    return _sum(kept, {token: rest * value for token, value in more.items() if allowed[token]})
+    for token, value in more.items():
+        if allowed[token]:
+            kept[token] = kept.get(token, 0.0) + rest * value
+    return kept

@@ -17,7 +17,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates import NgramCandidates
-from hf_specgen.candidates.presets import Preset, PresetCandidates
+from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli.settings import DoctorSettings, terminal
 from hf_specgen.cli.static_checks import (
     BAD,
