@@ -1,6 +1,6 @@
 """Command line of the benchmarks.
 
-    python -m benchmarks suite                        # every strategy on the embedded model, with a report
+    python -m benchmarks suite                        # every strategy on the bundled model, with a report
     python -m benchmarks suite drafting --quick       # another suite, in about a minute
     python -m benchmarks suite --model M --strategies ngram,draft=D --domains spec-bench --dtype bfloat16
     accelerate launch -m benchmarks suite             # prompts divided among processes
@@ -64,7 +64,7 @@ def make_parser() -> ArgumentParser:
     suite.add_argument(
         "--wide",
         action="store_true",
-        help="the embedded model widened to 300M parameters, in bfloat16, or in float32 on a CPU where that is faster",
+        help="the bundled model widened to 300M parameters, in bfloat16, or in float32 on a CPU where that is faster",
     )
     suite.add_argument("--quick", action="store_true", help="little work: no results to quote")
     suite.add_argument("--resume", action="store_true", help="continue the interrupted run in --out")
@@ -74,7 +74,7 @@ def make_parser() -> ArgumentParser:
     micro.add_argument("names", nargs="*", help="all short ones that need no GPU if left out")
     micro.add_argument("--repeats", type=int, default=3, help="repeats of everything that is timed")
     micro.add_argument("--quick", action="store_true", help="little work: no results to quote")
-    micro.add_argument("--prompt", help="text to continue in step-operations (an embedded prompt)")
+    micro.add_argument("--prompt", help="text to continue in step-operations (a bundled prompt)")
     micro.add_argument("--max-new-tokens", type=int, help="tokens of a call in step-operations (80)")
     micro.add_argument("--out", type=Path, default=RESULTS, help="folder for one JSON file of each")
     tables = commands.add_parser("tables", help="recorded results as Markdown")
@@ -122,13 +122,12 @@ def run_suite(options: Namespace) -> int:
 
 def _wide(given: dict[str, Any]) -> dict[str, Any]:
     """The settings of `--wide` on this machine."""
-    from hf_specgen.evaluation import WorkloadSettings
     from hf_specgen.evaluation.cost import fast_dtype
     from hf_specgen.evaluation.workloads import load
 
     if given.get("device", "cpu") != "cpu" or {"dtype", "resume"} & set(given):
         return WIDE
-    small, _ = load(WorkloadSettings())
+    small, _ = load()
     return WIDE_FLOAT32 if fast_dtype(small, WIDE["widen"]) == "float32" else WIDE
 
 

@@ -26,9 +26,12 @@ IMAGES = ROOT / "docs" / "images"
 PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
 DRAWN = ("n-grams", "n-grams + recycling", "draft model", "EAGLE", "n-grams + EAGLE")
 MEASURED = ROOT / "benchmarks" / "results" / "domains" / "report.json"
-REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
+REPORT = MEASURED.with_suffix(".html")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-QUESTION = "Rename `price` to `cost` in this code.\n\ndef total(price, tax):\n    price = price + tax\n    return price"
+QUESTION = (
+    "Rename `fxn` to `target` in this code.\n\ndef return_module(self, name):\n"
+    "    fxn = self.module_for_loader(lambda self, module: module)\n    return fxn(self, name)"
+)
 
 
 def terminal() -> Console:
@@ -52,11 +55,10 @@ def chat() -> Path:
 
     from hf_specgen import Candidates, DraftModelCandidates
     from hf_specgen.cli.chat import Chat, Conversation
-    from hf_specgen.evaluation import WorkloadSettings
     from hf_specgen.evaluation.cost import widen
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, load
 
-    model, tokenizer = load(WorkloadSettings())
+    model, tokenizer = load()
     draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
     model = widen(model, 300 * 10**6)
     generation = {"max_new_tokens": 64, "do_sample": False}

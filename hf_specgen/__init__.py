@@ -28,7 +28,7 @@ _MODULES = {
     "depth": "AdaptiveDepth FixedDepth MovingWindow Policy PolicySession Schedule",
     "generate": "speculate",
     "many_prompts": "Completion generate_many",
-    "monitoring.monitor": "Monitor MonitorSession SpeculationMonitor",
+    "monitoring": "Monitor MonitorSession SpeculationMonitor",
     "outputs": "SpeculativeOutput",
     "prepacked_weights": "prepacked",
     "tree": "DraftTree",

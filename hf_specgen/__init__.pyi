@@ -33,9 +33,9 @@ from hf_specgen.depth import Schedule as Schedule
 from hf_specgen.generate import speculate as speculate
 from hf_specgen.many_prompts import Completion as Completion
 from hf_specgen.many_prompts import generate_many as generate_many
-from hf_specgen.monitoring.monitor import Monitor as Monitor
-from hf_specgen.monitoring.monitor import MonitorSession as MonitorSession
-from hf_specgen.monitoring.monitor import SpeculationMonitor as SpeculationMonitor
+from hf_specgen.monitoring import Monitor as Monitor
+from hf_specgen.monitoring import MonitorSession as MonitorSession
+from hf_specgen.monitoring import SpeculationMonitor as SpeculationMonitor
 from hf_specgen.outputs import SpeculativeOutput as SpeculativeOutput
 from hf_specgen.patch import install as install
 from hf_specgen.patch import uninstall as uninstall

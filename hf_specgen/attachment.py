@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import compat
@@ -142,6 +142,21 @@ def attached(
                 detach(target) if stack[-1] is None else setattr(target, ATTACHMENT, stack[-1])
             if len(stack) == 1:
                 del _blocks[target]
+
+
+@contextmanager
+def attached_to_every_model(candidates: CandidateGenerator) -> Iterator[Attachment]:
+    """Attach a strategy to all models of the process that have none of their own, such as those that a server loads."""
+    install()
+    attachment, before = Attachment(Settings(candidates)), getattr(GenerationMixin, ATTACHMENT, None)
+    setattr(GenerationMixin, ATTACHMENT, attachment)
+    try:
+        yield attachment
+    finally:
+        if before is None:
+            delattr(GenerationMixin, ATTACHMENT)
+        else:
+            setattr(GenerationMixin, ATTACHMENT, before)
 
 
 def statistics(model: nn.Module) -> CallTotals:

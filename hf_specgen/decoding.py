@@ -24,7 +24,7 @@ from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.depth.latency import LatencyModel, StepLatency
-from hf_specgen.monitoring.monitor import Monitor, MonitorSession
+from hf_specgen.monitoring import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
 from hf_specgen.targets.requirements import check_computation, make_target
@@ -32,7 +32,7 @@ from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, Verifier
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens
 
 UNLIMITED = 2**31
 """Draft tokens of a row that no position table limits."""
@@ -114,7 +114,9 @@ class DecodingLoop:
             stack.callback(monitoring.end)
         self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
         draft_call = DraftCall.of(call, self.target, self.verification, depth)
-        self.drafter = with_grammar(candidates.start(draft_call), draft_call, candidates.tree)
+        self.drafter = candidates.start(draft_call)
+        if call.logits_processor:
+            self.drafter = with_grammar(self.drafter, draft_call, candidates.tree)
         if self.target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
@@ -125,7 +127,9 @@ class DecodingLoop:
         active, tree = [True] * self.state.batch, DraftTree.empty(self.state.batch)
         # What plain decoding computes for a row of padding only depends on the number of columns.
         if self.target.supports_prefill_drafts and all(self.state.prompts):
-            tree = self._propose(self.drafter.draft_at_prefill, active).leftmost_chain()
+            max_depths = self._depths(active)
+            with self.timer.part("draft"):
+                tree = self.drafter.draft_at_prefill(max_depths).leftmost_chain()
         with self.timer.part("prefill"):
             logits = self.target.prefill(tree)
         self.end_prefill(tree, logits)
@@ -157,9 +161,21 @@ class DecodingLoop:
 
     def begin_step(self, may_draft: bool = True) -> tuple[DraftTree, list[int]]:
         """The draft and the pending tokens of the next step."""
+        self.plan_step(may_draft)
+        return self.draft_step()
+
+    def plan_step(self, may_draft: bool = True) -> None:
+        """Choose how deep the rows draft in the next step."""
         self._active = self._active_rows()
-        drafting = self._active if may_draft else [False] * self.state.batch
-        return self.policy.padded(self._propose(self.drafter.draft, drafting)), self.padding.pending()
+        self._max_depths = self._depths(self._active if may_draft else [False] * self.state.batch)
+        with self.timer.part("draft"):
+            self.drafter.plan(self._max_depths)
+
+    def draft_step(self) -> tuple[DraftTree, list[int]]:
+        """The draft that was planned, and the pending tokens."""
+        with self.timer.part("draft"):
+            tree = self.drafter.draft(self._max_depths)
+        return self.policy.padded(tree), self.padding.pending()
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
@@ -185,13 +201,11 @@ class DecodingLoop:
         self.statistics.seconds = self.timer.stop()
         return self.statistics
 
-    def _propose(self, draft: Callable[[Sequence[int]], DraftTree], active: Sequence[bool]) -> DraftTree:
-        """Draft tokens for the active rows, as deep as the policy chooses."""
+    def _depths(self, active: Sequence[bool]) -> list[int]:
+        """How deep the active rows draft, by the policy."""
         with self.timer.part("policy"):
             may_draft = [False] * len(active) if self.padding.needs_plain_steps else active
-            max_depths = self.policy.max_depths(may_draft, self._candidates.k)
-        with self.timer.part("draft"):
-            return draft(max_depths)
+            return self.policy.max_depths(may_draft, self._candidates.k)
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         """Which draft tokens are accepted, and which token follows them."""

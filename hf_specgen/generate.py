@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import PurePath
 from typing import Any, Literal
 
 import torch
@@ -17,16 +18,15 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.call import Call, Compile, EncoderInput, Prediction
+from hf_specgen.call import Call, Compile, EncoderInput, GenerationState, Prediction
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode
 from hf_specgen.depth import Policy
-from hf_specgen.monitoring.monitor import Monitor
+from hf_specgen.monitoring import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
-from hf_specgen.state import GenerationState
 from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import mask_name
 from hf_specgen.targets.support import check_model
@@ -42,12 +42,14 @@ ASSISTANT_SETTINGS = {
     "assistant_lookbehind": "other tokenizers need no such setting here",
     "target_lookbehind": "other tokenizers need no such setting here",
     "assistant_tokenizer": "DraftModelCandidates loads the tokenizer with the draft model",
+    "assistant_ensemble_weight": "it changes the distribution; verification='typical' is the lossy mode here",
+    "speculation_type": "AutoCandidates.from_pretrained chooses the strategy for a checkpoint",
 }
 """Settings of Transformers' assisted generation that have no effect here, and what to do instead."""
 OTHER_MODES = {
     GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha=",
     GenerationMode.DOLA_GENERATION: "dola_layers=",
-    GenerationMode.ASSISTED_GENERATION: "assistant_early_exit=",
+    GenerationMode.ASSISTED_GENERATION: "assistant_early_exit= and use_mtp=",
 }
 """The settings that ask for decoding methods other than greedy search, sampling and beam search."""
 
@@ -312,10 +314,15 @@ def as_candidates(generator: Any) -> Candidates:
     if isinstance(generator, CandidateGenerator):
         return TransformersCandidates(generator)
     expected = 'a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
-    if isinstance(generator, nn.Module):
-        expected += "; for a draft model give DraftModelCandidates(model)"
-        raise TypeError(f"candidate_generator must be {expected}; got a model of type {type(generator).__name__}")
-    raise TypeError(f"candidate_generator must be {expected}, got {generator!r}")
+    remedies: dict[type, str] = {
+        nn.Module: "for a draft model give DraftModelCandidates(model)",
+        PurePath: "for a checkpoint give AutoCandidates.from_pretrained(path)",
+        list: "for several strategies give CombinedCandidates([...])",
+        type: "give an object, with parentheses behind the name",
+    }
+    remedy = next((f"; {text}" for kind, text in remedies.items() if isinstance(generator, kind)), "")
+    given = f"a model of type {type(generator).__name__}" if isinstance(generator, nn.Module) else repr(generator)
+    raise TypeError(f"candidate_generator must be {expected}, got {given}{remedy}")
 
 
 def _as_verifier(verification: Any) -> Verifier:

@@ -97,6 +97,8 @@ def generate_many(
     """
     if not isinstance(max_rows, int) or max_rows < 1:
         raise ValueError(f"max_rows must be at least 1, got {max_rows!r}")
+    if isinstance(seed, Sequence) and isinstance(prompts, Sized) and len(seed) < len(prompts):
+        raise ValueError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
     given = settings_in(arguments)
     settings = Settings(candidate_generator, **{**given, "compile": False})
     if not isinstance(settings.verification, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
@@ -248,6 +250,8 @@ class _Batch:
 
     def _admit(self, index: int, prompt: Any, places: list[int]) -> Iterator[Completion]:
         """Start a prompt and run its prefill; completes it if it ends there, or cannot be joined."""
+        if isinstance(prompt, str):
+            raise TypeError(f"prompts must be token ids, such as tokenizer(text)['input_ids'], got {prompt!r:.60}")
         ids = torch.as_tensor(prompt, device=compat.input_device(self._model))
         ids = ids[None] if ids.dim() == 1 else ids
         if ids.dim() != 2 or len(ids) != 1:

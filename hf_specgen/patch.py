@@ -74,6 +74,8 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
         attachment = None if "candidate_generator" in kwargs else getattr(self, ATTACHMENT, None)
         kwargs.pop("candidate_generator", None)
         if attachment is None:
+            if given := kwargs.keys() & {"verification", "policy", "monitor", "pack_weights"}:
+                raise ValueError(f'{min(given)}= needs a strategy: give candidate_generator= too, such as "auto"')
             return original(self, *args, **kwargs)
         return attachment.generate(original, self, args, kwargs)
 

@@ -51,6 +51,8 @@ def prepacked(model: nn.Module) -> Iterator[None]:
         >>> with prepacked(model):
         ...     outputs = model(torch.ones(1, 4))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"prepacked takes a model, got {model!r}")
     with _lock:
         layers = [layer for group in _groups(model) for layer in _prepacked_layers(group)]
         for layer in layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,7 +32,10 @@ class Options(dict[str, Any]):
     """A mapping; on the command line it is written in YAML, such as {r: 16, lora_alpha: 32}."""
 
     def __init__(self, values: str | Mapping[str, Any] | Iterable[tuple[str, Any]] = ()):
-        super().__init__(yaml.safe_load(values) if isinstance(values, str) else values)
+        given = yaml.safe_load(values) if isinstance(values, str) else values
+        if isinstance(values, str) and not isinstance(given, dict):
+            raise ArgumentTypeError(f"write a mapping such as {{r: 16}}, not {values!r}")
+        super().__init__(given)
 
 
 @dataclass(kw_only=True)

@@ -51,8 +51,8 @@ def read_rows(source: str, split: str = "train", config: str | None = None, stre
             rows = load_from_disk(source)
         else:
             rows = load_dataset(source, config, split=split, streaming=streaming)
-    except DatasetsError as error:
-        raise ValueError(f"{source} cannot be read: {error.__cause__ or error}") from None
+    except (DatasetsError, StopIteration) as error:
+        raise ValueError(f"{source} cannot be read: {error.__cause__ or str(error) or 'it is empty'}") from None
     if next(iter(rows), None) is None:
         raise ValueError(f"{source} has no rows; training needs {FORMATS}")
     return rows

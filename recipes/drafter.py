@@ -56,12 +56,15 @@ class Drafter(nn.Module):
         """Settings of the candidate generator in the evaluation."""
         return {"k": self.depth, "tree": 32 if with_tree else None}
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def activation_checkpointing_enable(self, **settings: Any) -> None:
         """Recompute activations in the backward pass, in a whole model that is trained."""
         models: list[Any] = [module for module in self.modules() if isinstance(module, PreTrainedModel)]
         if not models or not models[0].supports_gradient_checkpointing:
             raise ValueError("activation checkpointing is for whole models that are trained; a head has a few layers")
-        models[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+        name = "activation_checkpointing_enable"
+        getattr(models[0], name if hasattr(models[0], name) else "gradient_checkpointing_enable")(**settings)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable  # its name before Transformers 5.23
 
     def trained(self, state: dict[str, Any]) -> dict[str, Any]:
         """The entries of a state dict that are trained."""

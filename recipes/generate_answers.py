@@ -60,6 +60,8 @@ class AnswerArguments(DataArguments):
 def main(arguments: list[str] | None = None) -> None:
     """Parse, load, generate, save."""
     args, state = parse(AnswerArguments, __doc__, arguments), PartialState()
+    if Path(args.output).exists():
+        raise FileExistsError(f"{args.output} exists already; delete it, or give another --output")
     rows, generate = chosen_prompts(args), ask_server if args.server else local_answers
     parts = folder_of(args, rows)
     done = answer_missing(parts, range(len(rows)), lambda mine: generate(args, [(n, rows[n]) for n in mine]))

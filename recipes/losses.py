@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, log_softmax, nll_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, kl_div, linear, log_softmax, nll_loss
 from transformers import PreTrainedModel
 
-from hf_specgen.targets.model_parts import output_logits
+from hf_specgen.targets.model_parts import output_logits, output_matrix
 
 CHUNK = 1024
 """Positions whose logits `[positions, vocab]` are in memory at once."""
@@ -112,8 +113,12 @@ def draft_loss(
 
 @torch.no_grad()
 def _log_p(target: PreTrainedModel, hidden: torch.Tensor, drafted_ids: torch.Tensor | None) -> torch.Tensor:
-    logits = output_logits(target, hidden.detach()).float()
-    return log_softmax(logits if drafted_ids is None else logits[:, drafted_ids], dim=-1)
+    matrix = None
+    if drafted_ids is not None:
+        full: Any = output_matrix(target)
+        bias = None if full.bias is None else full.bias[drafted_ids]
+        matrix = partial(linear, weight=full.weight[drafted_ids], bias=bias)
+    return log_softmax(output_logits(target, hidden.detach(), matrix).float(), dim=-1)
 
 
 def _losses(

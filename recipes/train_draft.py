@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from arguments import Arguments, Options, launch, option
 from conversations import Batch
 from drafter import Drafter, with_lora
+from hf_specgen.heads.checkpoint import source_errors
 from hf_specgen.targets.model_parts import decoder_layers, keeps_state, output_logits, output_matrix
 from losses import Drafts
 from target import States, read_target, whole
@@ -91,7 +92,8 @@ class ModelDrafter(Drafter):
 
 
 def _vocabulary(name: str) -> dict[str, int]:
-    return dict(AutoTokenizer.from_pretrained(name).get_vocab())
+    with source_errors(name):
+        return dict(AutoTokenizer.from_pretrained(name).get_vocab())
 
 
 def from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:

@@ -55,6 +55,8 @@ class MedusaDrafter(Drafter):
             heads = MedusaHeads.from_target(target, **{name: getattr(args, name) for name in SHAPE})
         else:
             heads = cast(MedusaHeads, load_head(args.heads, dtype=torch.float32))
+            if not isinstance(heads, MedusaHeads):
+                raise ValueError(f"{args.heads!r} is a {type(heads).__name__}, not a set of Medusa heads")
             heads.bind(target)  # raises for heads of another target
         self.heads = heads.to(output_matrix(target).weight.device).requires_grad_()
         self.depth = heads.config.num_heads

@@ -24,7 +24,6 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 from arguments import Arguments, differences, parse
 from conversations import (
     ChatFormat,
-    Row,
     StepSampler,
     check_row_count,
     collate,
@@ -36,10 +35,11 @@ from conversations import (
     read_rows,
 )
 from drafter import Drafter
-from generate_answers import answer_rows, completions
+from generate_answers import Numbered, answer_rows, completions
 from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.counters import Statistics
+from hf_specgen.heads.checkpoint import source_errors
 from hf_specgen.version import __version__
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 
@@ -48,11 +48,8 @@ RECORD = "training.json"  # file beside the weights: for which target, chat temp
 RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors")
 LENGTHENED = ("max_steps", "num_train_epochs")  # arguments that may change when a run is resumed
 TEMPLATES = Path(__file__).with_name("templates")
-TREE = 32  # draft tokens of a tree
 UNDRAFTED = NgramCandidates(policy=FixedDepth(0))
 """Plain decoding, with the same passes in all processes, which a sharded target needs."""
-Prompts = list[tuple[int, Row]]
-"""Held-out prompts with their numbers."""
 
 
 def run(
@@ -61,7 +58,8 @@ def run(
     """Everything that a recipe's script does: parse, check, load, train, save, measure."""
     args = parse(arguments_class, documentation, arguments)
     check_arguments(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    with source_errors(args.target):
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
     chat = ChatFormat(tokenizer, args.chat_template_kwargs)
     source = read_rows(args.data, args.data_split, args.data_config, args.streaming)
     messages_of(next(iter(source)))  # refuses other columns now, and below not after the training
@@ -245,27 +243,24 @@ class Measured:
     prompts: int = 0
 
 
-def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, prompts: Prompts) -> Dataset:
+def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, prompts: Numbered) -> Dataset:
     """The target's own answers to the held-out prompts."""
     with torch.random.fork_rng():
-        answers = dict(answer_rows(target, chat, prompts, UNDRAFTED, 0, args.generation, **call_of(args)))
+        call = {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
+        answers = dict(answer_rows(target, chat, prompts, UNDRAFTED, 0, args.generation, **call))
     return Dataset.from_list([answers[number] for number, _ in prompts])
 
 
-def call_of(args: Arguments) -> dict[str, Any]:
-    """Arguments of `generate_many` in the evaluation."""
-    return {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
-
-
-def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Prompts, settings: Any) -> dict[str, Measured]:
+def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Numbered, settings: Any) -> dict[str, Measured]:
     """Generate answers with the drafter as it was saved, and count; the random state is left unchanged."""
     if not PartialState().is_main_process and not args.shard_target:  # a sharded target needs all in each pass
         return {}
     load, policy = AutoCandidates.from_pretrained, FixedDepth()
     drafters = [load(args.output_dir, policy=policy, **settings(with_tree)) for with_tree in (False, True)]
+    call = {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
     with torch.random.fork_rng():
         plain, chains, trees = (
-            dict(completions(target, chat, prompts, drafter, 0, args.generation, **call_of(args)))
+            dict(completions(target, chat, prompts, drafter, 0, args.generation, **call))
             for drafter in (UNDRAFTED, *drafters)
         )
     results: dict[str, Measured] = {}
@@ -300,7 +295,6 @@ def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], re
         args=args,
         parameters=trained / 1e6,
         results=results,
-        tree=TREE,
         dtype=str(drafter.target.dtype).removeprefix("torch."),
         arguments=yaml.safe_dump(args.own_values(), sort_keys=False),
         loss=next((entry["loss"] for entry in reversed(history) if "loss" in entry), None),

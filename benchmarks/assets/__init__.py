@@ -1,1 +1,1 @@
-"""The embedded models and prompts of hf_specgen as an installable package; see `pyproject.toml` beside this file."""
+"""The bundled models and prompts of hf_specgen as an installable package; see `pyproject.toml` beside this file."""

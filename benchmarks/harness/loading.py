@@ -48,7 +48,7 @@ SHIPPED = {
     "eagle": str(EMBEDDED_EAGLE),
     "dspark": str(EMBEDDED_DSPARK),
 }
-"""The files of the embedded model."""
+"""The files of the bundled model."""
 
 
 class StrategyError(ValueError):
@@ -63,7 +63,7 @@ def build(
     Args:
         strategies: "ngram", "auto", "draft=MODEL", "layerskip=ADAPTER" (or =LAYER without one), "medusa=HEADS",
             "eagle=HEAD", "dspark=HEAD" or "heads=HEAD" of any format (ids or folders), or several joined by "+";
-            without "=…" the files that ship for the embedded model.
+            without "=…" the files that ship for the bundled model.
         peers: "transformers" for the same strategies in Transformers; or empty.
         model: the target.
         latency: decides for "auto".

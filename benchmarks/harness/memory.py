@@ -21,7 +21,6 @@ from benchmarks.harness.loading import build
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.prompts import of_length
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.measure import Variant, wait
 from hf_specgen.evaluation.workloads import domain_prompts, load
 
@@ -84,7 +83,7 @@ def memory_growth(plan: Plan, name: str, scores: bool) -> int:
     """Bytes by which the peak during a call exceeds the memory in use before it; in a process of its own."""
     model, tokenizer = _load(plan)
     variant = next(variant for variant in _variants(plan, model) if variant.name == name)
-    filler = [prompt for prompts in domain_prompts(WorkloadSettings()).values() for prompt in prompts]
+    filler = [prompt for prompts in domain_prompts().values() for prompt in prompts]
     repeats = 1 + plan.memory_context // len(filler)
     inputs = of_length(tokenizer, filler[0], filler * repeats, plan.memory_context)
     short = {key: tensor[:, :WARM_UP_TOKENS] for key, tensor in inputs.items()}
@@ -120,7 +119,7 @@ def give_freed_memory_back() -> None:
 
 
 def _load(plan: Plan) -> tuple[PreTrainedModel, Any]:
-    return load(WorkloadSettings(model=plan.model, dtype=plan.dtype, device=plan.device))
+    return load(plan.model, plan.dtype, plan.device)
 
 
 def _variants(plan: Plan, model: PreTrainedModel) -> list[Variant]:

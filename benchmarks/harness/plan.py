@@ -20,7 +20,7 @@ QUICK = {
 """Replaced by `Plan.quick`, except where a plan leaves the part out."""
 DTYPES = ("float32", "bfloat16", "float16")
 WIDE: dict[str, Any] = {"widen": 300_000_000, "dtype": "bfloat16"}
-"""The embedded model widened to 300M parameters, as a latency model of a larger target."""
+"""The bundled model widened to 300M parameters, as a latency model of a larger target."""
 WIDE_FLOAT32: dict[str, Any] = {**WIDE, "dtype": "float32"}
 """The same on CPUs without matrix instructions for bfloat16."""
 
@@ -37,7 +37,7 @@ class Plan:
         ValueError: for a number that is out of range, or an unknown dtype.
     """
 
-    model: str = _option("", "Hub id or folder of the target; the embedded model if empty")
+    model: str = _option("", "Hub id or folder of the target; the bundled model if empty")
     strategies: tuple[str, ...] = _option(
         ("ngram", "draft", "layerskip", "medusa"),
         "ngram, auto, draft=MODEL, layerskip=ADAPTER or =LAYER, medusa=HEADS, eagle=HEAD, dspark=HEAD, or several "

@@ -26,10 +26,8 @@ from benchmarks.workloads.domains import Domain
 from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
-from hf_specgen.evaluation.differences import explain_difference, first_difference
-from hf_specgen.evaluation.measure import Sample, Variant, measure_round
+from hf_specgen.evaluation.measure import Sample, Variant, first_difference, measure_round
 from hf_specgen.evaluation.workloads import load, maybe_prepacked
 
 DEFAULT_PLAIN = "plain, default"
@@ -139,11 +137,9 @@ class Bench:
         found["sampled"] = bool(unit.generation.get("do_sample"))
         found["identical"] = torch.equal(plain.ids, sample.ids)
         if sample.speculation is not None and not variant.name.startswith(PLAIN.name):
-            mask = unit.inputs["attention_mask"]
-            difference = None if found["identical"] else first_difference(plain, sample)
-            found["difference"] = asdict(difference) if difference else None
-            if difference and not unit.followups:  # the noise of a later turn follows that of the turns before
-                found["difference"] |= explain_difference(self.model, plain, difference, unit.generation, seed, mask)
+            # The noise of a later turn follows that of the turns before.
+            inputs = None if unit.followups else unit.inputs
+            found["difference"] = first_difference(self.model, plain, sample, unit.generation, seed, inputs)
             rows = sample.speculation.rows
             found["steps"] = [[s.drafted, s.depth, s.accepted, s.emitted] for row in rows for s in row]
             if self.profile is not None:
@@ -184,7 +180,7 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     state = PartialState(cpu=plan.device == "cpu")
     device = plan.device if plan.device == "cpu" else str(state.device)
     profile = LatencyModel.load(plan.profile) if plan.profile else None
-    model, tokenizer = load(WorkloadSettings(model=plan.model, dtype=plan.dtype, device=device))
+    model, tokenizer = load(plan.model, plan.dtype, device)
     if plan.widen:
         model = widen(model, plan.widen)
     outcome = Outcome(plan)

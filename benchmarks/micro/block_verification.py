@@ -15,7 +15,6 @@ import torch
 
 from hf_specgen import DraftModelCandidates
 from hf_specgen.call import Call
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, domain_prompts, encode, load
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession
@@ -62,14 +61,14 @@ class _ComparingSession(RejectionSession):
 
 
 def block_verification(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Expected tokens a step with the embedded draft model, by temperature and depth, over prompts of all domains.
+    """Expected tokens a step with the bundled draft model, by temperature and depth, over prompts of all domains.
 
     Args:
         repeats: seeds for each prompt.
         quick: use one prompt and one depth.
     """
-    model, tokenizer = load(WorkloadSettings(device="cpu"))
-    prompts = [prompt for domain in domain_prompts(WorkloadSettings()).values() for prompt in domain[:2]]
+    model, tokenizer = load(device="cpu")
+    prompts = [prompt for domain in domain_prompts().values() for prompt in domain[:2]]
     rows = []
     for temperature in TEMPERATURES:
         for k in DEPTHS[:1] if quick else DEPTHS:

@@ -1,7 +1,7 @@
 """Tokens per step after long prompts, with and without the draft window.
 
 A prompt is a conversation of unrelated questions with the target's own answers, up to the length, and a last question.
-The embedded head and draft model were trained on 256 tokens.
+The bundled head and draft model were trained on 256 tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 
 from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates
-from hf_specgen.evaluation import WorkloadSettings
-from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, chat_text, load, read_prompts
+from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, chat_text, domain_prompts, load
 
 LENGTHS, NEW_TOKENS, TREE = (200, 1000, 1800), 48, 32
 DOMAINS = ("math", "code", "json", "prose")
@@ -25,8 +24,8 @@ DOMAINS = ("math", "code", "json", "prose")
 
 def draft_window(repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Greedy decoding in draft trees of 32 nodes; means over conversations. Counted, so one run is exact."""
-    model, tokenizer = load(WorkloadSettings())
-    questions = read_prompts(ASSETS / "validation.jsonl", 2)
+    model, tokenizer = load()
+    questions = domain_prompts(2)
     rows = []
     for length in LENGTHS[:1] if quick else LENGTHS:
         answered, prompts = _conversations(), []

@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import Candidates, NgramCandidates
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import encode, load
 
 SCHEMAS = Path(__file__).parents[1] / "workloads" / "schemas.jsonl"
@@ -49,7 +48,7 @@ def grammar_drafts(repeats: int, quick: bool, tasks: int | None = None) -> list[
     Raises:
         AssertionError: if the output is not that of plain `generate`.
     """
-    model, tokenizer = load(WorkloadSettings(device="cpu"))
+    model, tokenizer = load(device="cpu")
     chosen = list(_tasks(tokenizer))[: 2 if quick else tasks]
     rows = []
     for library, processor in _libraries(model, tokenizer):
@@ -77,7 +76,7 @@ def grammar_verification(repeats: int, quick: bool) -> list[dict[str, Any]]:
     A step is verified by the target's forward pass and by what follows it: logits processors, accepted tokens. Both
     sides draft chains of 10 tokens from the same prompts; they generate different texts.
     """
-    model, tokenizer = load(WorkloadSettings(device="cpu"))
+    model, tokenizer = load(device="cpu")
     chosen = list(_tasks(tokenizer))[: 1 if quick else 8]
     free = _step_milliseconds(model, chosen, None, repeats)
     rows = [{"grammar": "none", **free}]

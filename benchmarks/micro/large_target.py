@@ -1,6 +1,6 @@
 """Speed of a target of 8B parameters on a GPU, at batch 1.
 
-The target is the embedded model in bfloat16, deepened and widened without changing its function.
+The target is the bundled model in bfloat16, deepened and widened without changing its function.
 
 PyTorch's attention kernels are chosen alike for all sides: without those of cuDNN, which plan anew for each length of
 the text (see `hf_specgen.targets.attention`). Plain `generate` is measured with PyTorch's own choice too.
@@ -31,7 +31,6 @@ from hf_specgen import (
     NgramCandidates,
 )
 from hf_specgen.decoding import DecodingLoop
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Sample, Variant, measure_round
 from hf_specgen.evaluation.workloads import (
@@ -92,7 +91,7 @@ def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
 @cache
 def _setup(quick: bool) -> Setup:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    small, tokenizer = load(WorkloadSettings(device=device, dtype="bfloat16"))
+    small, tokenizer = load(device=device, dtype="bfloat16")
     model = widen(deepen(small, QUICK_LAYERS if quick else LAYERS), QUICK_PARAMETERS if quick else PARAMETERS)
     draft, _ = load_model(str(EMBEDDED_DRAFT), small.dtype, device)
     return Setup(model, draft, tokenizer, device)
@@ -125,7 +124,7 @@ def _measure(setup: Setup, variants: list[Variant], repeats: int, quick: bool) -
 def run_prompts(setup: Setup, variants: list[Variant], turns: Sequence[int], quick: bool) -> Samples:
     """All variants on the prompts of these numbers in each domain."""
     samples: Samples = {variant.name: {} for variant in variants}
-    for domain, texts in domain_prompts(WorkloadSettings(prompts_per_domain=1 + max(turns))).items():
+    for domain, texts in domain_prompts(1 + max(turns)).items():
         for turn in turns:
             encoded = next(encode(setup.tokenizer, texts[turn : turn + 1], 1))
             inputs = {name: tensor.to(setup.device) for name, tensor in encoded.items()}
@@ -195,7 +194,7 @@ def _split_steps(setup: Setup, variant: Variant, quick: bool) -> dict[str, float
     before and after each of them, so that the rest includes what the first call overlaps.
     """
     clock, seconds, steps = PassClock(setup.model), 0.0, 0
-    for domain, texts in domain_prompts(WorkloadSettings(prompts_per_domain=1)).items():
+    for domain, texts in domain_prompts(1).items():
         inputs = {name: one.to(setup.device) for name, one in next(encode(setup.tokenizer, texts, 1)).items()}
         call = {**inputs, "max_new_tokens": 16 if quick else NEW_TOKENS, **DOMAINS[domain], **variant.arguments()}
         for timed in (False, True):

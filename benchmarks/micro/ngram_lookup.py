@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specgen import DraftCall, NgramCandidates
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 
 CONTEXTS, TREES, DEPTH = (1_000, 10_000, 100_000), (None, 32), 10
 

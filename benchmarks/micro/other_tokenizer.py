@@ -1,6 +1,6 @@
 """Tokens per pass of the target with a draft model of another tokenizer, by how much of the vocabulary is shared.
 
-The embedded draft model gets other tokenizers: its own with fewer merges and with the tokens in another order. A token
+The bundled draft model gets other tokenizers: its own with fewer merges and with the tokens in another order. A token
 whose merge was removed is never written, and its text becomes two or more other tokens. The model is not trained anew,
 so all drafts lose acceptance with every merge that is removed; the ways of translating them are compared.
 """
@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import DraftModelCandidates
 from hf_specgen.candidates.cross_tokenizer import SharedVocabulary, shared_ids
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_MODEL, load
 
 PROMPTS_PER_DOMAIN, NEW_TOKENS = 2, 32
@@ -57,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {"tree of 16": {"k": 6, "tree": 16}, "chain of
 
 def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Tokens per pass of the target, of greedy decoding. Counted, so one run is exact."""
-    model, tokenizer = load(WorkloadSettings())
+    model, tokenizer = load()
     prompts = _prompts(tokenizer, 1 if quick else PROMPTS_PER_DOMAIN)
     new_tokens = NEW_TOKENS // 4 if quick else NEW_TOKENS
     rows = []
@@ -80,7 +79,7 @@ def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def with_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
-    """Save the embedded draft model with another tokenizer; its weights are in the order of the new tokens.
+    """Save the bundled draft model with another tokenizer; its weights are in the order of the new tokens.
 
     Args:
         tokenizer: which merges are kept.

@@ -32,9 +32,8 @@ from hf_specgen import (
     NgramCandidates,
     RecyclingCandidates,
 )
-from hf_specgen.candidates.independent_heads import DEFAULT_NODES
+from hf_specgen.candidates.one_pass import DEFAULT_NODES
 from hf_specgen.decoding import DecodingLoop, PolicyRunner
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_DRAFT,
     EMBEDDED_DSPARK,
@@ -86,11 +85,11 @@ def step_operations(repeats: int, quick: bool, prompt: str = "", max_new_tokens:
     Args:
         repeats: of what is timed.
         quick: whether to time one call only, of at most 24 tokens.
-        prompt: the text to continue; left out, the first embedded prompt of the domain json.
+        prompt: the text to continue; left out, the first bundled prompt of the domain json.
         max_new_tokens: of each call.
     """
-    model, tokenizer = load(WorkloadSettings(device="cpu"))
-    texts = [prompt] if prompt else domain_prompts(WorkloadSettings())["json"][:1]
+    model, tokenizer = load(device="cpu")
+    texts = [prompt] if prompt else domain_prompts()["json"][:1]
     arguments = {**next(encode(tokenizer, texts, 1)), **GREEDY}
     arguments["max_new_tokens"] = min(24, max_new_tokens) if quick else max_new_tokens
     rows = []

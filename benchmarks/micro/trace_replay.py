@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.harness.variants import Arguments, ours
 from benchmarks.workloads.scripted import ScriptedTarget
 from hf_specgen import NgramCandidates, NgramHistory
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import ASSETS, load
 
 TRACES = ASSETS / "traces"
@@ -33,7 +32,7 @@ def trace_replay(repeats: int, quick: bool = False, texts: int | None = None) ->
         quick: replay five texts of each file.
         texts: number of texts of each file; all if None.
     """
-    _, tokenizer = load(WorkloadSettings())
+    _, tokenizer = load()
     rows = []
     for file in sorted(TRACES.glob("*.jsonl")):
         scripts = load_scripts(file, tokenizer)[: 5 if quick else texts]

@@ -68,7 +68,7 @@ def html(result: dict[str, Any], svg: dict[str, str]) -> str:
 
 
 def _target(plan: dict[str, Any]) -> str:
-    name = Path(plan["model"]).name or "the embedded model"
+    name = Path(plan["model"]).name or "the bundled model"
     return f"{name} widened to {plan['widen'] / 1e6:.0f}M parameters (the same function)" if plan["widen"] else name
 
 

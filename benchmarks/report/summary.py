@@ -19,8 +19,7 @@ from benchmarks.report.tables import Rows
 from hf_specgen import Statistics
 from hf_specgen.counters import RowStep
 from hf_specgen.depth import CostCurve
-from hf_specgen.evaluation.differences import ROUNDING
-from hf_specgen.evaluation.measure import Interval, speedup_interval
+from hf_specgen.evaluation.measure import ROUNDING, Interval, speedup_interval
 
 ALL = "all"
 MIN_REQUESTS = 3
@@ -166,7 +165,7 @@ def cost(curve: CostCurve) -> Rows:
 
 
 def differences(records: Sequence[Record]) -> Rows:
-    """The first token that differs from plain decoding in each unit, by what decides it (`explain_difference`)."""
+    """The first token that differs from plain decoding in each unit, by what decides it (`first_difference`)."""
     columns = ("position", "plain_token", "our_token", "decided by", "margin", "explained")
     return [
         {"unit": r["unit"], "variant": r["variant"]}

@@ -2,21 +2,20 @@
 
 A confidence is the drafter's probability of the token, or its part of the weights of
 `VerificationSession.draft_weights`. Acceptance is counted by rank and confidence; with few counts, the estimate is
-shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_specgen.memory`.
+shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_specgen.call.memory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hf_specgen.call import memory
 from hf_specgen.candidates.base import DraftCall, DraftSession
 from hf_specgen.candidates.growth import Floats
-from hf_specgen.memory import memory
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, verified_nodes
 
@@ -112,17 +111,6 @@ class CalibratedSession(DraftSession):
         if self.remembers:
             for key, calibration in zip(self._keys, self.calibrations, strict=True):
                 memory.store(self.call.model, key, calibration)
-
-
-def log_tables(calibrations: Sequence[Calibration]) -> Floats:
-    """`[RANKS * calibrations * bins]` logarithms of the tables, each shrunk towards the counts of all of them."""
-    prior = CENTERS
-    if len(calibrations) > 1:
-        pooled = Calibration()
-        pooled.seen = np.sum([one.seen for one in calibrations], axis=0)
-        pooled.accepted = np.sum([one.accepted for one in calibrations], axis=0)
-        prior = pooled.table()
-    return np.log([one.table(prior) for one in calibrations]).astype(np.float32).swapaxes(0, 1).ravel()
 
 
 def confidence_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint, read_json
-from hf_specgen.heads.exit_head import EXIT_CONFIG, exit_layer_of
+from hf_specgen.heads.exit_head import EXIT_CONFIG
 from hf_specgen.heads.head_file import speculators_type
 from hf_specgen.heads.head_formats import FORMATS, head_format
 from hf_specgen.heads.lora import base_of_adapter
@@ -79,7 +79,7 @@ class AutoCandidates:
 def _strategy(source: Source) -> Build:
     """What builds the strategy from the folder or name of the checkpoint."""
     if source.file(EXIT_CONFIG) is not None:
-        return _exit_adapter
+        return LayerSkipCandidates.of_checkpoint
     if (base := base_of_adapter(source)) is not None:  # of a head or a draft model, which it is loaded with
         return _strategy(Source(base, token=source.token, cache_dir=source.cache_dir))
     checkpoint = open_checkpoint(source)
@@ -122,7 +122,3 @@ def _is_causal_model(checkpoint: Checkpoint) -> bool:
     named = isinstance(classes, list) and any(isinstance(name, str) and name in known for name in classes)
     has_embeddings = any(part in name for name in checkpoint.tensors for part in ("embed", "wte"))
     return named and has_embeddings and speculators_type(checkpoint) is None
-
-
-def _exit_adapter(name: str, **settings: Any) -> LayerSkipCandidates:
-    return LayerSkipCandidates(exit_layer_of(name), adapter=name, **settings)

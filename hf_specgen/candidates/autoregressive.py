@@ -22,7 +22,6 @@ from hf_specgen.candidates.acceptance import (
     RANKS,
     CalibratedSession,
     confidence_by_rank,
-    log_tables,
 )
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.growth import Growth
@@ -49,9 +48,8 @@ class AutoregressiveSession(CalibratedSession):
         tree: str | int | None,
         vocab: int,
         confidence_threshold: float = 0.0,
-        calibrations: int = 1,
     ):
-        super().__init__(call, calibrations)
+        super().__init__(call)
         chains_only = call.target is not None and call.target.verifies_chains_only
         self._k, self._size, self._vocab = k, None if chains_only else tree, vocab
         self._threshold = confidence_threshold
@@ -67,10 +65,6 @@ class AutoregressiveSession(CalibratedSession):
     def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
         """How large the trees of the next step become."""
         return tree_size(tree, self.call, depths, children)
-
-    def calibration_of(self) -> torch.Tensor | None:
-        """`[batch, nodes]` which of the calibrations holds after each node of the last pass; None: the first."""
-        return None
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
@@ -98,9 +92,8 @@ class AutoregressiveSession(CalibratedSession):
         tree = self._tree
         if not isinstance(tree, GrownTree):
             return
-        known, bins = tree.node_values, len(CENTERS)
-        features = [(row[:, RANK], row[:, FEATURE]) for row in known]
-        self._features = [(rank, CENTERS[feature % bins], 1 + feature // bins) for rank, feature in features]
+        known = tree.node_values
+        self._features = [(row[:, RANK], CENTERS[row[:, FEATURE]], row[:, RANK]) for row in known]
         super().observe(result)
         if self._expanded:
             # The nodes of a path that were expanded come first: a child is expanded after its parent.
@@ -117,7 +110,8 @@ class AutoregressiveSession(CalibratedSession):
         size = self.tree_size(tree, depths, children)
         logits = self.first_scores()[:, None]
         last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
-        host = np.concatenate([np.array(last_tokens, dtype=np.float32).ravel(), log_tables(self.calibrations)])
+        table = np.log(self.calibrations[0].table()).ravel()
+        host = np.concatenate([np.ravel(last_tokens), table]).astype(np.float32)
         on_device = torch.from_numpy(host).to(logits.device)
         growth = Growth(depths, min(size.children, self._vocab), on_device[: len(depths), None])
         self._table = on_device[len(depths) :].view(RANKS, -1)
@@ -155,8 +149,6 @@ class AutoregressiveSession(CalibratedSession):
                 confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
         edges, ranks = _bins(logits.device, best.shape[-1])
         features = torch.bucketize(confidence, edges)
-        if (number := self.calibration_of()) is not None:
-            features = features.add(number[..., None], alpha=len(CENTERS))
         growth.add(tokens, self._table[ranks, features], features, expandable)
 
 

@@ -16,11 +16,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen.call import Call, DraftingSettings
+from hf_specgen.call import Call, DraftingSettings, GenerationState
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy, PolicySession
 from hf_specgen.heads.checkpoint import Source
-from hf_specgen.state import GenerationState
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -30,7 +29,7 @@ from hf_specgen.verification.result import result_for
 Depth = int | Literal["auto"]
 """Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
 Tree = int | Literal["auto"] | None
-"""Number of draft tokens to verify; "auto" for the fastest tree of each step; None for chains."""
+"""Number of draft tokens to verify; "auto" for the fastest tree of each step; None: "auto" if k is, else chains."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,14 @@ class DraftSession(ABC):
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""
 
+    rows_can_change = False
+    """Whether rows can join and leave between steps, see `keep_rows`."""
+
     def __init__(self, call: DraftCall):
         self.call = call
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        """Continue with these rows, in this order, and `new` ones after them; `call.state` has their texts already."""
 
     @property
     def remembers(self) -> bool:
@@ -81,6 +86,9 @@ class DraftSession(ABC):
         call = self.call
         samples_draft = call.verification is not None and call.verification.wants_q
         return call.remembers and not samples_draft and (call.depth is None or call.depth.remembers)
+
+    def plan(self, max_depths: Sequence[int]) -> None:
+        """Receive the depths of the next `draft` in advance, so that several sessions can share its passes."""
 
     @abstractmethod
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -119,6 +127,9 @@ class WrappedSession(DraftSession):
     @abstractmethod
     def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
         """The draft to verify instead of the session's."""
+
+    def plan(self, max_depths: Sequence[int]) -> None:
+        self._session.plan(max_depths)
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self._own_draft = self._session.draft(max_depths)
@@ -180,7 +191,7 @@ class Candidates(CandidateGenerator, ABC):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
         if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
-            raise ValueError(f'k must be at least 1, got {k!r}; or give "auto"')
+            raise ValueError(f'k must be a number of tokens, at least 1, or "auto", got {k!r}')
         self.policy = policy or (AdaptiveDepth() if k == "auto" else FixedDepth())
         self.k = max_k if k == "auto" else k
 
@@ -268,7 +279,7 @@ class Candidates(CandidateGenerator, ABC):
 
 
 class PretrainedCandidates(Candidates):
-    """A strategy whose first argument is a checkpoint."""
+    """A strategy with a checkpoint, which is its first argument."""
 
     @classmethod
     def from_pretrained(
@@ -289,8 +300,13 @@ class PretrainedCandidates(Candidates):
             settings: of the strategy, such as `k=4`.
         """
         source = Source(str(name_or_path), revision, token, subfolder, cache_dir)
+        return cls.of_checkpoint(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
+
+    @classmethod
+    def of_checkpoint(cls, name: str, **settings: Any) -> Self:
+        """The strategy with the checkpoint in a folder, or of a repository in the cache."""
         strategy: Any = cls
-        return strategy(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
+        return strategy(name, **settings)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

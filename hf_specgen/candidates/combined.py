@@ -129,6 +129,8 @@ class _CombinedSession(DraftSession):
         self._uses_networks = call.depth is None or call.depth.affords_prefill()
         self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
         self._trees: list[SearchTree[_Origin]] = []
+        self._tree: DraftTree | None = None  # planned: of the members without a pass
+        self._needs_networks = False
         self.passes: list[int] = []
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -151,12 +153,25 @@ class _CombinedSession(DraftSession):
         for session, _ in self._members:
             session.end()
 
-    def _combine(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+    def plan(self, max_depths: Sequence[int]) -> None:
+        """Draft with the members that have no forward pass, and choose how deep the others draft."""
+        self._draft_without_pass(max_depths, is_prefill=False)
+        for session, k in self._members[self._first_network :]:
+            session.plan([min(depth, k) if self._needs_networks else 0 for depth in max_depths])
+
+    def _draft_without_pass(self, max_depths: Sequence[int], is_prefill: bool) -> None:
         self._drafts, self.passes = [], []
         for session, k in self._members[: self._first_network]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths, is_prefill)
-        tree = self._search(max_depths, is_prefill)
-        drafts = self._uses_networks and (self._draws or not _expects(tree, ENOUGH_TOKENS))
+        self._tree = self._search(max_depths, is_prefill)
+        self._needs_networks = self._uses_networks and (self._draws or not _expects(self._tree, ENOUGH_TOKENS))
+
+    def _combine(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+        """The members' drafts in one tree."""
+        if self._tree is None or is_prefill:
+            self._draft_without_pass(max_depths, is_prefill)
+        tree, drafts = self._tree or DraftTree.empty(len(max_depths)), self._needs_networks
+        self._tree = None
         for session, k in self._members[self._first_network :]:
             draft = self._draft_member(session, k if drafts else 0, max_depths, is_prefill)
             self.passes += _passes(session, draft)
@@ -343,7 +358,8 @@ class PresetCandidates(Candidates):
         if name not in get_args(Preset):
             names = ", ".join(map(repr, get_args(Preset)))
             raise ValueError(
-                f"there is no preset {name!r}; choose {names}, or give a strategy such as NgramCandidates()"
+                f"there is no preset {name!r}; choose {names}, or give a strategy such as NgramCandidates(), for a "
+                "checkpoint AutoCandidates.from_pretrained(name)"
             )
         self.name = name
 

@@ -34,7 +34,7 @@ from hf_specgen.candidates.draft_vocabulary import (
 )
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.head_sessions import EagleSession, LastStateSession, PathSession
-from hf_specgen.candidates.independent_heads import MedusaSession, ParallelSession, default_size
+from hf_specgen.candidates.one_pass import MarkovSession, MedusaSession, ParallelSession, default_size
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
@@ -44,7 +44,7 @@ from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
 from hf_specgen.heads.mtp import MTPConfig, MTPHead, load_mtp
-from hf_specgen.heads.path_head import PathHead
+from hf_specgen.heads.path_head import PathHead, PathRunner
 from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
 from hf_specgen.targets.graphs import GRAPH_DEVICES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
@@ -200,7 +200,7 @@ class HeadCandidates(PretrainedCandidates):
         head = self.load(model)
         if not self.accepts(head):
             raise ValueError(
-                f"{self._name!r} is a {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
+                f"{self._name!r} holds {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
                 "which chooses the strategy"
             )
         weight = output_matrix(model).weight
@@ -278,10 +278,12 @@ class DFlashCandidates(HeadCandidates):
     head_classes, expected = (BlockHead,), "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino)"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+        runner: Any = (PathRunner if isinstance(bound.head, PathHead) else BlockRunner)(bound, call.state.batch)
+        session: Any = ParallelSession
         if isinstance(bound.head, PathHead):
-            return PathSession(call, target, bound, self.k, self.tree, self.window(call, bound))
-        runner, window = BlockRunner(bound, call.state.batch), self.window(call, bound)
-        return ParallelSession(call, target, runner, min(self.k, runner.depth), self.tree, window)
+            session = PathSession if bound.head.state_size else MarkovSession
+        window = self.window(call, bound)
+        return cast(DraftSession, session(call, target, runner, min(self.k, runner.depth), self.tree, window))
 
 
 class MTPCandidates(HeadCandidates):
@@ -382,6 +384,5 @@ class MedusaCandidates(HeadCandidates):
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         assert call.model is not None
         runner, tree = MedusaRunner(bound, call.model), default_size(call, self.tree)
-        if cast(MedusaHeads, bound.head).config.reads_path:
-            return LastStateSession(call, target, runner, min(self.k, runner.num_heads), tree)
-        return MedusaSession(call, target, runner, self.k, tree)
+        session = LastStateSession if cast(MedusaHeads, bound.head).config.reads_path else MedusaSession
+        return session(call, target, runner, min(self.k, runner.num_heads), tree)

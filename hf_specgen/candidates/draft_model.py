@@ -39,7 +39,7 @@ from hf_specgen.candidates.draft_vocabulary import (
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
 from hf_specgen.depth import Policy
-from hf_specgen.heads.checkpoint import first_line
+from hf_specgen.heads.checkpoint import first_line, source_errors
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
 from hf_specgen.targets.support import check_model, position_table
@@ -180,8 +180,9 @@ class DraftModelCandidates(PretrainedCandidates):
             )
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)  # runs the draft's encoder, if it has one
         check_computation(draft, TargetRequirements(), *prompt)
-        # Captured passes run without the hook that adds the target's hidden states.
-        compile: Compile = False if parallel is not None and parallel.layers else self.compile
+        # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
+        fixed = (parallel is None or not parallel.layers) and not call.state.rows_differ
+        compile: Compile = self.compile if fixed else False
 
         def reader(texts: list[list[int]]) -> Target:
             read = prompt if texts == prompts else draft_prompt(draft, call, texts, self.share_encoder)
@@ -232,7 +233,8 @@ class DraftModelCandidates(PretrainedCandidates):
             options = {name: value for name, value in self._loading.items() if value is not None}
             if target is not None:
                 options.setdefault("device_map", compat.input_device(target))
-            self._model = _auto_class(target).from_pretrained(self._name, **options)
+            with source_errors(str(self._name)):
+                self._model = _auto_class(target).from_pretrained(self._name, **options)
         return self._model
 
     def __repr__(self) -> str:

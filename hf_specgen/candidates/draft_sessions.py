@@ -26,7 +26,7 @@ from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
 from hf_specgen.candidates.head_sessions import FeatureQueue
-from hf_specgen.candidates.independent_heads import IndependentHeadsSession
+from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import Fields, Source, read_tensors, tensor_infos
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
@@ -58,18 +58,39 @@ class DraftRunner:
     ):
         self._state, self._texts, self._read, self._window = call.state, texts, read, window
         self._embedded, self._max_positions = embedding_size(draft), position_table(text_config(draft))
-        prompts = [text.tokens for text in texts]
-        exceeds = window is not None and window.is_exceeded_by(max(map(len, prompts)))
-        self._begin(prompts, window if exceeds else None)
+        self._begin([text.tokens for text in texts])
         self._after_prompt: torch.Tensor | None = None
+        self.rows_can_change = not self.reader.verifies_chains_only and all(type(one) is DraftText for one in texts)
         self.drafts, self.passes = [True] * call.state.batch, list[int]()
 
-    def _begin(self, prompts: list[list[int]], window: DraftWindow | None) -> None:
-        """Read from these tokens on, or from those of them within a window."""
+    def _begin(self, prompts: list[list[int]], restarts: bool = False) -> None:
+        """Read from these tokens on, or from those of them within the window."""
+        exceeds = self._window is not None and self._window.is_exceeded_by(max(map(len, prompts)))
+        window = self._window if restarts or exceeds else None
         self._num_cached = list(map(len, prompts))  # tokens of each text that are cached, or before the window
         prompts = [known_tokens(window.kept(tokens) if window else tokens, self._embedded) for tokens in prompts]
         self.reader, self._prompt_lengths = self._read(prompts), list(map(len, prompts))
         self._num_extended = [0] * len(prompts)  # tokens of each row in the cache that follow those
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        """Continue with these rows of the call and `new` ones after them, whose prompts are read now."""
+        prompts = self._state.prompts[len(kept) :]
+        self._texts = [*(self._texts[row] for row in kept), *map(DraftText, prompts)]
+        self.drafts = [True] * len(self._texts)
+        if self._after_prompt is None or not kept:
+            self._after_prompt = None
+            self._begin([text.tokens for text in self._texts])
+            return
+        reader, *counts = self.reader, self._prompt_lengths, self._num_cached, self._num_extended
+        kept_counts = [[count[row] for row in kept] for count in counts]
+        if prompts:
+            self._begin(prompts)
+            self.reader.prefill(DraftTree.empty(new))
+            kept_counts[0] += self._prompt_lengths
+            kept_counts[1] += self._num_cached
+            kept_counts[2] += self._num_extended
+        reader.replace_rows(kept, self.reader if prompts else None)
+        self.reader, (self._prompt_lengths, self._num_cached, self._num_extended) = reader, kept_counts
 
     def _cache_length(self, row: int) -> int:
         """Tokens of a row that are in the cache, and those that are not read yet."""
@@ -122,7 +143,7 @@ class DraftRunner:
         """Read the window of all rows anew if one of them exceeds it."""
         window, rows = self._window, range(len(self._texts))
         if window and any(self.drafts[row] and window.is_exceeded_by(self._cache_length(row)) for row in rows):
-            self._begin([text.tokens[:-1] for text in self._texts], window)
+            self._begin([text.tokens[:-1] for text in self._texts], restarts=True)
             self.reader.prefill(DraftTree.empty(len(self._texts)))
             self.passes.append(sum(self._prompt_lengths))
 
@@ -179,7 +200,10 @@ class DraftModelSession(AutoregressiveSession):
     ):
         tree = None if runner.reader.verifies_chains_only else tree
         super().__init__(call, k, tree, vocabulary, confidence_threshold)
-        self._runner, self._shared = runner, shared
+        self._runner, self._shared, self.rows_can_change = runner, shared, runner.rows_can_change
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        self._runner.keep_rows(kept, new)
 
     def max_draft_tokens(self, row: int) -> int:
         return self._runner.max_draft_tokens(row)
@@ -252,7 +276,7 @@ class ParallelDraft:
         return linear.to(like.weight).requires_grad_(False)
 
 
-class ParallelDraftSession(IndependentHeadsSession):
+class ParallelDraftSession(OnePassSession):
     """Drafts for one call with a model that predicts all tokens in one pass."""
 
     def __init__(
@@ -264,8 +288,12 @@ class ParallelDraftSession(IndependentHeadsSession):
         self._added = None
         if settings.layers and isinstance(call.target, HiddenStateTarget):
             self._added = TargetFeatures(call, call.target, draft, settings)
+        self.rows_can_change = self._added is None and runner.rows_can_change
         self.passes: list[int] = []
         self._max_depths: list[int] = []
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        self._runner.keep_rows(kept, new)
 
     @torch.no_grad()
     def draft(self, max_depths: Sequence[int]) -> DraftTree:

@@ -1,7 +1,8 @@
 """Sessions of draft heads: they pass the target's hidden states to a head's runner, and draft with its logits.
 
-A tree grows level by level. Where the logits of a block are corrected by the path (DSpark, DFlash2, Domino), it grows
-by the corrected logits after each node, without a further pass. Heads without a correction: `independent_heads.py`.
+A tree grows level by level. Where the logits of a block are corrected by a state along the path (Domino, DSpark with a
+recurrent correction), it grows by the corrected logits after each node, without a further pass. Other block heads:
+`one_pass.py`.
 
 Source: DDTree (2026), https://arxiv.org/abs/2604.12989, for best-first trees over the distributions of a block.
 """
@@ -9,30 +10,23 @@ Source: DDTree (2026), https://arxiv.org/abs/2604.12989, for best-first trees ov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from hf_specgen.call import memory
 from hf_specgen.candidates.acceptance import CalibratedSession
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
-from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.gemma_assistant import AssistantRunner
-from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
-from hf_specgen.heads.runner import EagleRunner, HeadRunner
-from hf_specgen.memory import memory
+from hf_specgen.heads.runner import HeadRunner
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
-
-CONFIDENCE_LEVELS = 4
-"""Ranges of a confidence head's estimate, of equal width, with acceptance counts of their own."""
 
 
 class FeatureQueue:
@@ -74,14 +68,28 @@ class FeatureQueue:
         """Add the hidden states that the target computed for the tokens kept by the last step."""
         states = self._target.committed_states(self._layers)
         if self.is_empty:
-            # The target has processed all but the last token; positions that a given cache held have no features.
-            texts = zip(self._state.prompts, self._state.generated, strict=True)
-            lengths = [len(prompt) + len(generated) - 1 for prompt, generated in texts]
-            states = [row[max(0, len(row) - length) :] for row, length in zip(states, lengths, strict=True)]
-            self._processed = [length - len(row) for row, length in zip(states, lengths, strict=True)]
-            self._features, self._nothing = [[] for _ in states], states[0][:0]
+            self._nothing = states[0][:0]
+            self._begin(states)
+            return
         for features, new in zip(self._features, states, strict=True):
             features.append(new)
+
+    def _begin(self, states: Sequence[torch.Tensor]) -> None:
+        """Add the rows after those that are known, with the hidden states of their prompts."""
+        for row, new in enumerate(states[len(self._features) :], start=len(self._features)):
+            # The target has processed all but the last token; positions that a given cache held have no features.
+            length = len(self._state.prompts[row]) + len(self._state.generated[row]) - 1
+            new = new[max(0, len(new) - length) :]
+            self._processed.append(length - len(new))
+            self._features.append([new])
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Continue with these rows, and with those that the target has after them."""
+        self._features, self._processed = [self._features[row] for row in kept], [self._processed[row] for row in kept]
+        self._begin(self._target.committed_states(self._layers))
+        if self._history:
+            new = [(self._nothing, list[int]()) for _ in self._features[len(kept) :]]
+            self._history = [*(self._history[row] for row in kept), *new]
 
     def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
         """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions."""
@@ -130,12 +138,26 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 class HeadSession(CalibratedSession):
     """Mixin of sessions with a head that reads hidden states of the target.
 
-    Attributes:
+    Args:
         runner: the head's cache, and its passes.
+        k, tree: maximum depth and size of a draft.
+        window: the part of the texts that the head reads; None: all of it.
     """
 
-    runner: Any
     passes: list[int]
+
+    def __init__(
+        self,
+        call: DraftCall,
+        target: HiddenStateTarget,
+        runner: Any,
+        k: int,
+        tree: str | int | None,
+        window: DraftWindow | None = None,
+    ):
+        assert call.model is not None
+        super().__init__(call, k, tree, vocabulary_size(call.model))  # type: ignore[call-arg]  # that of the next class
+        self.target, self.runner, self.window = target, runner, window
 
     def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
         """An empty draft: the target has not computed any hidden states yet."""
@@ -150,12 +172,16 @@ class HeadSession(CalibratedSession):
 class ReadsFeatures(HeadSession):
     """Mixin of sessions whose head reads the hidden states of all accepted tokens."""
 
-    def connect(
-        self, target: HiddenStateTarget, runner: HeadRunner, layers: Sequence[int], window: DraftWindow | None
-    ) -> None:
-        """Read hidden states of these layers of the target."""
-        self.runner, self.drafting = runner, [True] * self.call.state.batch
-        self.queue = FeatureQueue(self.call, target, layers, window, runner.restart)
+    rows_can_change = True
+
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: HeadRunner, *settings: Any):
+        super().__init__(call, target, runner, *settings)
+        self.drafting, layers = [True] * call.state.batch, runner.bound.aux_hidden_state_layers
+        self.queue = FeatureQueue(call, target, layers, self.window, runner.restart)
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        self.queue.keep_rows(kept)
+        self.runner.keep_rows(kept, new)
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self.queue.is_empty:
@@ -174,79 +200,47 @@ class ReadsFeatures(HeadSession):
 class EagleSession(ReadsFeatures, AutoregressiveSession):
     """The state of one call with a head that continues from its own output (EAGLE, MTP)."""
 
-    def __init__(
-        self,
-        call: DraftCall,
-        target: HiddenStateTarget,
-        runner: EagleRunner | LayeredRunner,
-        k: int,
-        tree: str | int | None,
-        window: DraftWindow | None = None,
-    ):
-        assert call.model is not None
-        super().__init__(call, k, tree, vocabulary_size(call.model))
-        self.connect(target, runner, runner.bound.aux_hidden_state_layers, window)
-
     def first_scores(self) -> torch.Tensor:
         """Process the text since the last draft with the target's features; rows that have ended are dropped."""
         is_prefill = not self.queue.was_taken
         features, tokens = self.queue.take()
         if not is_prefill:
             self.passes.append(sum(map(len, tokens)))
-        return self.runner.first_logits(features, tokens, self.queue.active_rows())
+        return cast(torch.Tensor, self.runner.first_logits(features, tokens, self.queue.active_rows()))
 
 
 class LastStateSession(HeadSession, AutoregressiveSession):
     """The state of one call with a head that reads one state of each row: Gemma 4 assistants, Hydra heads."""
 
-    def __init__(
-        self,
-        call: DraftCall,
-        target: HiddenStateTarget,
-        runner: AssistantRunner | MedusaRunner,
-        k: int,
-        tree: str | int | None,
-    ):
-        assert call.model is not None
-        super().__init__(call, k, tree, vocabulary_size(call.model))
-        self.target, self.runner = target, runner
+    @property
+    def rows_can_change(self) -> bool:  # type: ignore[override]
+        return isinstance(self.runner, MedusaRunner)
 
     def first_scores(self) -> torch.Tensor:
         """One pass over the last token of each row."""
         self.passes.append(len(self.target.rows))
         states = self.target.states_of(self.runner.bound.aux_hidden_state_layers)
-        return self.runner.first_logits(states, self.call.state.pending())
+        return cast(torch.Tensor, self.runner.first_logits(states, self.call.state.pending()))
 
 
-class PathSession(ReadsFeatures, AutoregressiveSession):
-    """The state of one call with a block head whose logits are corrected by the path: DSpark, DFlash2, Domino."""
+class MeasuresLayout(ReadsFeatures):
+    """Mixin of sessions with a `PathRunner`, whose votes on the layout of a block are remembered for later calls."""
 
-    def __init__(
-        self,
-        call: DraftCall,
-        target: HiddenStateTarget,
-        bound: BoundHead,
-        k: int,
-        tree: str | int | None,
-        window: DraftWindow | None = None,
-    ):
-        assert call.model is not None
-        config: Any = bound.head.config
-        levels = CONFIDENCE_LEVELS if getattr(config, "enable_confidence_head", False) else 1
-        super().__init__(call, min(k, config.depth), tree, vocabulary_size(call.model), calibrations=levels)
-        self._votes, self._block_size = None, config.block_size
-        self._key = ("layout", call.drafting.key)
-        if config.measures_layout:
-            assumed = config.first_proposing_position
+    def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: PathRunner, *settings: Any):
+        super().__init__(call, target, runner, *settings)
+        self._key, first = ("layout", call.drafting.key), runner.config.first_proposing_position
+        if runner.config.measures_layout:
             model = call.model if self.remembers else None
-            self._votes = memory.recall(model, self._key, lambda: LayoutVotes(assumed))
-        runner = PathRunner(bound, call.state.batch, self.wants_q, self._votes)
-        self.connect(target, runner, bound.aux_hidden_state_layers, window)
+            runner.votes = memory.recall(model, self._key, lambda: LayoutVotes(first))
 
     def end(self) -> None:
         super().end()
-        if self._votes is not None and self.remembers:
-            memory.store(self.call.model, self._key, self._votes)
+        if self.runner.votes is not None and self.remembers:
+            memory.store(self.call.model, self._key, self.runner.votes)
+
+
+class PathSession(MeasuresLayout, AutoregressiveSession):
+    """The state of one call with a block head whose correction has a state along the path: Domino, recurrent DSpark."""
 
     def first_scores(self) -> torch.Tensor:
         """Process the text since the last draft with the target's features, and run the block; ended rows are dropped.
@@ -255,27 +249,14 @@ class PathSession(ReadsFeatures, AutoregressiveSession):
         """
         features, tokens = self.queue.take(self.drafting)
         active = self.queue.active_rows()
-        self.passes.append(sum(active) * self._block_size)
-        return self.runner.first_logits(features, tokens, active)
+        self.passes.append(sum(active) * self.runner.config.block_size)
+        return cast(torch.Tensor, self.runner.first_logits(features, tokens, active))
 
     def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
         """As for other drafters, but deeper levels cost nothing."""
-        children = min(children, self.runner.max_candidates)
-        return tree_size(tree, self.call, depths, children, only_pass=self._block_size)
-
-    def calibration_of(self) -> torch.Tensor | None:
-        """With a confidence head, by its estimate: how often tokens are accepted is counted for each of its levels."""
-        if self.runner.confidence is None:
-            return None
-        return torch.bucketize(self.runner.confidence, _level_edges(self.runner.confidence.device))
+        return tree_size(tree, self.call, depths, children, only_pass=self.runner.config.block_size)
 
     def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
         draft = super()._grow(max_depths, tree, children)
         self.passes = self.passes[:1]
         return draft
-
-
-@lru_cache(maxsize=16)
-def _level_edges(device: torch.device) -> torch.Tensor:
-    """Logits between the levels of a confidence head's estimate."""
-    return (torch.arange(1, CONFIDENCE_LEVELS) / CONFIDENCE_LEVELS).logit().to(device)

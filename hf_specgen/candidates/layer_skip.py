@@ -6,14 +6,14 @@ Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Spec
 from __future__ import annotations
 
 import os
-from typing import cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.draft_heads import BoundModules, number_of
 from hf_specgen.depth import Policy
 from hf_specgen.grown_tree import GrownTree
@@ -22,7 +22,7 @@ from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 
 
-class LayerSkipCandidates(Candidates):
+class LayerSkipCandidates(PretrainedCandidates):
     """Drafts with the first `exit_layer` layers of the target.
 
     Without an adapter the target's own final norm and head read the state after those layers. That is only faster for
@@ -60,6 +60,10 @@ class LayerSkipCandidates(Candidates):
         self.exit_layer = exit_layer
         self.adapter = os.fspath(adapter) if isinstance(adapter, os.PathLike) else adapter
         self._bound: BoundModules[nn.Module] = BoundModules()
+
+    @classmethod
+    def of_checkpoint(cls, name: str, **settings: Any) -> Self:
+        return cls(exit_layer_of(name), adapter=name, **settings)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, "LayerSkipCandidates")

@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 
-from hf_specgen.call import Prediction
+from hf_specgen.call import Prediction, memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
 from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
-from hf_specgen.memory import memory
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import verified_nodes
 
@@ -108,6 +107,8 @@ class NgramCandidates(Candidates):
             raise ValueError(f"min_ngram must be at least 1, got {min_ngram}")
         if max_ngram < min_ngram:
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
+        if not isinstance(history, NgramHistory | None):
+            raise TypeError(f"history must be an NgramHistory, such as NgramHistory.load(file), got {history!r}")
         self._set_tree(tree, k)
         self.min_ngram, self.max_ngram, self.history, self.prediction = min_ngram, max_ngram, history, prediction
 
@@ -163,6 +164,8 @@ def expected_outputs(prediction: Prediction | None, call: DraftCall) -> list[lis
     if given is None:
         return [[] for _ in range(call.state.batch)]
     given = given.tolist() if isinstance(given, torch.Tensor) else given
+    if not isinstance(given, str | Sequence):
+        raise TypeError(f"prediction must be a text, token ids, or a list with one of them for each row, got {given!r}")
     is_one = isinstance(given, str) or all(isinstance(token, int) for token in given)
     rows = [given] * call.state.batch if is_one else list(given)
     if len(rows) != call.state.batch:

@@ -87,6 +87,8 @@ class NgramHistory:
 
     def add_texts(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
         """Remember texts, e.g. `dataset["text"]`."""
+        if isinstance(texts, str):
+            raise TypeError("add_texts takes a list of texts; give [text] for a single one")
         for text in texts:
             self.add(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_specgen.call import memory
 from hf_specgen.candidates.acceptance import CENTERS, EDGES, RANKS, Calibration
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
-from hf_specgen.memory import memory
-from hf_specgen.verification.result import VerificationResult, verified_nodes
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens, VerificationResult, verified_nodes
 
 SUCCESSORS = 8
 """Tokens kept after each token, as in the paper: the eighth is accepted in about 1% of the cases."""

@@ -40,7 +40,8 @@ class TreeSize:
     """How large the trees of a step become: chains, a number of nodes, or the most expected tokens per second.
 
     With a latency model trees leave out all passes of the drafter and all nodes that cost more than they gain; without
-    one they have `nodes` nodes, expanded about the square root of that many at a time.
+    one they have `nodes` nodes, expanded about the square root of that many at a time. With `rows_differ` the most
+    probable nodes of all rows count, and the caller cuts the trees.
     """
 
     _snapshot: Snapshot | None = None
@@ -52,10 +53,12 @@ class TreeSize:
         latency: StepLatency | None = None,
         rows: int = 1,
         min_probability: float = 0.0,
+        rows_differ: bool = False,
     ):
         self._width = self._planned = 0  # nodes to expand in each of the next passes, and how many of these passes
         self.max_nodes, self.children, self._rows = nodes or MAX_NODES, children, rows
         self.min_probability, self.latency, self.is_fastest = min_probability, latency, latency is not None
+        self._rows_differ = rows_differ
         if latency is None:
             return
         self._target, least = _target_seconds(latency.target, rows, self.max_nodes)
@@ -88,7 +91,7 @@ class TreeSize:
         accepted = snapshot.children_accepted(self._seen)
         self._child = self._child if accepted is None else min(1.0, accepted)
         self._seen = snapshot.reached.shape[1]
-        probability = snapshot.sorted_probability(self.max_nodes).sum(axis=0)
+        probability = snapshot.sorted_probability(self.max_nodes, self._rows_differ).sum(axis=0)
         tokens = self._rows + np.concatenate([[0.0], np.cumsum(probability)])
         rates = tokens / (self._target[: len(tokens)] + self._spent)
         best = int(np.argmax(rates))
@@ -111,13 +114,15 @@ class TreeSize:
         """How many nodes of each row are verified."""
         if not self.is_fastest:
             return self.max_nodes if self.children > 1 else max(1, *growth.limits)
+        if self._rows_differ:
+            return self.max_nodes
         if self._snapshot is None or self._snapshot.probability.shape[1] < growth.candidates:
             self._snapshot = growth.read()
         return self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0) -> int:
         """How many nodes of complete trees are verified."""
-        if not self.is_fastest:
+        if not self.is_fastest or self._rows_differ:
             return self.max_nodes
         gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
         tokens = accumulate(gains, initial=float(self._rows))
@@ -163,7 +168,7 @@ def tree_size(
     step = latency.at(rows, call.context_length)
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
-    return TreeSize(None, children, step, rows, 0.3 if is_prefill else 0.0)
+    return TreeSize(None, children, step, rows, 0.3 if is_prefill else 0.0, call.state.rows_differ)
 
 
 @dataclass

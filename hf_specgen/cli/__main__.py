@@ -1,5 +1,86 @@
-"""`python -m hf_specgen.cli`, for `accelerate launch -m hf_specgen.cli generate`."""
+"""The commands of `hf-specgen`. PyTorch and Transformers are imported inside commands, so that `--help` is fast."""
 
-from hf_specgen.cli import main
+from __future__ import annotations
 
-main()
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_specgen.cli import settings as options
+from hf_specgen.cli.settings import command, errors
+from hf_specgen.version import __version__
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hf-specgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding for Transformers."""
+
+
+command(app, "demo", options.DemoSettings, "demo.show")
+command(app, "chat", options.ChatSettings, "chat.show")
+command(app, "generate", options.GenerateSettings, "generate.show")
+command(app, "doctor", options.DoctorSettings, "doctor.show")
+command(app, "tune", options.TuneSettings, "doctor.tune")
+command(app, "find", options.FindSettings, "checkpoints.find")
+
+
+@app.command()
+def export(
+    heads: Annotated[str, typer.Argument(help="Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, DSpark.")],
+    to: Annotated[str, typer.Option(help="The program: medusa, tgi or vllm; for others eagle, sglang or vllm.")],
+    output: Annotated[Path, typer.Option(help="Folder to write to.")],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target, for its output matrix (Medusa).")] = "",
+) -> None:
+    """Write heads in the layout that another program reads."""
+    with errors():
+        from transformers import AutoModelForCausalLM
+
+        from hf_specgen.heads import export_head, load_head
+        from hf_specgen.heads.checkpoint import source_errors
+
+        model = None
+        if target:
+            with source_errors(target):
+                model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+        for file in export_head(load_head(heads), output, to, model):
+            typer.echo(file)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Hub id or folder of the target.")],
+    draft: Annotated[list[str] | None, typer.Option(help="Hub id or folder of a draft model.")] = None,
+    heads: Annotated[list[str] | None, typer.Option(help="The same of heads.")] = None,
+    adapter: Annotated[str, typer.Option(help="The same of an exit adapter; without continuous batching.")] = "",
+) -> None:
+    """Start `transformers serve` for a model that speculates; all other options are those of `transformers serve`."""
+    with errors():
+        from transformers.cli.transformers import app as transformers_cli
+
+        from hf_specgen.attachment import attached_to_every_model
+        from hf_specgen.evaluation.workloads import chosen_strategy
+
+        batching = "--continuous-batching"
+        # An adapter speculates only in `generate`: then requests are answered one after the other.
+        batches = not (adapter or any(batching[2:] in option for option in context.args))
+        with attached_to_every_model(chosen_strategy(draft or (), heads or (), adapter)):
+            arguments = ["serve", model, *([batching] if batches else []), *context.args]
+            transformers_cli(arguments, standalone_mode=False)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,13 +1,15 @@
 """`hf-specgen doctor`: checks whether speculation works and is faster with these models on this machine.
 
 Checks that load no weights come first: support, tokenizers, sizes, heads, memory. If they find no problem, every
-strategy is timed on a few prompts, and the fastest one is recommended as a line of code.
+strategy is timed on a few prompts, and the fastest one is recommended as a line of code. `hf-specgen tune` measures
+latencies alone, and writes them to a file.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
@@ -18,8 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates import NgramCandidates
 from hf_specgen.candidates.combined import Preset, PresetCandidates
-from hf_specgen.cli.settings import DoctorSettings, terminal
-from hf_specgen.cli.static_checks import (
+from hf_specgen.cli.checkpoints import (
     BAD,
     GOOD,
     PROMPTS,
@@ -33,10 +34,11 @@ from hf_specgen.cli.static_checks import (
     support,
     tokenizers,
 )
-from hf_specgen.depth import CostCurve, FixedDepth
+from hf_specgen.cli.settings import DoctorSettings, TuneSettings, terminal
+from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Speed, Total, Variant, measure_round
+from hf_specgen.evaluation.cost import measure_cost_curve, measure_latency
+from hf_specgen.evaluation.measure import Comparison, Speed, Variant, measure_round, throughput
 from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
 
 LINE = "model.generate(**inputs, candidate_generator={})"
@@ -103,8 +105,7 @@ def _ranking(report: Report) -> Table:
 
 def examine(settings: DoctorSettings) -> Report:
     """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found."""
-    device = settings.device or workloads.default_device()
-    workloads.check_device(device)
+    device = workloads.usable_device(settings.device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
     drafts = [blueprint(draft, settings.dtype) for draft in settings.draft]
@@ -147,17 +148,15 @@ def _measure(settings: DoctorSettings, device: str, target: Blueprint, report: R
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
     measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
-    totals = {variant.name: Total() for variant in variants}
-    for number, inputs in enumerate(batches * settings.rounds):
-        samples = measure_round(model, inputs, variants, generation, 1 + number, first=number)
-        for name, sample in samples.items():
-            totals[name].add(sample, samples[PLAIN])
-    plain = totals.pop(PLAIN)
-    report.findings.append(same_tokens(totals, exact=target.dtype == torch.float32))
-    speeds = {name: Speed.of(total, plain) for name, total in totals.items()}
-    report.measured = {name: measured.to_dict() for name, measured in speeds.items()}
-    report.measured[PLAIN] = {"tokens_per_second": plain.tokens_per_second, "speedup": 1.0}
-    report.notes = {name: note(measured) for name, measured in speeds.items()}
+    measured = Comparison(variants)
+    for inputs in batches * settings.rounds:
+        for _ in measured.measure(model, inputs, generation):
+            pass  # the names of the variants, for a display of progress
+    report.findings += judge(measured, exact=target.dtype == torch.float32)
+    speeds = {variant.name: measured.speed(variant.name) for variant in variants[1:]}
+    report.measured = {name: speed.to_dict() for name, speed in speeds.items()}
+    report.measured[PLAIN] = {"tokens_per_second": throughput(measured.plain), "speedup": 1.0}
+    report.notes = {name: note(speed) for name, speed in speeds.items()}
     report.recommendation, report.reason = recommend(speeds, report.codes)
 
 
@@ -212,16 +211,15 @@ def note(measured: Speed) -> str:
     return "drafting and verifying take too long"
 
 
-def same_tokens(totals: Mapping[str, Total], exact: bool) -> Finding:
-    """Whether the tokens are those of plain `generate`."""
-    different = [name for name, total in totals.items() if total.different]
-    if not different:
-        return Finding("same tokens", GOOD, "every answer is that of plain generate")
-    meaning = "rounding decides near-ties differently in this data type, as it does between batch sizes"
-    if exact:
-        meaning = "in float32 that must not happen: please report it, with the model's name"
-    found = f"answers of {', '.join(different)} differ from plain generate"
-    return Finding("same tokens", BAD if exact else WARNING, found, meaning)
+def judge(measured: Comparison, exact: bool) -> Iterator[Finding]:
+    """Whether the tokens are those of plain `generate`, and whether the times are reliable."""
+    if differences := measured.describe_differences(list(measured.samples)[1:]):
+        meaning = "in float32 that must not happen: please report it, with the model's name" if exact else ""
+        yield Finding("same tokens", BAD if exact else WARNING, differences, meaning)
+    else:
+        yield Finding("same tokens", GOOD, "every answer is that of plain generate")
+    if load := measured.describe_load():
+        yield Finding("times", WARNING, load, "measure again when nothing else runs")
 
 
 def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[str, str]:
@@ -232,3 +230,33 @@ def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[st
         return "model.generate(**inputs)", "no strategy was faster than plain generate on these prompts"
     doubt = "" if speeds[best].faster else "; the difference is small, more --rounds make it certain"
     return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best]}{doubt}"
+
+
+def tune(settings: TuneSettings) -> None:
+    """Measure latencies, store them for `AdaptiveDepth(latency=…)`, and print them."""
+    console = terminal()
+    if settings.latency.is_dir() or not os.access(settings.latency.resolve().parent, os.W_OK):
+        raise OSError(f"{str(settings.latency)!r} cannot be written; name a file in a folder that is writable")
+    model, _ = workloads.load_model(settings.model, settings.dtype, settings.device)
+    candidates = [one.candidates for one in strategies(settings.draft, settings.heads, settings.adapter)]
+    for strategy in candidates:  # every strategy must fit the target before anything is measured
+        strategy.target_requirements(model)
+    with console.status("measuring latencies"):
+        latency = measure_latency(model, candidates, rows=settings.batch_size, context=settings.context)
+    latency.save(settings.latency)
+    console.print(_latencies(latency))
+    console.print(f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", highlight=False)
+
+
+def _latencies(latency: LatencyModel) -> Table:
+    """Latencies relative to a plain step, a row for each number of rows."""
+    shown = (2, 4, 8, 16, 32)
+    drafters = sorted({kind for one in latency.buckets for kind in one.drafters} - {"any"})
+    titles = ["rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters]
+    view = Table(*titles, box=SIMPLE, pad_edge=False, title="latency in plain steps", title_justify="left")
+    for curve, kinds in latency.buckets:
+        cells = [str(curve.batch), str(curve.context), f"{1000 * curve(1):.1f} ms"]
+        cells += [f"{curve.relative(tokens):.2f}" for tokens in shown]
+        cells += [f"{kinds[kind].seconds[0] / curve(1):.2f}" for kind in drafters]
+        view.add_row(*cells)
+    return view

@@ -41,25 +41,18 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoSettings(ModelSettings):
-    """Compare plain generate and the strategies on two targets, live, in little more than a minute.
+class DemoSettings:
+    """Compare plain generate and the strategies on two bundled targets, live, in little more than a minute.
 
-    Exit code 1 if a token differs in float32.
+    Exit code 1 if a token differs in float32. For models of your own there is doctor.
     """
 
-    model: Annotated[str, Option(help="Hub id or folder of the target; the embedded model if left out.")] = ""
-    prompt: Prompts = field(default_factory=list)
-    prompts: Annotated[Path | None, Option(help="JSONL rows {prompt, domain}, or a text file of prompts.")] = None
-    dtype: Annotated[Dtype, Option(help="Data type of the target.")] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], Option(help="Data type of the target.")] = "float32"
+    device: Device = ""
     max_new_tokens: Annotated[int, Option(help="Tokens per answer, fewer if the time is short.", min=1)] = 64
     every: Annotated[bool, Option("--all", help="Measure Medusa, DSpark and layer skip too.")] = False
     wide: Annotated[int, Option(help="Size of the second target, in million parameters; 0 for none.", min=0)] = 300
     seconds: Annotated[float, Option(help="Time for everything; at least one prompt each.", min=0)] = 75.0
-
-    @property
-    def widened(self) -> bool:
-        """Whether there is a second target: the embedded model, made wider."""
-        return self.wide > 0 and not self.model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +131,16 @@ class GenerateSettings(AnswerSettings):
     seed: Annotated[int, Option(help="Seed; that of each row is its number added to it.")] = 0
 
 
-def command(app: typer.Typer, name: str, settings: Any) -> None:
-    """Register `hf_specgen.cli.NAME.show(settings)` as a command whose options are the fields of a dataclass.
+def command(app: typer.Typer, name: str, settings: Any, function: str) -> None:
+    """Register `hf_specgen.cli.FUNCTION(settings)` as a command whose options are the fields of a dataclass.
 
-    The docstring of the dataclass is the command's help. Where `show` returns False, the exit code is 1.
+    The docstring of the dataclass is the command's help. Where the function returns False, the exit code is 1.
     """
+    module, function = function.split(".")
 
     def run(**options: Any) -> None:
         with errors():
-            succeeded = import_module(f"hf_specgen.cli.{name}").show(settings(**options))
+            succeeded = getattr(import_module(f"hf_specgen.cli.{module}"), function)(settings(**options))
         if succeeded is False:
             raise typer.Exit(1)
 
@@ -177,6 +171,8 @@ def errors() -> Iterator[None]:
             message = f"not enough memory for this; use a smaller batch, length, model or dtype ({reason})"
         elif isinstance(error, RuntimeError):
             raise
+        elif isinstance(error, OSError) and error.strerror and error.filename:
+            message = f"cannot use {str(error.filename)!r}: {error.strerror}; name another file or folder"
         Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
         raise typer.Exit(2) from None
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_specgen.call import Call
+from hf_specgen.call import Call, memory
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, LatencyModel, StepLatency
 from hf_specgen.depth.policy import Policy, PolicySession
-from hf_specgen.memory import memory
 from hf_specgen.targets.target import Target
 
 MAX_CHAIN = 32
@@ -26,6 +25,21 @@ MAX_PREFILL = 0.08
 """Time that the drafter may take for the prompt, as a fraction of the plain steps of the call; else none is drafted."""
 FORGETTING = 0.9
 """Factor by which the weight of earlier drafts in the acceptance rate decreases with every draft."""
+
+
+@dataclass
+class DraftingLoss:
+    """Time that drafting has lost, in plain steps, less what it has gained and what it may lose."""
+
+    plain_steps: float = 0.0
+
+    def add(self, loss: float) -> None:
+        """Count a step: the time that it took beyond plain steps for the same tokens."""
+        self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
+
+    def copy(self) -> DraftingLoss:
+        """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
+        return DraftingLoss(min(max(self.plain_steps, 0.0), MAX_LOSS))
 
 
 class AdaptiveDepth(Policy):
@@ -52,11 +66,16 @@ class AdaptiveDepth(Policy):
 
     curve: CostCurve | None = None
     """T(q) of the target, for calls in which it cannot be measured."""
-    is_packed = False
-    """Whether drafts without a pass are as long as for one row, as a budget for the rows of all calls cuts them."""
+    packed_loss: DraftingLoss | None = None
+    """In packed steps, where one budget cuts the drafts of all calls, what they have lost together, a call on average.
+    Whoever makes the steps counts it."""
+    drafts_together = False
+    """Whether the rows of all calls that share the target's passes share those of the drafter too."""
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
+        if not isinstance(self.latency, LatencyModel | None):
+            raise TypeError(f"latency must be a LatencyModel or a file of hf-specgen tune, got {latency!r}")
 
     def start(self, call: Call) -> AdaptiveSession:
         return AdaptiveSession(self, call)
@@ -65,31 +84,17 @@ class AdaptiveDepth(Policy):
         return f"{type(self).__name__}({'' if self.latency is None else 'given latency'})"
 
 
-@dataclass
-class DraftingLoss:
-    """Time that drafting has lost, in plain steps, less what it has gained and what it may lose."""
-
-    plain_steps: float = 0.0
-
-    def add(self, loss: float) -> None:
-        """Count a step: the time that it took beyond plain steps for the same tokens."""
-        self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
-
-    def copy(self) -> DraftingLoss:
-        """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
-        return DraftingLoss(min(max(self.plain_steps, 0.0), MAX_LOSS))
-
-
 class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
-        self._call, drafting = call, call.drafting
-        self._is_alone = policy.is_packed and drafting.negligible_cost
+        self._call, drafting, self._policy = call, call.drafting, policy
+        self._is_packed = policy.packed_loss is not None
+        self._is_alone = self._is_packed and drafting.negligible_cost  # drafts as much as if it had all of the budget
         self.remembers = policy.latency is None and call.remembers
         self._key = ("loss", drafting.key, call.temperature)
         self._model = call.model if self.remembers else None
-        self._loss = memory.recall(self._model, self._key, DraftingLoss)
+        self._loss = policy.packed_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         self._uncached, self._has_drafted = call.context_length, False
@@ -107,7 +112,8 @@ class AdaptiveSession(PolicySession):
         if known is None or not rows or self._is_alone:
             return known
         if self._share[0] is not known or self._share[1] != rows:
-            self._share = known, rows, known.shared(rows + self._call.state.batch)
+            shared = known.shared(rows + self._call.state.batch, self._policy.drafts_together)
+            self._share = known, rows, shared
         return self._share[2]
 
     def prefilled(self, target: Target) -> None:
@@ -131,7 +137,7 @@ class AdaptiveSession(PolicySession):
             return [0] * len(limits)
         if self._pauses(rows):
             self._uncached += 1
-            self._loss.add(-LOSS_PER_STEP)
+            self._loss.add(-LOSS_PER_STEP / (1 + self._call.state.other_rows if self._is_packed else 1))
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
@@ -177,10 +183,11 @@ class AdaptiveSession(PolicySession):
             self._uncached, self._has_drafted = 0, True
         if self._timer is not None and self._timer.observe(step):
             self.known = LatencyModel((Bucket(self.known.buckets[0].target, {ANY_DRAFTER: self._timer.latency()}),))
-        target, drafter = self._at(step.batch)
-        seconds = target.seconds_of(step.batch * step.tokens_per_row) + drafter.draft(step.passes)
-        self._loss.add(seconds / target.seconds_of(step.batch) - sum(row.emitted for row in rows) / len(rows))
-        memory.store(self._model, self._key, self._loss)
+        if not self._is_packed:
+            target, drafter = self._at(step.batch)
+            seconds = target.seconds_of(step.batch * step.tokens_per_row) + drafter.draft(step.passes)
+            self._loss.add(seconds / target.seconds_of(step.batch) - sum(row.emitted for row in rows) / len(rows))
+            memory.store(self._model, self._key, self._loss)
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)
             self._verified = FORGETTING * self._verified + sum(min(row.depth, row.accepted + 1) for row in drafted)

@@ -20,11 +20,9 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.call import Call
+from hf_specgen.call import Call, GenerationState, memory
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.latency import CostCurve, DraftLatency
-from hf_specgen.memory import memory
-from hf_specgen.state import GenerationState
 from hf_specgen.targets.graphs import is_captured
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target

@@ -10,12 +10,17 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 FORMAT = "hf_specgen latency profile 1"
+Floats = NDArray[np.floating[Any]]
 ANY_DRAFTER = "any"
 """The entry used for every kind of drafter without an entry of its own."""
 
@@ -79,6 +84,29 @@ class CostCurve:
         return self(queries) / self.seconds[0]
 
 
+def best_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
+    """How many draft tokens give the most expected tokens per second; 0 unless that is 2% faster than none.
+
+    Args:
+        gains: path probabilities of the draft tokens, in descending order.
+        emitted: tokens of a step without drafts.
+        seconds: `[1 + len(gains)]` of a step with so many draft tokens.
+
+    Example:
+        >>> best_count([0.9, 0.8, 0.1], emitted=2, seconds=1 + 0.2 * np.arange(4))
+        2
+    """
+    rates = (emitted + np.cumsum([0.0, *gains])) / seconds
+    best = int(rates.argmax())
+    return best if rates[best] > 1.02 * rates[0] else 0
+
+
+@lru_cache(maxsize=16)
+def step_seconds(target: CostCurve, tokens: int) -> Floats:
+    """`[1 + tokens]` seconds of a step with so many tokens."""
+    return np.array([target.seconds_of(size) for size in range(1 + tokens)])
+
+
 @dataclass(frozen=True)
 class DraftLatency:
     """Seconds of drafting.
@@ -98,6 +126,10 @@ class DraftLatency:
     def seconds_of(self, tokens: float) -> float:
         """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
+
+    def divided(self, rows: int) -> DraftLatency:
+        """The part of each of `rows` that draft together."""
+        return replace(self, seconds=tuple(one / rows for one in self.seconds), overhead=self.overhead / rows)
 
     def draft(self, passes: Sequence[int]) -> float:
         """Seconds of a draft with these passes, each given by its tokens."""
@@ -151,14 +183,19 @@ class LatencyModel:
         nearest = self.buckets[0] if len(self.buckets) == 1 else min(self.buckets, key=distance)
         return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_DRAFTER])
 
-    def shared(self, rows: int) -> LatencyModel:
-        """The latencies of one row of `rows` that share the target's passes and draft one after the other."""
+    def shared(self, rows: int, drafts_together: bool = False) -> LatencyModel:
+        """The latencies of one row of `rows` that share the target's passes; they draft together, or each for itself.
+
+        If together, the tokens of the drafter's passes are those of all rows.
+        """
         batches = {bucket.target.batch for bucket in self.buckets}
         nearest = min(batches, key=lambda batch: abs(log2(rows / batch)))
         buckets = []
         for curve, drafters in self.buckets:
             if curve.batch == nearest:
                 seconds = tuple(curve.seconds_of(rows * q) / rows for q in curve.queries)
+                if drafts_together:
+                    drafters = {kind: draft.divided(rows) for kind, draft in drafters.items()}
                 buckets.append(Bucket(replace(curve, seconds=seconds, batch=1), drafters))
         return LatencyModel(tuple(buckets), self.drafter)
 
@@ -197,7 +234,9 @@ class LatencyModel:
                 raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
             return cls(tuple(map(_bucket, data["slices"])))
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is not a latency file: {error!r}") from None
+            raise ValueError(f"{str(path)!r} is not a latency file: {error!r}; hf-specgen tune writes one") from None
+        except OSError as error:
+            raise OSError(f"cannot read {str(path)!r}: {error.strerror}; hf-specgen tune writes such a file") from None
 
 
 def _bucket(data: Any) -> Bucket:

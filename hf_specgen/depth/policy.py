@@ -88,8 +88,8 @@ class FixedDepth(Policy):
     k: int | None = None
 
     def __post_init__(self) -> None:
-        if self.k is not None and self.k < 0:
-            raise ValueError(f"k must be at least 0, got {self.k}")
+        if self.k is not None and not (isinstance(self.k, int) and self.k >= 0):
+            raise ValueError(f"k must be a number of tokens, at least 0, or None for the strategy's k, got {self.k!r}")
 
     def start(self, call: Call) -> PolicySession:
         depth = call.drafting.k if self.k is None else self.k
@@ -110,11 +110,12 @@ class Schedule(Policy):
     by_context: Mapping[int, int] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
+        for given in (self.by_batch, self.by_context):
+            numbers = [*given.keys(), *given.values()] if isinstance(given, Mapping) else [given]
+            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                raise ValueError(f"a schedule maps sizes to depths, such as {{1: 8, 4: 4, 16: 0}}, got {given!r}")
         if not self.by_batch and not self.by_context:
             raise ValueError("a schedule needs by_batch or by_context, such as {1: 8, 4: 4, 16: 0}")
-        for first, depth in [*self.by_batch.items(), *self.by_context.items()]:
-            if first < 0 or depth < 0:
-                raise ValueError(f"a schedule maps sizes to depths, none of them negative, got {first}: {depth}")
 
     def start(self, call: Call) -> PolicySession:
         def look_up(schedule: Mapping[int, int], size: int) -> int:
@@ -142,6 +143,10 @@ class DisableWhen(Policy):
     new_tokens_below: int = 0
     otherwise: Policy = field(default_factory=FixedDepth)
 
+    def __post_init__(self) -> None:
+        if self.temperature_above is None and self.new_tokens_below <= 0:
+            raise ValueError("DisableWhen needs temperature_above or new_tokens_below, such as temperature_above=1.0")
+
     def start(self, call: Call) -> PolicySession:
         above = self.temperature_above is not None and call.temperature > self.temperature_above
         disabled = above or call.max_new_tokens < self.new_tokens_below
@@ -160,8 +165,8 @@ class MovingWindow(Policy):
     """
 
     def __init__(self, target: float = 0.6, window: int = 10, start: int | None = None):
-        if not 0 < target < 1 or window < 1:
-            raise ValueError(f"target must be between 0 and 1, and window at least 1, got {target} and {window}")
+        if not (isinstance(target, float) and 0 < target < 1 and isinstance(window, int) and window >= 1):
+            raise ValueError(f"target must be between 0 and 1, and window at least 1, got {target!r} and {window!r}")
         self.target, self.window, self.first_depth = target, window, start
 
     def __repr__(self) -> str:

@@ -1,26 +1,34 @@
 """Times several generation variants, interleaved in one process, on the same prompts with the same seeds.
 
-Also the confidence interval of a speedup.
+Also the confidence interval of a speedup, and the judgement of tokens that differ from plain decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter, thread_time
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
 from hf_specgen.depth.calibrate import wait as wait
+from hf_specgen.targets.support import is_rounding
 
 MARGIN = 1.05
 """Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
+BUSY = 1.3
+"""Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
+ROUNDING, UNEXPLAINED = "rounding", "NO"
+NO_TOKEN = -1
+"""In place of a token after the end of the shorter output."""
 
 
 @dataclass(frozen=True)
@@ -34,40 +42,27 @@ class Variant:
 
 @dataclass
 class Sample:
-    """One variant on one batch of prompts; `ids` are `[batch, prompt + generated]`."""
+    """One variant on one batch of prompts; `ids` are `[batch, prompt + generated]`.
+
+    `thread_seconds` are those in which the calling thread ran.
+    """
 
     tokens: int
     seconds: float
     ids: torch.Tensor
     speculation: Statistics | None
     first_token: float = 0.0
+    thread_seconds: float = 0.0
 
 
-@dataclass
-class Total:
-    """The samples of a variant, and how many have other tokens than plain `generate`.
+def throughput(samples: Sequence[Sample]) -> float:
+    """Tokens per second: the sum of tokens divided by the sum of time, never a mean of rates; 0 without samples."""
+    return sum(one.tokens for one in samples) / sum(one.seconds for one in samples) if samples else 0.0
 
-    Throughput is the sum of tokens divided by the sum of time, never a mean of rates.
-    """
 
-    samples: list[Sample] = field(default_factory=list)
-    different: int = 0
-
-    def add(self, sample: Sample, reference: Sample) -> None:
-        """Add a sample; `reference` is plain `generate` on the same prompts."""
-        self.different += not torch.equal(sample.ids, reference.ids)
-        self.samples.append(sample)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput; 0 without samples."""
-        tokens, seconds = (sum(getattr(one, name) for one in self.samples) for name in ("tokens", "seconds"))
-        return float(tokens / seconds) if seconds else 0.0
-
-    @property
-    def counts(self) -> Statistics:
-        """The statistics of all samples together."""
-        return sum((one.speculation for one in self.samples if one.speculation is not None), Statistics([]))
+def total_counts(samples: Sequence[Sample]) -> Statistics:
+    """The statistics of all samples together."""
+    return sum((one.speculation for one in samples if one.speculation is not None), Statistics([]))
 
 
 def measure_round(
@@ -108,20 +103,20 @@ def _run(
     arguments = {**arguments, "streamer": clock, "return_dict_in_generate": bool(followups)}
     statistics = list[Statistics]()
     wait(device)
-    clock.begin = begin = perf_counter()
+    thread_begin, clock.begin = thread_time(), perf_counter()
     output: Any = None
     for followup in [None, *followups]:
         if followup is not None:
             inputs = _next_turn(output, followup.to(device))
         output = cast(Any, model).generate(**inputs, **arguments)
         ids = output.sequences if followups else output
-        tokens += _count(model, ids[:, inputs["input_ids"].shape[1] :])
+        tokens += _count(model, ids[:, _prompt_length(model, inputs) :])
         if generator is not None:
             statistics.append(generator.speculation)
     wait(device)
-    seconds = perf_counter() - begin
+    seconds, thread_seconds = perf_counter() - clock.begin, thread_time() - thread_begin
     speculation = sum(statistics[1:], statistics[0]) if statistics else None
-    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds)
+    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, thread_seconds)
 
 
 def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:
@@ -147,6 +142,11 @@ class _FirstToken(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+
+def _prompt_length(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> int:
+    """Tokens of a row of the output before the first new one: those of the prompt, or a decoder's start token."""
+    return 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
 
 
 def _count(model: PreTrainedModel, generated: torch.Tensor) -> int:
@@ -225,10 +225,11 @@ class Speed:
     interval: Interval
 
     @classmethod
-    def of(cls, total: Total, plain: Total) -> Speed:
-        """From the totals of a strategy and of plain `generate` on the same batches."""
-        columns = [[getattr(one, name) for one in s.samples] for s in (total, plain) for name in ("tokens", "seconds")]
-        return cls(total.tokens_per_second, total.counts, speedup_interval(*columns))
+    def of(cls, ours: Sequence[Sample], plain: Sequence[Sample]) -> Speed:
+        """From the samples of a strategy and of plain `generate` on the same batches."""
+        tokens, plain_tokens = ([one.tokens for one in samples] for samples in (ours, plain))
+        seconds, plain_seconds = ([one.seconds for one in samples] for samples in (ours, plain))
+        return cls(throughput(ours), total_counts(ours), speedup_interval(tokens, seconds, plain_tokens, plain_seconds))
 
     @property
     def plausible(self) -> bool:
@@ -253,3 +254,129 @@ class Speed:
             "tokens_per_step": self.counts.tokens_per_step,
             "acceptance_rate": self.counts.acceptance_rate,
         }
+
+
+def first_difference(
+    model: PreTrainedModel,
+    plain: Sample,
+    ours: Sample,
+    generation: dict[str, Any],
+    seed: int,
+    inputs: dict[str, torch.Tensor] | None,
+) -> dict[str, Any] | None:
+    """The first token at which `ours` differs from `plain`, in any row, and whether rounding explains it; else None.
+
+    A sampled token is the argmax of p / e, e exponential noise: of ``logit / temperature - log e``. Two tokens whose
+    values are closer than the rounding of both logits may exchange their places. (Top-k and top-p leave the order of
+    tokens that they keep as it is.) The margin is by how much plain decoding preferred its own token.
+
+    Args:
+        generation, seed: of the call.
+        inputs: `input_ids` and `attention_mask` `[batch, prompt]`, of prompts that are padded on the left; None if the
+            difference need not be explained.
+    """
+    width = max(plain.ids.shape[1], ours.ids.shape[1])
+    plain_ids, our_ids = (pad(s.ids, (0, width - s.ids.shape[1]), value=NO_TOKEN) for s in (plain, ours))
+    differs = (plain_ids != our_ids).nonzero()
+    if len(differs) == 0:
+        return None
+    row, position = min(differs.tolist(), key=lambda place: place[1])
+    tokens = [int(ids[row, position]) for ids in (plain_ids, our_ids)]
+    found = {"row": row, "position": position, "plain_token": tokens[0], "our_token": tokens[1]}
+    if inputs is None:
+        return found
+    if NO_TOKEN in tokens:
+        return {**found, "decided by": "length", "explained": UNEXPLAINED}
+    logits = _logits_after(model, plain.ids[row : row + 1, :position], row, inputs)
+    values, scale, decided_by = logits[tokens], float(logits.std()), "logits"
+    if generation.get("do_sample"):
+        temperature = generation.get("temperature") or 1.0
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for _ in range(position - _prompt_length(model, inputs) + 1):
+                noise = torch.empty(len(plain.ids), len(logits), device=logits.device).exponential_()
+        values, scale = values / temperature - noise[row, tokens].log(), scale / temperature
+        decided_by = "p over noise"
+    margin = float(values[0] - values[1])
+    explained = ROUNDING if is_rounding([abs(margin) / 2 / scale], model.dtype) else UNEXPLAINED
+    return {**found, "decided by": decided_by, "margin": margin, "explained": explained}
+
+
+@torch.no_grad()
+def _logits_after(
+    model: PreTrainedModel, text: torch.Tensor, row: int, inputs: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """`[vocabulary]` the logits after the text of a row, from one pass without a cache."""
+    device = compat.input_device(model)
+    if model.config.is_encoder_decoder:
+        source = {name: tensor[row : row + 1].to(device) for name, tensor in inputs.items()}
+        output = model(**source, decoder_input_ids=text.to(device))
+    else:
+        output = model(text[:, int(inputs["attention_mask"][row].argmax()) :].to(device))
+    logits: torch.Tensor = output.logits[0, -1].float()
+    return logits
+
+
+class Comparison:
+    """The samples of plain `generate`, the first variant, and of others on the same batches.
+
+    Attributes:
+        different, unexplained: by variant, how many answers differ from those of plain `generate`, and for how many of
+            them rounding is no explanation.
+    """
+
+    def __init__(self, variants: Sequence[Variant]):
+        self.variants = variants
+        self.samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
+        self.different, self.unexplained = Counter[str](), Counter[str]()
+        self.device = ""
+
+    @property
+    def plain(self) -> list[Sample]:
+        """The samples of plain `generate`."""
+        return self.samples[self.variants[0].name]
+
+    def measure(
+        self, model: PreTrainedModel, inputs: dict[str, torch.Tensor], generation: dict[str, Any]
+    ) -> Iterator[str]:
+        """Run plain `generate`, then the other variants in turns; yields the name of each before it runs."""
+        number, self.device = len(self.plain), compat.input_device(model).type
+        plain, *others = self.variants
+        first = number % max(1, len(others))
+        for variant in (plain, *others[first:], *others[:first]):
+            yield variant.name
+            sample = measure_round(model, inputs, [variant], generation, number)[variant.name]
+            self.samples[variant.name].append(sample)
+            if difference := first_difference(model, self.plain[-1], sample, generation, number, inputs):
+                self.different[variant.name] += 1
+                self.unexplained[variant.name] += difference["explained"] != ROUNDING
+
+    def speedup(self, name: str) -> float:
+        """Throughput of a variant relative to plain `generate`."""
+        return throughput(self.samples[name]) / throughput(self.plain) if self.samples[name] else 0.0
+
+    def speed(self, name: str) -> Speed:
+        """The speedup of a variant, with its confidence interval."""
+        return Speed.of(self.samples[name], self.plain)
+
+    def describe_differences(self, names: Sequence[str]) -> str:
+        """One clause about the answers of these variants that differ from plain `generate`; empty if none does."""
+        different = [name for name in names if self.different[name]]
+        if not different:
+            return ""
+        count, unexplained = (sum(counts[name] for name in different) for counts in (self.different, self.unexplained))
+        explained = "all" if not unexplained else count - unexplained
+        return (
+            f"{count} of {len(names) * len(self.plain)} answers differ from plain generate, of {', '.join(different)}; "
+            f"rounding explains {explained} of them, where tokens are nearly tied"
+        )
+
+    def describe_load(self) -> str:
+        """One clause if other processes delay the passes on a CPU, so that times are not reliable; else empty."""
+        waited = sum(one.seconds for one in self.plain) / max(sum(one.thread_seconds for one in self.plain), 1e-9)
+        if self.device != "cpu" or waited <= BUSY:
+            return ""
+        return (
+            f"plain generate took {waited:.1f} times as long as it ran; something else uses the processor, so these "
+            "figures are not reliable"
+        )

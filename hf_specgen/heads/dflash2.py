@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.block import BlockConfig, block_options, is_block
-from hf_specgen.heads.checkpoint import Checkpoint, Fields
+from hf_specgen.heads.checkpoint import Checkpoint
 from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary
 from hf_specgen.heads.path_head import Embed, PathHead, Step
@@ -35,9 +34,7 @@ class DFlash2Config(BlockConfig):
     conv_group_size: int = 16  # channels that share a dynamic kernel
     selector_rank: int = 256
     selector_top_k: int = 16  # candidates of a position
-    output_multiplier: float = 1.0  # of the base logits
-    final_logit_softcapping: float | None = None
-    input_embedding_scale: float = 1.0  # of the block's embeddings
+    output_multiplier: float = 1.0  # of the base logits, before they are capped
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,14 +115,9 @@ class DFlash2Head(PathHead):
         config = self.config
         return DFlash2Layer(config.layer, index, config.conv_kernel_size, config.conv_group_size)
 
-    def forward(self, embeddings: torch.Tensor, *arguments: object) -> HeadOutput:
-        """As that of `BlockHead`, with scaled embeddings."""
-        return super().forward(embeddings * self.config.input_embedding_scale, *arguments)  # type: ignore[arg-type]
-
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Multiplied, then softly capped."""
-        logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
-        return logits if cap is None else cap * (logits / cap).tanh()
+        return super().scale_logits(logits * self.config.output_multiplier)
 
     def keys(self) -> torch.Tensor:
         """`[vocab, rank]`."""
@@ -142,7 +134,7 @@ class DFlash2Head(PathHead):
 def load_dflash2(file: HeadFile) -> DFlash2Head:
     """A DFlash2 head of z-lab or speculators; sliding layers of the latter are bidirectional unless configured."""
     file.names = {ours.replace("codebook.weight", "codebook"): name for ours, name in file.names.items()}
-    fields = Fields(file.fields.nested("dflash_config").values, file.fields.values)
+    fields = file.block_fields
     sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     options = block_options(file, both_ways=True)
     options |= {name: fields.integer(name) for name in sizes if fields.get(name) is not None}

@@ -94,7 +94,7 @@ class DSparkHead(PathHead):
             return Step(hidden[..., :0], state)
         previous = self.markov_head.markov_w1(tokens)
         if self.config.markov_head_type == "gated":
-            gate = self.markov_head.gate_proj(torch.cat((hidden, previous), dim=-1)).sigmoid()
+            gate = self.markov_head.gate_proj(torch.cat((hidden.expand(*tokens.shape, -1), previous), dim=-1)).sigmoid()
             return Step(gate * previous, state)
         if self.config.markov_head_type == "rnn":
             projected = self.markov_head.joint_proj(torch.cat((state, previous, hidden), dim=-1))
@@ -113,7 +113,10 @@ class DSparkHead(PathHead):
         return self.step(hidden[:, 0], anchor, state, 0, embed).state
 
     def confidence_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """From the position's output, and the token before it if the head reads that."""
+        """`[...]` logits of the probability that what is proposed is accepted; None without a confidence head.
+
+        They are computed from the position's output, and the token before it if the head reads that.
+        """
         if self.confidence_head is None:
             return None
         if self.markov_head is not None and self.config.confidence_head_with_markov:
@@ -127,7 +130,7 @@ def load_dspark(file: HeadFile) -> DSparkHead:
         CONFIDENCE_NAME.sub("confidence_head.proj.", MARKOV_NAME.sub(r"markov_head.\1.", ours)): name
         for ours, name in file.names.items()
     }
-    fields = Fields(file.fields.nested("dflash_config").values, file.fields.values)
+    fields = file.block_fields
     shapes = {ours: file.tensors[name].shape for ours, name in file.names.items()}
     rank, confidence = (
         shapes[name][-1] if shapes.get(name) else 0

@@ -56,7 +56,7 @@ def export_head(head: DraftHead, folder: str | Path, to: str, target: PreTrained
     """
     programs = MEDUSA_PROGRAMS if isinstance(head, MedusaHeads) else PROGRAMS
     if to not in programs:
-        raise ValueError(f"unknown export {to!r} of a {type(head).__name__}; there are {', '.join(programs)}")
+        raise ValueError(f"{type(head).__name__} cannot be written for {to!r}; choose {', '.join(programs)}")
     if (Path(folder) / "config.json").exists():
         raise ValueError(f"{folder} holds a config.json already; export to a folder of its own")
     return _written(head, folder, to, target)
@@ -112,6 +112,7 @@ def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
 def _layer_config(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
     """The layers as a Llama or Qwen3 config."""
     layer = head.config.layer
+    _refuse({"layers of Gemma 4": layer.is_gemma}, "a Llama or Qwen3 config")
     if layer.qkv_bias != layer.output_bias:
         raise ValueError(
             "Llama and Qwen3 configs cannot express biases of queries, keys and values without the output's"
@@ -185,7 +186,9 @@ def fits_speculators(head: BlockHead) -> bool:
 def _correction(head: BlockHead) -> Config:
     """The fields that describe the correction by the path: those that its config adds to that of a plain block head."""
     values = vars(head.config)
-    added = [field for field in fields(head.config) if field.name not in BlockConfig.__dataclass_fields__]
+    added = [
+        field for field in fields(head.config) if field.name not in BlockConfig.__dataclass_fields__.keys() - FACTORS
+    ]
     kept = [field.name for field in added if field.name not in FACTORS or values[field.name] != field.default]
     return {name: values[name] for name in kept}
 

@@ -18,13 +18,24 @@ A further format is a file like `hf_specgen.heads.block`, with its entries in `F
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from hf_specgen.heads import block, dflash2, domino, dspark, eagle, gemma_assistant, medusa, mtp
 from hf_specgen.heads.base import DraftHead
-from hf_specgen.heads.checkpoint import INDEX, PICKLED, SINGLE, Checkpoint, Source, open_checkpoint
+from hf_specgen.heads.checkpoint import (
+    INDEX,
+    PICKLED,
+    SINGLE,
+    Checkpoint,
+    Fields,
+    Source,
+    TensorInfo,
+    first_line,
+    open_checkpoint,
+)
 from hf_specgen.heads.head_file import Format, HeadFile, speculators_type
 from hf_specgen.heads.lora import base_of_adapter, merge_adapter
 
@@ -75,12 +86,51 @@ def load_head(
     checkpoint = open_checkpoint(source)
     layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
     try:
+        checkpoint = dequantised(checkpoint)
         found = head_format(checkpoint)
         if found.load is None:
             raise ValueError(f"it holds {found.name}, which {found.reader} reads")
         return found.load(HeadFile(checkpoint, layers, dtype))
     except ValueError as error:
         raise ValueError(f"{checkpoint.source}: {error}") from None
+
+
+def dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with ordinary weights in place of those that compressed-tensors has quantised, read by it.
+
+    Activations are not quantised, so the head is at least as accurate as in the program that it was made for.
+    """
+    config = Fields(checkpoint.config).nested("quantization_config").values
+    modules = [name.removesuffix("weight_scale") for name in checkpoint.tensors if name.endswith(".weight_scale")]
+    if config.get("quant_method") != "compressed-tensors" or not modules:
+        return checkpoint
+    try:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationConfig
+    except ImportError:
+        raise ValueError("the head is quantised; install compressed-tensors to read it") from None
+    tensors, loaded = dict(checkpoint.tensors), dict[str, torch.Tensor]()
+    try:
+        settings = QuantizationConfig.model_validate(config)
+        [scheme] = settings.config_groups.values()
+        compressor = BaseCompressor.get_value_from_registry(getattr(scheme, "format", None) or settings.format)
+        for module in modules:
+            parts = {name.removeprefix(module): name for name in tensors if name.startswith(module)}
+            bias, read = parts.pop("bias", None), checkpoint.read(parts.values())
+            state = {part: read[name] for part, name in parts.items()}
+            scale, rows = (
+                state["weight_scale"].shape,
+                len(state["weight_packed" if "weight_packed" in state else "weight"]),
+            )
+            if len(scale) > 2 or (scale and scale[0] not in (1, rows)):
+                raise ValueError(f"{module}weight_scale has the shape {tuple(scale)}, but there are {rows} rows")
+            weight = loaded[f"{module}weight"] = compressor.decompress(state, scheme)["weight"]
+            file = tensors[f"{module}weight_scale"].file
+            tensors = {name: info for name, info in tensors.items() if not name.startswith(module) or name == bias}
+            tensors[f"{module}weight"] = TensorInfo(tuple(weight.shape), weight.dtype, file)
+    except Exception as error:  # whatever the library raises for what it cannot work with
+        raise ValueError(f"the quantised head cannot be read ({first_line(error)})") from None
+    return replace(checkpoint, tensors=tensors, loaded=loaded)
 
 
 def head_format(checkpoint: Checkpoint) -> Format:
@@ -96,4 +146,7 @@ def head_format(checkpoint: Checkpoint) -> Format:
     if speculators:
         content = f"a speculators model of type {speculators[:40]!r}"
     names = "; ".join(format.name for format in sorted(FORMATS, key=lambda format: format.load is None))
-    raise ValueError(f"{content} are not a draft head of a known format; known are {names}")
+    raise ValueError(
+        f"{content} are not a draft head of a known format; known are {names}; a whole model drafts as "
+        "DraftModelCandidates (--draft)"
+    )

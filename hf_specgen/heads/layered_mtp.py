@@ -39,12 +39,12 @@ class LayeredRunner(HeadRunner):
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
         """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
-        kept = self._drop(needed)
+        self._drop(needed)
         states = [
-            torch.cat([self._features[place], new.to(self._like)])
-            for place, new in zip(kept, self._gather(features), strict=True)
+            torch.cat([before, new.to(self._like)])
+            for before, new in zip(self._features, self._gather(features), strict=True)
         ]
-        tokens = [[*self._tokens[place], *new] for place, new in zip(kept, self._gather(next_tokens), strict=True)]
+        tokens = [[*before, *new] for before, new in zip(self._tokens, self._gather(next_tokens), strict=True)]
         self.cache.set_lengths(self.lengths)
         *early, rest = self._chunks([len(row) for row in tokens])
         for parts in early:
@@ -70,8 +70,19 @@ class LayeredRunner(HeadRunner):
     def restart(self, row: int) -> None:
         super().restart(row)
         if row in self.rows:
-            place = self.rows.index(row)
-            self._features[place], self._tokens[place] = self._features[place][:0], []
+            self._forget(self.rows.index(row))
+
+    def _forget(self, place: int) -> None:
+        self._features[place], self._tokens[place] = self._features[place][:0], []
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        super().keep_rows(kept, new)
+        for place in range(len(kept), len(kept) + new):
+            self._forget(place)
+
+    def _select(self, rows: list[int]) -> None:
+        super()._select(rows)
+        self._features, self._tokens = [self._features[row] for row in rows], [self._tokens[row] for row in rows]
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""

@@ -1,7 +1,8 @@
 """The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP; and its configuration.
 
-This is the layer of Llama and Qwen3, with the options that draft checkpoints use. Sizes are taken from a checkpoint's
-tensors, because published configs are wrong about them; where the config has the same size, it has to agree.
+These are the layers of Llama, Qwen3 and Gemma 4, with the options that draft checkpoints use. Sizes are taken from a
+checkpoint's tensors, because published configs are wrong about them; where the config has the same size, it has to
+agree.
 """
 
 from __future__ import annotations
@@ -13,14 +14,20 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names, first_line
 
-MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+GEMMA = ("gemma4_text", "gemma4_unified_text")
+MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    **dict.fromkeys(GEMMA, Gemma4TextConfig),
+}
 LAYER_NAME = re.compile(r"^layers\.(\d{1,6})\.")
 
 
@@ -44,6 +51,10 @@ class LayerConfig(LlamaConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # of each attention head, as in Qwen3
+    is_gemma: bool = (
+        False  # norms of values and after each sublayer, and attention scores that are not scaled (Gemma 4)
+    )
+    values_are_keys: bool = False  # values are the projected keys before their norm (Gemma 4)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -102,15 +113,20 @@ class Attention(nn.Module):
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.v_proj = None if config.values_are_keys else nn.Linear(width, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
         norm = (lambda: nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)) if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
+        self.v_norm: nn.Module = nn.Identity()
+        self.scale = 1.0 if config.is_gemma else None
+        if config.is_gemma:
+            self.v_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, elementwise_affine=False)
 
     def keys_values(self, states: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
         """`[batch, length, width]` states to rotated keys and to values, `[batch, kv_heads, length, head_dim]`."""
-        keys = self.k_norm(self._heads(self.k_proj(states)))
-        return rotary.rotate(keys.transpose(1, 2)), self._heads(self.v_proj(states)).transpose(1, 2)
+        keys = self._heads(self.k_proj(states))
+        values = keys if self.v_proj is None else self._heads(self.v_proj(states))
+        return rotary.rotate(self.k_norm(keys).transpose(1, 2)), self.v_norm(values).transpose(1, 2)
 
     def forward(
         self, states: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
@@ -120,7 +136,8 @@ class Attention(nn.Module):
         keys, values = self.keys_values(states, rotary)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_index)
-        attended = scaled_dot_product_attention(queries, keys, values, attention_mask, enable_gqa=self.groups > 1)
+        options: dict[str, Any] = {"enable_gqa": self.groups > 1, "scale": self.scale}
+        attended = scaled_dot_product_attention(queries, keys, values, attention_mask, **options)
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
@@ -149,6 +166,25 @@ class DecoderLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class GemmaLayer(DecoderLayer):
+    """A full-attention layer of Gemma 4: norms also after attention and MLP, and a factor on the residual stream."""
+
+    def __init__(self, config: LayerConfig, layer_index: int) -> None:
+        super().__init__(config, layer_index)
+        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
+    ) -> torch.Tensor:
+        """`[batch, length, hidden]` to the same; the other arguments as for `Attention`."""
+        attended = self.self_attn(self.input_layernorm(hidden), rotary, attention_mask, cache)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return (hidden + self.post_feedforward_layernorm(fed_forward)) * self.layer_scalar
+
+
 def layer_fields(values: Mapping[str, Any]) -> Fields:
     """A config of Transformers' kind, with the defaults of its model type: files may leave out what equals them."""
     model_type = values.get("model_type") or "llama"
@@ -156,7 +192,19 @@ def layer_fields(values: Mapping[str, Any]) -> Fields:
         raise ValueError(
             f"draft layers of model_type {str(model_type)[:60]!r} are not supported, only {', '.join(MODEL_TYPES)}"
         )
-    return Fields(values, MODEL_TYPES[model_type]().to_dict())
+    fields = Fields(values, MODEL_TYPES[model_type]().to_dict())
+    return _gemma_fields(fields) if model_type in GEMMA else fields
+
+
+def _gemma_fields(fields: Fields) -> Fields:
+    """The config of Gemma 4's full-attention layers under the names of Llama's."""
+    if set(fields.values.get("layer_types") or ()) != {"full_attention"}:
+        raise ValueError("draft layers of Gemma 4 have to be of type full_attention, all of them")
+    values = {**fields.values, "head_dim": fields.get("global_head_dim"), "hidden_act": fields.get("hidden_activation")}
+    if fields.flag("attention_k_eq_v"):
+        values["num_key_value_heads"] = fields.get("num_global_key_value_heads")
+    values["rope_parameters"] = fields.nested("rope_parameters").values.get("full_attention")
+    return Fields(values, fields.defaults)
 
 
 def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias: bool = False) -> LayerConfig:
@@ -190,6 +238,8 @@ def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias
         output_bias=(bias and strict_bias) or "layers.0.self_attn.o_proj.bias" in names,
         mlp_bias=fields.flag("mlp_bias") or "layers.0.mlp.gate_proj.bias" in names,
         qk_norm=fields.values.get("model_type") == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
+        is_gemma=fields.values.get("model_type") in GEMMA,
+        values_are_keys=fields.values.get("model_type") in GEMMA and fields.flag("attention_k_eq_v"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         rope_parameters=read_rope(fields),
     )

@@ -25,7 +25,9 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.runner import BlockRunner
 
 MAX_CANDIDATES = 2048
-"""Tokens of a position that are corrected where the vocabulary is large, as in SGLang's drafter for Domino."""
+"""Tokens of a position that are corrected, as in SGLang's drafter for Domino."""
+PAIR_COLUMNS, PAIR_PREVIOUS = 256, 128
+"""Tokens of a depth that can be drafted, and those that can be continued, where the previous token alone corrects."""
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -59,7 +61,7 @@ class PathHead(BlockHead):
         """One position of each path.
 
         Args:
-            hidden: `[..., hidden]` output of the block at the position that proposes.
+            hidden: `[..., hidden]` output of the block at the position that proposes, of a shape that broadcasts.
             tokens: `[...]` the token before the proposed one, as the target's id.
             state: `[..., state_size]` that the step at the token before returned.
             depths: draft tokens before the proposed one, `[...]` or the same number for all.
@@ -78,10 +80,6 @@ class PathHead(BlockHead):
             first: the first proposing position, if not the configured one.
         """
         return hidden.new_zeros(len(hidden), self.state_size)
-
-    def confidence_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-        """`[...]` logits of the probability that the token proposed at a position is accepted; arguments as `step`."""
-        return None
 
 
 class LayoutVotes:
@@ -116,42 +114,68 @@ class LayoutVotes:
 class PathRunner(BlockRunner):
     """Runs a block head with a correction: one pass of the block, then logits after any path without another pass.
 
-    Args:
-        bound: the head on its target.
-        batch: rows of the call.
-        full_vocabulary: whether the correction is computed for all tokens; otherwise only for those of the highest
-            base logits at their position, where the vocabulary is large.
-        votes: for a head whose layout is measured.
-
     Attributes:
-        max_candidates: how many tokens of a position can be drafted.
-        confidence: `[batch, nodes]` logits of the confidence head for what was computed last; None without one.
+        votes: for a head whose layout is measured.
+        max_candidates: how many tokens of a position can be drafted: those with the highest base logits.
     """
 
-    confidence: torch.Tensor | None = None
+    votes: LayoutVotes | None = None
 
-    def __init__(self, bound: BoundHead, batch: int, full_vocabulary: bool = True, votes: LayoutVotes | None = None):
+    def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
         self._head = cast(PathHead, bound.head)
-        self._first, self._votes = self._config.first_proposing_position, votes
-        limit, vocab = self._head.max_candidates, self._config.draft_vocab_size
-        if limit is None and not full_vocabulary and vocab > 4 * MAX_CANDIDATES:
-            limit = MAX_CANDIDATES
-        self.max_candidates = vocab if limit is None else min(limit, vocab)
+        self._first = self.config.first_proposing_position
+        limit = self._head.max_candidates or MAX_CANDIDATES
+        self.max_candidates = min(limit, self.config.draft_vocab_size)
         self._proposed: dict[int, list[int]] = {}
+        self._anchor: torch.Tensor = self._like  # last known tokens
+        self._hidden: torch.Tensor = self._like  # outputs of the block from the first proposing position on
+        self._draft_ids: torch.Tensor | None = None
+        if (ids := self._head.draft_to_target) is not None:
+            self._draft_ids = ids.new_zeros(self.config.vocab_size).scatter(0, ids, torch.arange(len(ids)).to(ids))
+
+    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
+        self._run_block(features, tokens)
+        hidden = self._hidden[:, :depth]
+        self._hidden, self._anchor = self._scatter(hidden), self._scatter(self._anchor)
+        return hidden
+
+    def pair_logits(self, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Corrected logits of the likeliest tokens of each depth after those of the depth before.
+
+        Args:
+            base: `[batch, depths, vocab]`, what `draft` has returned.
+
+        Returns:
+            `[batch, depths, previous, columns]` logits; `[batch, depths, columns]` tokens, of which the first ones are
+            the previous tokens of the next depth. Those of the first depth are all the last known token.
+        """
+        base, columns = base.topk(min(PAIR_COLUMNS, self.max_candidates), dim=-1)
+        count = min(PAIR_PREVIOUS, columns.shape[-1])
+        anchors = self._anchor[:, None, None].expand(-1, 1, count)
+        previous = torch.cat([anchors, columns[:, :-1, :count]], dim=1)
+        hidden = self._hidden[:, :, None]
+        query = self._head.step(hidden, previous, hidden[..., :0], 0, self.bound.embed).query
+        keys = self._head.keys()[columns if self._draft_ids is None else self._draft_ids[columns]]
+        return base[:, :, None] + query @ keys.transpose(2, 3), columns
 
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
         """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         self._drop(needed)
-        tokens, anchors = self._gather(next_tokens), self._anchors(self._gather(next_tokens))
         states = [row.to(self._like) for row in self._gather(features)]
-        hidden = self._block(states, anchors, self._config.block_size)
-        if self._votes is not None and not self._votes.are_clear:
-            self._measure(self._votes, hidden, anchors, tokens)
-        self._begin(hidden, anchors)
-        return self._step(anchors[:, None], 0, self._states)[:, 0]
+        block = self._run_block(states, self._gather(next_tokens))
+        state = self._head.first_state(block, self._anchor, self.bound.embed, self._first)
+        self._base, self._keys = self.bound.logits(self._hidden), self._head.keys()
+        if self.max_candidates < self._base.shape[-1]:
+            self._base, self._tokens = self._base.topk(self.max_candidates, dim=-1)
+            self._keys = self._keys[self._tokens]  # [active, positions, candidates, rank]
+        return self._step(self._anchor[:, None], 0, state[:, None])[:, 0]
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        super().keep_rows(kept, new)
+        self._proposed = {}
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
@@ -159,27 +183,25 @@ class PathRunner(BlockRunner):
         tokens = tree.input_tokens(self._like.device)
         return self._step(tokens, tree.level, tree.of_parents(self._states))
 
-    def _begin(self, hidden: torch.Tensor, anchors: torch.Tensor) -> None:
-        """Compute what all paths of a block share."""
-        self._states = self._head.first_state(hidden, anchors, self.bound.embed, self._first)[:, None]
-        self._hidden = hidden[:, self._first :]
-        self._base, self._keys = self.bound.logits(self._hidden), self._head.keys()
-        if self.max_candidates < self._base.shape[-1]:
-            self._base, self._tokens = self._base.topk(self.max_candidates, dim=-1)
-            self._keys = self._keys[self._tokens]  # [active, positions, candidates, rank]
+    def _run_block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Run the block after new accepted positions: `[active, block, hidden]`."""
+        self._anchor = self._anchors(tokens)
+        block = self._block(features, self._anchor, self.config.block_size)
+        if self.votes is not None and not self.votes.are_clear:
+            self._measure(self.votes, block, self._anchor, tokens)
+        self._hidden = block[:, self._first :]
+        return block
 
     def _step(self, tokens: torch.Tensor, depth: int, states: torch.Tensor) -> torch.Tensor:
         """Logits after nodes of one depth, of these tokens and states of their parents, both `[active, nodes, …]`."""
         hidden = self._hidden[:, depth, None].expand(-1, tokens.shape[1], -1)
         query, self._states = self._head.step(hidden, tokens, states, depth, self.bound.embed)
-        confidence = self._head.confidence_logits(hidden, tokens)
-        self.confidence = None if confidence is None else self._scatter(confidence)
         base = self._base[:, depth, None]
         if self._keys.dim() == 2:
             logits = base + query @ self._keys.T
         else:
             corrected = base + query @ self._keys[:, depth].transpose(1, 2)
-            logits = corrected.new_full((*tokens.shape, self._config.draft_vocab_size), -torch.inf)
+            logits = corrected.new_full((*tokens.shape, self.config.draft_vocab_size), -torch.inf)
             logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
         return self._scatter(self.bound.to_target_vocabulary(logits))
 
@@ -195,6 +217,6 @@ class PathRunner(BlockRunner):
             state = self._head.first_state(hidden, anchors, self.bound.embed, first)
             query = self._head.step(hidden[:, first], anchors, state, 0, self.bound.embed).query
             logits.append(self.bound.logits(hidden[:, first]) + query @ self._head.keys().T)
-        best = self.bound.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
+        best = self._head.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
         self._proposed = dict(zip(self.rows, best, strict=True))
         self._first = votes.first

@@ -44,8 +44,22 @@ class HeadRunner:
         if not kept or len(kept) == len(self.rows):
             return list(range(len(self.rows)))
         self.rows, self.lengths = [self.rows[index] for index in kept], [self.lengths[index] for index in kept]
-        self.cache.batch_select_indices(torch.tensor(kept))
+        self._select(kept)
         return kept
+
+    def keep_rows(self, kept: Sequence[int], new: int) -> None:
+        """Continue with these rows of the call, and `new` ones after them for which nothing was computed yet.
+
+        None has been dropped before.
+        """
+        self._batch = len(kept) + new
+        self.rows, self.lengths = list(range(self._batch)), [*(self.lengths[row] for row in kept), *[0] * new]
+        self._select([*kept, *[0] * new])
+        self.cache.set_lengths(self.lengths)
+
+    def _select(self, rows: list[int]) -> None:
+        """Continue with what was computed for these rows."""
+        self.cache.batch_select_indices(torch.tensor(rows))
 
     def _gather(self, values: Sequence[T]) -> list[T]:
         """Of values for each row of the call, those of the active rows."""
@@ -102,9 +116,7 @@ class EagleRunner(HeadRunner):
             needed: rows that are not needed any more are dropped, unless passes are captured.
         """
         if self._graphs is None:  # another number of rows would be captured anew
-            kept = self._drop(needed)
-            if hasattr(self, "last") and len(kept) < len(self.last.output):
-                self.last = HeadOutput(*(part[kept] for part in self.last))
+            self._drop(needed)
         self.cache.set_lengths(self.lengths)
         rows, states = self._gather(next_tokens), [row.to(self._like) for row in self._gather(features)]
         head: Any = self.bound.head
@@ -118,6 +130,11 @@ class EagleRunner(HeadRunner):
         self._keep_last(output, [part.stop - part.start for part in parts])
         self._hidden = self.last.hidden
         return self._scatter(self.bound.target_logits(self.last.output)[:, 0])
+
+    def _select(self, rows: list[int]) -> None:
+        super()._select(rows)
+        if hasattr(self, "last"):
+            self.last = HeadOutput(*(part[rows] for part in self.last))
 
     def _run(self, inputs: HeadInputs) -> HeadOutput:
         """One pass of the head, which appends to the cache; as a graph if it is short."""
@@ -228,14 +245,14 @@ class BlockRunner(ParallelRunner):
 
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
-        self._config = cast(BlockConfig, bound.head.config)
-        self.depth = self._config.depth
+        self.config = cast(BlockConfig, bound.head.config)
+        self.depth = self.config.depth
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
-        first = self._config.first_proposing_position
+        first = self.config.first_proposing_position
         # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
-        causal = all(attention.causal for attention in self._config.attention)
-        size = min(first + depth, self._config.block_size) if causal else self._config.block_size
+        causal = all(attention.causal for attention in self.config.attention)
+        size = min(first + depth, self.config.block_size) if causal else self.config.block_size
         return self._block(features, self._anchors(tokens), size)[:, first : first + depth]
 
     def _anchors(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -249,7 +266,7 @@ class BlockRunner(ParallelRunner):
         states = padded(features, [slice(None)] * len(features))
         head.extend(states, self._positions(states.shape[1], device), self.cache)
         self._commit([len(row) for row in features])
-        blocks = torch.full((len(features), size), self._config.mask_token_id, device=device)
+        blocks = torch.full((len(features), size), self.config.mask_token_id, device=device)
         blocks[:, 0] = anchors
         output: HeadOutput = head(self.bound.embed(blocks), self._positions(size, device), self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 MIN_SPARE_SLOTS = 64
@@ -165,6 +166,17 @@ class RaggedLayer(CacheLayerMixin):
             self.keys, self.values = self.keys[indices], self.values[indices]
             self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
+    def add_rows(self, other: RaggedLayer) -> None:
+        """Add the rows of another layer; slots that either has dropped become zeros, which its mask hides."""
+        capacity = max(self.get_seq_length(), other.get_seq_length()) + MIN_SPARE_SLOTS
+
+        def joined(states: Any, more: Any) -> torch.Tensor:
+            parts = (states, self.first), (more, other.first)
+            return torch.cat([pad(part, (0, 0, first, capacity))[:, :, :capacity] for part, first in parts])
+
+        self.keys, self.values = joined(self.keys, other.keys), joined(self.values, other.values)
+        self.lengths, self.first = self.lengths + other.lengths, 0
+
 
 class StepLayer(RaggedLayer):
     """Keys and values of one layer during one captured pass, written to buffers at `slots` `[batch, new]`.
@@ -256,6 +268,11 @@ class RaggedCache(Cache):
         lengths = tuple(lengths)
         for part in self._filled:
             part.set_lengths(lengths)
+
+    def add_rows(self, other: RaggedCache) -> None:
+        """Add the rows of another cache with the same layers."""
+        for part, more in zip(self._filled, other._filled, strict=True):
+            part.add_rows(more)
 
     def reserve(self, slots: int) -> None:
         """Allocate at least so many slots in each layer; those of the whole call if they are at most twice as many."""

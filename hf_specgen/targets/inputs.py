@@ -1,4 +1,4 @@
-"""The inputs of forward passes: prompt, rows and their positions, tokens of a step, and inputs beside the text.
+"""The inputs of forward passes: prompt, cache, rows and their positions, tokens of a step, inputs beside the text.
 
 Images and audio belong to the prompt; the model's own `prepare_inputs_for_generation` leaves them out of later passes.
 Rotary positions may have several axes: after the prompt all advance by one with each token.
@@ -16,6 +16,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.grown_tree import GrownTree
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
+from hf_specgen.targets.model_parts import has_special_layers, layer_windows
+from hf_specgen.targets.state_cache import make_layers
 from hf_specgen.tree import DraftTree
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
@@ -167,6 +170,11 @@ class RowLayout:
         self.offsets = tuple(self.offsets[index] for index in indices)
         self.prompt_slots = tuple(self.prompt_slots[index] for index in indices)
 
+    def add_rows(self, other: RowLayout) -> None:
+        """Number the rows anew, those of another layout after them."""
+        self.offsets, self.prompt_slots = self.offsets + other.offsets, self.prompt_slots + other.prompt_slots
+        self.rows = list(range(len(self.offsets)))
+
 
 def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
     """`[rows, …]` values of some rows of a batch as `[batch, …]`, with zeros for the other rows."""
@@ -271,3 +279,51 @@ def check_cache(given: Any, model: str) -> None:
             "candidate_generator= makes the cache of an encoder-decoder model itself; leave past_key_values out, and "
             'cache_implementation, or give cache_implementation="dynamic"'
         )
+
+
+def call_cache(given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool) -> RaggedCache:
+    """The cache of a call; a copy of one that the caller of `generate` gave, which stays as it is until `return_cache`.
+
+    With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
+    """
+    length, user_owned = generation_config.max_length, compat.is_user_defined(given)
+    slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
+    if isinstance(given, RaggedCache):
+        return given.shared_copy()
+    if given is not None and (type(given) is not DynamicCache or given.offloading):
+        raise _unusable_cache(given, user_owned)
+    special = has_special_layers(config)
+    if user_owned and special:
+        raise ValueError(
+            "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "
+            "leave past_key_values out of the first call, and give later ones the cache that it returned"
+        )
+    if user_owned and given is not None:
+        return RaggedCache.from_dynamic(given, slots)
+    windows = [] if keeps_all else layer_windows(config)
+    if keeps_all and slots is not None:
+        slots += 128  # for the padding of captured passes
+    return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
+
+
+def return_cache(cache: RaggedCache, given: Any) -> Any:
+    """The cache that the caller gets at the end of a call: the one that it gave, if any, with the new contents."""
+    if given is None:
+        return cache
+    if isinstance(given, RaggedCache):
+        given.layers = cache.layers
+    else:
+        cache.to_dynamic(given)
+    return given
+
+
+def _unusable_cache(given: Any, user_owned: bool) -> ValueError:
+    """The reason why a call cannot speculate with a cache, and what to do."""
+    kind = type(given).__name__
+    if getattr(given, "offloading", False):
+        kind = f"an offloaded {kind}"
+    remedy = "leave past_key_values out" if user_owned else 'give cache_implementation="dynamic"'
+    return ValueError(
+        "candidate_generator= works with a DynamicCache that is not offloaded, or the cache of an earlier speculative "
+        f"call, not with {kind}; {remedy}"
+    )

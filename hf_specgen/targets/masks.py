@@ -141,6 +141,16 @@ class StepMasks:
         """Keep these rows of the batch only."""
         self._visible = None if self._visible is None else self._visible[list(rows)]
 
+    def add_rows(self, rows: int, other: StepMasks, more: int) -> None:
+        """Add the rows of another such object to those of this one."""
+        if self._visible is None and other._visible is None:
+            return
+        parts = [(self._visible, rows), (other._visible, more)]
+        width = max(one.shape[1] for one, _ in parts if one is not None)
+        device = self._device
+        filled = [torch.ones(count, 1, dtype=torch.bool, device=device) if one is None else one for one, count in parts]
+        self._visible = torch.cat([pad(one, (0, width - one.shape[1]), value=True) for one in filled])
+
     def of_step(self, tree: DraftTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
         """The `attention_mask` of a pass over the pending token and the nodes, of which the first `cached` are cached.
 

@@ -15,11 +15,10 @@ from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer, move_captured, padded_width
 from hf_specgen.targets.graphs import CapturedFunctions, captured_functions
-from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, takes_positions
+from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, call_cache, return_cache, takes_positions
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, mask_name, text_config
-from hf_specgen.targets.replay import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
-from hf_specgen.targets.state_cache import call_cache, return_cache
+from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
 from hf_specgen.tree import DraftTree
 
@@ -324,6 +323,16 @@ class Target:
         for row in self.rows:
             queue.cut(row, kept[row])
         self._set_lengths(queue.cached)
+
+    def replace_rows(self, kept: Sequence[int], new: Target | None) -> None:
+        """Continue with these rows, and with those of another such target after them; both are `is_joinable`."""
+        self._layout.keep_rows(kept)
+        self._masks.select_rows(kept)
+        self.cache.batch_select_indices(torch.tensor(kept))
+        if new is not None:
+            self._masks.add_rows(len(kept), new._masks, len(new.rows))
+            self.cache.add_rows(new.cache)
+        self._layout.add_rows(RowLayout(0, 0) if new is None else new._layout)
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
         """Remove ended rows from the batch, with their part of the cache, once enough rows have ended."""

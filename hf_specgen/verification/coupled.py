@@ -1,9 +1,13 @@
 """Exact verification: a draft token is accepted if it is the token that plain `generate` chooses.
 
 The target's choice is the argmax, or when sampling the argmax of p divided by the pre-drawn noise of the step (the
-Gumbel-max trick; see `hf_specgen.verification.noise`). It does not depend on the draft. A draft model that divides q by
-the same noise (common random numbers) agrees with the target far more often than one that samples independently: the
-two samples are coupled.
+Gumbel-max trick). It does not depend on the draft. A draft model that divides q by the same noise (common random
+numbers) agrees with the target far more often than one that samples independently: the two samples are coupled.
+
+`torch.multinomial(p, 1)` draws one tensor of exponential noise ``e`` per decoding step, shaped like ``p``, and returns
+``argmax(p / e)``. So the randomness of step ``t`` does not depend on the probabilities. `NoiseBuffer` draws the tensors
+that plain sampling would draw, in the same order, and keeps them by step: the target's token in step ``t`` of row ``b``
+is ``argmax(p / noise[t][b])``, whenever it is verified.
 
 Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (2024).
 """
@@ -11,14 +15,18 @@ Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification.base import VerificationSession, Verifier
-from hf_specgen.verification.noise import NoiseBuffer
-from hf_specgen.verification.sampling import argmax, exponential_race
+from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential_race
+
+MAX_NOISE_BYTES = 256 * 2**20
+"""Memory of buffered noise; limits how far rows may be apart: 64 steps for 8 rows and a vocabulary of 131,072."""
+MIN_BUFFERED_STEPS = 16
+"""Minimum number of buffered steps, for any batch and vocabulary: with few, fast rows would wait in most steps."""
 
 
 class CoupledVerifier(Verifier):
@@ -46,16 +54,20 @@ class _CoupledSession(VerificationSession):
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device, self.call.seed)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
-    def draft_weights(self, scores: torch.Tensor, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    def draft_weights(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
-            return super().draft_weights(scores, steps)
+            return super().draft_weights(scores, steps, tokens)
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device, self.call.seed)
         buffered = [[max(step, self._confirmed) for step in row] for row in steps]
         noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
+        noise = noise if tokens is None else noise.gather(2, tokens)
         vocab = min(scores.shape[-1], noise.shape[-1])
-        return scores[..., :vocab].float().softmax(dim=-1) / noise[..., :vocab]
+        noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]
+        return scores[..., :vocab].float().softmax(dim=-1) / noise
 
     def max_row_skew(self) -> float:
         return self._noise.capacity if self._noise else super().max_row_skew()
@@ -69,3 +81,76 @@ class _CoupledSession(VerificationSession):
         if self._noise:
             self._noise.rewind(columns)
         self._noise = None
+
+
+class NoiseBuffer:
+    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` restores the generator at the end.
+
+    With a `seed` it is drawn by a generator of its own: what `torch.manual_seed(seed)` would draw next.
+    """
+
+    def __init__(self, batch: int, vocab: int, device: torch.device, seed: int | None = None):
+        check_multinomial(device)
+        self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
+        """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
+        self.vocab = vocab
+        self._shape, self._device = (batch, vocab), device
+        self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        self._drawn = 0
+        self._noise: dict[int, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}
+
+    def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`[batch, steps, vocab]` the noise of each row at its own steps; drawn as needed."""
+        while self._drawn <= max(map(max, steps)):
+            if self._generator is None:
+                self._states[self._drawn] = _rng_state(self._device)
+            noise = torch.empty(self._shape, device=self._device)
+            self._noise[self._drawn] = noise.exponential_(generator=self._generator)
+            self._drawn += 1
+        slices = [self._noise[step][row] for row, row_steps in enumerate(steps) for step in row_steps]
+        return torch.stack(slices).view(len(steps), -1, self._shape[1])
+
+    def release(self, step: int) -> None:
+        """Drop the noise before `step`, which no row needs any more."""
+        for past in [known for known in self._noise if known < step]:
+            del self._noise[past]
+            self._states.pop(past, None)
+
+    def rewind(self, step: int) -> None:
+        """Set the random generator to the state in which plain `generate` leaves it after `step` tokens."""
+        if step < self._drawn and self._generator is None:
+            _set_rng_state(self._device, self._states[step])
+
+
+@lru_cache(maxsize=8)
+def check_multinomial(device: torch.device) -> None:
+    """Raise unless `torch.multinomial` on `device` is argmax(p / exponential noise); leaves the generator untouched."""
+    before = _rng_state(device)
+    try:
+        probabilities = torch.full((3, 64), 1 / 64, device=device)
+        sampled = torch.multinomial(probabilities, 1)
+        after = _rng_state(device)
+        _set_rng_state(device, before)
+        noise = torch.empty_like(probabilities).exponential_()
+        argmax = torch.argmax(probabilities / noise, dim=-1, keepdim=True)
+        if not torch.equal(sampled, argmax) or not torch.equal(after, _rng_state(device)):
+            raise RuntimeError(
+                f"torch.multinomial on {device.type} does not draw as it does on CPU and CUDA, so sampling cannot "
+                "repeat the text of plain generate(); use do_sample=False, or keep the inputs on the CPU"
+            )
+    finally:
+        _set_rng_state(device, before)
+
+
+def _rng_state(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

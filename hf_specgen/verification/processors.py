@@ -19,7 +19,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 
 
 def _classes(names: str) -> frozenset[type]:
@@ -55,10 +55,14 @@ class LogitsPipeline:
         """Whether all rows have to advance by the same number of tokens."""
         self._need_arguments = any(len(signature(processor.__call__).parameters) > 2 for processor in processors)
 
-    def warp(self, scores: torch.Tensor) -> torch.Tensor:
-        """Apply the score-only processors alone to a draft's scores, `[n, vocab]` to the same."""
+    def warp(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:
+        """Apply the score-only processors alone to a draft's scores, `[n, vocab]` to the same.
+
+        Unless the scores are those of all tokens, processors that name tokens are left out.
+        """
         for processor in self._processors:
-            if type(processor) in SCORE_ONLY:
+            kind = type(processor)
+            if kind in SCORE_ONLY and (all_tokens or kind is not logits_process.SuppressTokensLogitsProcessor):
                 scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
         return scores
 

@@ -30,8 +30,14 @@ import torch
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
-from hf_specgen.verification.base import IndependentDraftSession, VerificationSession, Verifier
-from hf_specgen.verification.sampling import argmax, exponential, exponential_race
+from hf_specgen.verification.base import (
+    IndependentDraftSession,
+    VerificationSession,
+    Verifier,
+    argmax,
+    exponential,
+    exponential_race,
+)
 
 
 class RejectionVerifier(Verifier):

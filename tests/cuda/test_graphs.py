@@ -17,7 +17,6 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.workloads import EMBEDDED_EAGLE, load
 from hf_specgen.targets import graphs
 from tests.cuda.helpers import draft, inputs, same_tokens
@@ -33,7 +32,7 @@ def target() -> Any:
 
 @pytest.fixture(scope="module")
 def embedded() -> Any:
-    return load(WorkloadSettings(device="cuda", dtype="float32"))[0]
+    return load(device="cuda", dtype="float32")[0]
 
 
 DRAFTERS: dict[str, Callable[[], Candidates]] = {

@@ -218,16 +218,6 @@ def _shorter(lengths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield (*lengths[:place], length, *lengths[place + 1 :])
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-# Counts over many cases: of one run, or of the records of several
-
 COLUMNS = ("cases", "drafting", "drafted", "accepted", "rejected", "same", "refused", "raised", "different")
 """Of the printed table; differences that are gone in float64 count as "same" and as "rounding"."""
 
@@ -307,3 +297,7 @@ def _without_names(reason: str) -> str:
     first = reason.strip().splitlines()[0] if reason.strip() else "(no reason)"
     first = re.sub(r"\b\w+(ForCausalLM|LMHeadModel|LMHead|Decoder)\b", "<model>", first)
     return re.sub(r"\d+", "N", first)[:150]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,12 +68,7 @@ def _is_rounding(comparison: "Comparison") -> bool:
 
 
 class Comparison:
-    """Runs both sides.
-
-    Args:
-        case: to be run.
-        dtype: of the models.
-    """
+    """Runs both sides of a case."""
 
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32):
         self.case, self.outcome = case, Outcome(case)
@@ -238,9 +233,7 @@ class Comparison:
             random_state=random_state(),
         )
 
-    def _speculate(
-        self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, fault: Fault | Interrupt | None = None
-    ) -> Run:
+    def _speculate(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, fault: Any = None) -> Run:
         """A speculative call, after which both models must be what they were."""
         models = {"model": self.model, "draft": self.draft}
         before = {name: checks.fingerprint(model) for name, model in models.items()}

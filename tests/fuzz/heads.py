@@ -8,14 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_specgen import (
-    Call,
-    DFlashCandidates,
-    EagleCandidates,
-    GemmaAssistantCandidates,
-    MTPCandidates,
-    PEagleCandidates,
-)
+from hf_specgen import DFlashCandidates, EagleCandidates, GemmaAssistantCandidates, MTPCandidates, PEagleCandidates
 from hf_specgen.candidates.recycling import RecyclingTable
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.base import DraftHead
@@ -26,7 +19,7 @@ from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens
 from tests.fuzz.models import ASSISTANT, FIXTURES
 
 CLASSES: dict[str, Any] = {
@@ -69,7 +62,7 @@ def head_candidates(
     """A strategy with a head that proposes the answers of each row, in a fraction `accuracy` of the places."""
 
     class Steered(CLASSES[name]):  # type: ignore[misc]
-        def begin(self, call: Call, *arguments: Any) -> Any:
+        def begin(self, call: Any, *arguments: Any) -> Any:
             return steer(super().begin(call, *arguments), [_places(text, accuracy, seed) for text in answers])
 
     with torch.random.fork_rng():
@@ -84,12 +77,7 @@ def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:
 
 
 def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
-    """Let the session of a head prefer certain tokens; everything that the head does is done.
-
-    Args:
-        session: drafts token by token or all depths at once.
-        texts: by row the tokens that will be generated; None where the head chooses.
-    """
+    """Let the session of a head prefer the tokens that will be generated, by row, where they are not None."""
 
     def raised(compute: Callable[..., torch.Tensor], depths: Callable[..., Sequence[int]]) -> Any:
         def scores_of(*arguments: Any) -> torch.Tensor:
@@ -177,9 +165,8 @@ def medusa_heads(
     """
     matrix = output_matrix(model)
     states = inputs_of(matrix, model, ids, mask)
-    heads = MedusaHeads.from_target(
-        model, num_heads=num_heads, own_outputs=True, reads_token=reads_path, reads_path=reads_path
-    )
+    more = {"reads_token": reads_path, "reads_path": reads_path}
+    heads = MedusaHeads.from_target(model, num_heads=num_heads, own_outputs=True, **more)
     for token_map in heads.token_maps if reads_path else ():
         nn.init.normal_(
             token_map.weight, std=PATH_WEIGHT, generator=torch.Generator(matrix.weight.device).manual_seed(0)

@@ -29,10 +29,9 @@ KINDS = ("characters", "reversed", "subset", "pairs", "bytes")
 def tokenizer_folder(kind: str = "characters") -> Path:
     """A folder with a tokenizer; it lives as long as the process.
 
-    Args:
-        kind: "characters", whose token i is the i-th character; "reversed": the same with id VOCAB - 1 - i; "subset":
-            every third character is unknown; "pairs": SentencePiece's way of writing spaces, half of the characters,
-            and pairs of them; "bytes": byte-level BPE, in which a third of the characters are tokens.
+    "characters": token i is the i-th character; "reversed": the same backwards; "subset": every third one is unknown;
+    "pairs": SentencePiece's way of writing spaces, half of the characters, and pairs of them; "bytes": BPE of
+    bytes, in which a third of the characters are tokens.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"tiny-tokenizer-{kind}-"))
     special = {"unk_token": UNKNOWN} if kind != "bytes" else {}
@@ -197,15 +196,9 @@ def tiny_model(
     positions: int = 256,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A random model.
+    """A random model of `ARCHITECTURES`, or one of `FIXTURES` in its own sizes.
 
-    Args:
-        architecture: a key of `ARCHITECTURES`, or of `FIXTURES`, whose sizes are given.
-        layers: how many.
-        attention: "sdpa" or "eager"; models without SDPA run eager.
-        window: tokens in the window of sliding attention and in the chunks of chunked attention.
-        positions: entries in the table of positions, or the length that rotary positions were made for.
-        dtype: of the weights; the weights are those of float32.
+    Models without SDPA run eager; `window` is also the size of chunks, and weights are those of float32 in every dtype.
     """
     if window != WINDOW and not _has_window(architecture):  # one model, and one self-check, for all windows
         return tiny_model(architecture, layers, attention, WINDOW, positions, dtype)
@@ -299,12 +292,7 @@ def disturbed_copy(model: Any, noise: float) -> Any:
 
 @lru_cache(maxsize=MAX_CACHED_MODELS)
 def with_other_tokenizer(model: Any, kind: str) -> Any:
-    """The same model behind a tokenizer of another kind: its tokens have the weights of their first character.
-
-    Args:
-        model: of `tiny_model`.
-        kind: one of `tests.fuzz.tokenizers.KINDS`.
-    """
+    """The same model behind a tokenizer of another kind: its tokens have the weights of their first character."""
     draft = copy.deepcopy(model)
     folder = tokenizer_folder(kind)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -14,13 +14,7 @@ Script = Callable[[int, list[int], int], Nodes]
 
 
 class Scripted(Candidates):
-    """Proposes what a script says.
-
-    Args:
-        start_script: makes the script of a call.
-        k: maximum depth of a draft.
-        policy: how much of it is used.
-    """
+    """Proposes what a script says, which is made anew for each call."""
 
     def __init__(self, start_script: Callable[[], Script], k: int, policy: Policy | None):
         super().__init__(k, policy)

@@ -78,11 +78,7 @@ class RaisingCriterion(_Raising, StoppingCriteria):
 
 
 class ValidPadding(LogitsProcessor):
-    """Replaces the scores of rows that have ended by zeros: plain `generate` samples their padding, and ignores it.
-
-    Args:
-        ends: the column at which each row ends.
-    """
+    """Zero scores for rows that have ended at these columns: plain `generate` samples their padding, and ignores it."""
 
     def __init__(self, ends: Sequence[int]):
         self._ends = ends

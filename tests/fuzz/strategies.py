@@ -20,9 +20,9 @@ from hf_specgen import (
     RecyclingCandidates,
     Schedule,
 )
+from hf_specgen.call import memory
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.memory import memory
 from tests.fuzz.cases import Case
 from tests.fuzz.heads import CLASSES, exit_adapter, head_candidates, medusa_heads, recycling_table
 from tests.fuzz.models import KINDS, VOCAB, disturbed_copy, tiny_model, with_other_tokenizer
@@ -47,15 +47,7 @@ Answers = list[list[int]]
 
 
 def build(case: Case, model: Any, draft: Any, known: Known, answers: Answers) -> Any:
-    """The strategy of a case.
-
-    Args:
-        case: names it.
-        model: the target.
-        draft: as made by `draft_model`.
-        known: what plain `generate` wrote, for strategies that are fitted to it.
-        answers: what oracles propose.
-    """
+    """The strategy of a case; some are fitted to what plain `generate` wrote, and oracles propose the answers."""
     if case.strategy == "combined":
         members = [_simple(case, name, model, draft, known, answers) for name in case.members]
         return CombinedCandidates(members, policy=_policy(case))

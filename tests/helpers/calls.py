@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 from hf_specgen import Call, Candidates, DraftCall, NgramCandidates
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 from hf_specgen.tree import Parents
 
 AMPLE = 2**31

@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner
 
-from hf_specgen.cli.app import app
+from hf_specgen.cli.__main__ import app
 
 
 def run(*arguments: str, exit_code: int = 0) -> str:

@@ -24,16 +24,9 @@ def plain_and_speculative(
     make_processors: Callable[[], LogitsProcessorList] | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, SpeculativeOutput]:
-    """Generate twice from one seed.
+    """The ids of plain `generate`, and the speculative output, from one seed.
 
-    Args:
-        model, inputs: the target and its prompts.
-        candidates: the strategy, or what builds one from the `[batch, generated]` tokens of plain `generate`.
-        make_processors: builds the logits processors of one call, for processors that keep a state.
-        arguments: of `generate`, for both calls.
-
-    Returns:
-        The ids of plain `generate`, and the speculative output with its statistics.
+    `candidates` may be what builds a strategy from the `[batch, generated]` tokens of plain `generate`.
     """
     plain, after_plain = plain_output(model, inputs, make_processors, **arguments)
     strategy = candidates if isinstance(candidates, Candidates) else candidates(answers(model, inputs, plain))

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from hf_specgen.call import Call, DraftingSettings
+from hf_specgen.call import Call, DraftingSettings, GenerationState
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import PolicySession
-from hf_specgen.state import GenerationState
 
 
 class Model(nn.Module):
@@ -40,13 +39,7 @@ class Clock:
 
 
 class Target:
-    """A target whose passes take known times.
-
-    Args:
-        clock: is advanced.
-        relative: T(q) / T(1) by tokens per row.
-        last_position: of the position table.
-    """
+    """A target whose passes take known times, by which the clock is advanced: T(q) / T(1) by tokens per row."""
 
     device = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 from hf_specgen.tree import DraftTree, Parents, children, depths
 from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 from tests.helpers.calls import make_call, make_state
@@ -88,9 +88,7 @@ def emitted_by_choose(verifier: Verifier, draw: Draw, parents: Parents, trials: 
     return _follow(chosen, tokens, parents)
 
 
-def emitted_by_verify(
-    verifier: Verifier, draw: Draw, parents: Parents, trials: int, processors: LogitsProcessorList
-) -> torch.Tensor:
+def emitted_by_verify(verifier: Verifier, draw: Draw, parents: Parents, trials: int, processors: Any) -> torch.Tensor:
     """The same through `verify`, which applies the processors and follows the choices row by row."""
     tokens, q = draw(trials, parents)
     tree = DraftTree(tokens, (parents,) * trials, q)
@@ -134,12 +132,9 @@ def p_values(texts: torch.Tensor) -> list[float]:
 
 
 def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
-    """The p-value of Pearson's chi-square test with one stratum per row.
+    """The p-value of Pearson's chi-square test of `[strata, cells]` counts, whose sums are equal in each stratum.
 
-    Args:
-        observed: `[strata, cells]` counts.
-        expected: `[strata, cells]` expected counts, of the same sum in each stratum. Small cells of a stratum are
-            pooled; a stratum is left out if less than two cells remain.
+    Small cells of a stratum are pooled; a stratum is left out if less than two cells remain.
     """
     if observed[expected == 0].any():
         return 0.0

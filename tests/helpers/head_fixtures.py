@@ -49,13 +49,7 @@ RECORDED |= {"parallel": "block.", "block": "block.", "assistant": "clean.", "me
 
 
 class Drafted(NamedTuple):
-    """What the original drafted in a round.
-
-    Args:
-        logits: `[depths, vocab]`, or `[depths, candidates]` of the tokens in `candidates` alone.
-        is_normalised: whether they are the softmax of these.
-        tokens: of each depth, greedily.
-    """
+    """What the original drafted in a round: logits `[depths, vocab]`, or `[depths, candidates]` of these alone."""
 
     logits: torch.Tensor
     candidates: torch.Tensor | None
@@ -78,10 +72,8 @@ class Fixture:
     def family(self) -> str:
         matches = [name for name in FAMILIES if self.expected["format"].startswith(name)]
         if not matches:
-            known = ", ".join(FAMILIES)
-            raise AssertionError(
-                f"fixture {self.folder.name} has the unknown format {self.expected['format']!r}; known are {known}"
-            )
+            name = self.expected["format"]
+            raise AssertionError(f"{self.folder.name} has the unknown format {name!r}; known are {', '.join(FAMILIES)}")
         return FAMILIES[max(matches, key=len)]
 
     @cached_property
@@ -213,4 +205,5 @@ def corrected(bound: Any, hidden: torch.Tensor, tokens: torch.Tensor) -> Correct
     if head.max_candidates is not None:
         kept = base.topk(min(head.max_candidates, base.shape[-1]), dim=-1).indices
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
-    return Corrected(logits, head.confidence_logits(proposing, tokens[:, : proposing.shape[1]]))
+    confidence = getattr(head, "confidence_logits", lambda *_: None)
+    return Corrected(logits, confidence(proposing, tokens[:, : proposing.shape[1]]))

@@ -23,12 +23,7 @@ SHARED: WeakSet[Any] = WeakSet()
 
 @cache
 def tiny_model(architecture: str, **overrides: Any) -> Any:
-    """A random model with 2 to 4 layers of width 64, shared by the tests of a file: never change it.
-
-    Args:
-        architecture: its model type.
-        overrides: other values for its config.
-    """
+    """A random model with 2 to 4 layers of width 64, shared by the tests of a file: never change it."""
     model = fresh_model(architecture, **overrides)
     SHARED.add(model)
     return model
@@ -63,12 +58,7 @@ def _from_config(architecture: str, arguments: dict[str, Any]) -> Any:
 
 
 def perturbed_copy(model: Any, noise: float = 0.02) -> Any:
-    """A draft model for `model`: a copy with perturbed weights, some of whose proposals are accepted.
-
-    Args:
-        model: the target.
-        noise: standard deviation of the perturbation, relative to the mean magnitude of each parameter.
-    """
+    """A draft model, some of whose tokens are accepted: weights are off by noise relative to their mean magnitude."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -79,21 +69,12 @@ def perturbed_copy(model: Any, noise: float = 0.02) -> Any:
 
 @cache
 def shared_draft(model: Any, noise: float = 0.02) -> Any:
-    """The same as `perturbed_copy`, made and checked once for the tests of a file: never change it.
-
-    Args:
-        model: one of the models that tests share.
-        noise: as in `perturbed_copy`.
-    """
+    """`perturbed_copy` of a shared model, made and checked once for the tests of a file: never change it."""
     return perturbed_copy(model, noise)
 
 
 def prompts(batch: int, length: int = PROMPT_LENGTH) -> dict[str, torch.Tensor]:
-    """Random prompts of different lengths, left-padded; the padding id 0 also occurs as a real token.
-
-    Returns:
-        `input_ids` and `attention_mask`, both `[batch, length]`.
-    """
+    """Random prompts of different lengths, left-padded; the padding id 0 also occurs as a real token."""
     generator = torch.Generator().manual_seed(7)
     input_ids = torch.randint(1, VOCAB, (batch, length), generator=generator)
     input_ids[:, -3] = 0

@@ -50,11 +50,8 @@ def multimodal_prompts(kind: str, batch: int, length: int = 16) -> dict[str, tor
     if kind == "gemma3":
         return {**inputs, "pixel_values": random(batch, 3, 16, 16), "token_type_ids": types}
     if kind == "qwen2_audio":
-        return {
-            **inputs,
-            "input_features": random(batch, 8, 16),
-            "feature_attention_mask": torch.ones(batch, 16, dtype=torch.long),
-        }
+        seen = torch.ones(batch, 16, dtype=torch.long)
+        return {**inputs, "input_features": random(batch, 8, 16), "feature_attention_mask": seen}
     return {
         **inputs,
         "mm_token_type_ids": types,

@@ -5,32 +5,18 @@ from typing import Any
 
 import torch
 
-from hf_specgen import Policy
 from tests.fuzz.scripted import Nodes, Script, Scripted
 from tests.helpers.models import VOCAB
 
 
 class Oracle(Scripted):
-    """Drafts from the known output: every proposal is accepted, some are, or none.
+    """Drafts from `[batch, generated]` tokens of plain `generate`, each of which is right with probability `accuracy`.
 
-    Args:
-        answers: `[batch, generated]` the tokens of plain `generate`.
-        accuracy: probability that a proposed token is the right one.
-        k: depth of a draft.
-        branching: add a wrong sibling before every node, so that the accepted path is never the leftmost one and the
-            accepted keys and values have to be moved.
-        policy: as for every strategy.
+    `branching` adds a wrong sibling before every node, so that the accepted path is never the leftmost one and its keys
+    and values have to be moved.
     """
 
-    def __init__(
-        self,
-        answers: torch.Tensor,
-        accuracy: float,
-        k: int = 4,
-        branching: bool = False,
-        *,
-        policy: Policy | None = None,
-    ):
+    def __init__(self, answers: torch.Tensor, accuracy: float, k: int = 4, branching: bool = False, policy: Any = None):
         super().__init__(self._script, k, policy)
         self.answers, self.accuracy, self.branching = answers.tolist(), accuracy, branching
 

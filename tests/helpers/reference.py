@@ -78,14 +78,8 @@ def row_mask(
 ) -> list[list[int]]:
     """`[1 + nodes][width]` what the pending token and each node of one row attend to.
 
-    Args:
-        length: cached slots; slot `length` holds the pending token, the nodes follow.
-        parents: of the nodes.
-        width: number of slots.
-        visible: False where a cached slot is padding; slots beyond its end are not.
-        window: if given, the number of visible positions, the query's own included.
-        chunk: if given, only positions in the same block of this size are visible; blocks start at the first token
-            after padding.
+    Slot `length` holds the pending token, the nodes follow; `visible` is False where a cached slot is padding. A window
+    counts the query's own position; chunks start at the first token after padding.
     """
 
     def position(slot: int) -> int:
@@ -140,13 +134,7 @@ def ngram_nodes(
 ) -> dict[tuple[int, ...], float]:
     """The path probability of every path that occurrences in the row's own text propose.
 
-    Args:
-        tokens: the text.
-        occurrences: by position, the length of the match.
-        odds: of each class; here of occurrences of kind 0.
-        depth: maximum length of a path.
-        max_voters: occurrences that go on voting after a token that they all proposed.
-        prefix: the path so far.
+    `occurrences` has the length of the match by position; at most `max_voters` go on voting after a token.
     """
     done = len(prefix)
     votes: dict[int, float] = {}
@@ -177,9 +165,8 @@ def naive_medusa_loss(
         for i in range(len(hidden)):
             later = i + head + 1
             if later < len(hidden) and rows[later] == rows[i]:
-                state = heads.blocks[head](
-                    hidden[i] + heads.token_maps[head](tokens[i, : heads.config.tokens_read(head)].flatten())
-                )
+                read = tokens[i, : heads.config.tokens_read(head)].flatten()
+                state = heads.blocks[head](hidden[i] + heads.token_maps[head](read))
                 q = output_logits(model, state).float().softmax(dim=-1)
                 total = total + decay**head * (p[later] * (p[later].log() - q.log())).sum()
     return total

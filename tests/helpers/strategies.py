@@ -40,14 +40,7 @@ def repeating(batch: int) -> dict[str, torch.Tensor]:
 
 
 class Strategy(NamedTuple):
-    """How to make a strategy.
-
-    Args:
-        target: the model of its calls.
-        make: from the `[batch, generated]` tokens of plain `generate`, for drafts that are partly right, and a policy;
-            the depth is fixed if that is None.
-        inputs: from the number of rows.
-    """
+    """How to make a strategy: from the tokens of plain `generate` and a policy; None fixes the depth."""
 
     target: Callable[[], Any]
     make: Callable[..., Any]
@@ -122,16 +115,12 @@ PARTLY_RIGHT: dict[str, Strategy] = {
     "oracle, tree": _oracle(accuracy=0.7, branching=True),
     "n-grams": _on_llama(lambda k=6, **settings: NgramCandidates(k=k, **settings)),
     "n-grams, tree": _on_llama(lambda k=6, **settings: NgramCandidates(k=k, tree=12, **settings)),
-    "n-grams, history": _on_llama(
-        lambda k=6, **settings: NgramCandidates(k=k, tree=12, history=NgramHistory(max_tokens=100), **settings)
-    ),
+    "n-grams, history": _on_llama(lambda k=6, **more: NgramCandidates(k=k, tree=12, history=NgramHistory(100), **more)),
     "recycling": _on_llama(lambda k=4, **settings: RecyclingCandidates(k=k, **settings)),
     "recycling, tree": _on_llama(lambda k=4, **settings: RecyclingCandidates(k=k, tree=16, **settings)),
     "draft model": _on_llama(lambda k=4, **settings: _draft(k=k, **settings)),
     "draft model, tree": _on_llama(lambda k=4, **settings: _draft(k=k, tree=10, **settings)),
-    "draft model, threshold": _on_llama(
-        lambda k=6, **settings: _draft(k=k, tree=8, confidence_threshold=0.02, **settings)
-    ),
+    "draft model, threshold": _on_llama(lambda k=6, **more: _draft(k=k, tree=8, confidence_threshold=0.02, **more)),
     "draft model, any tree": _on_llama(lambda k=5, **settings: _draft(k=k, tree="auto", **settings)),
     "layer skip, tree": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, tree=8, **settings)),
     "layer skip": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, **settings)),

@@ -135,10 +135,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "merged LoRA": lambda model: with_lora(model).merge_and_unload(),
     "copied LoRA": lambda model: copy.deepcopy(with_lora(model)),
 }
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "LoRA": with_lora,
-    "compiled": lambda model: torch.compile(model, backend="eager"),
-}
+WRAPPERS: dict[str, Any] = {"LoRA": with_lora, "compiled": lambda model: torch.compile(model, backend="eager")}
 
 
 @pytest.mark.parametrize("kind", [*COPIES, *WRAPPERS])
@@ -319,12 +316,10 @@ def test_setting_of_one_call_replaces_that_of_attach(model: Any, name: str) -> N
     """Would catch: a setting that does not reach the call, or that of one call that stays for the next."""
     monitor, other = SpeculationMonitor(prometheus=False), SpeculationMonitor(prometheus=False)
     policy = hf_specgen.Schedule({1: 1})
-    given = {"verification": "rejection", "policy": hf_specgen.Schedule({1: 0}), "monitor": other, "memory": False}[
-        name
-    ]
+    others = {"verification": "rejection", "policy": hf_specgen.Schedule({1: 0}), "monitor": other, "memory": False}
     hf_specgen.attach(model, NgramCandidates(k=4), strict=True, monitor=monitor, policy=policy)
     expected = generate(model, candidate_generator=None)
-    assert torch.equal(generate(model, **{name: given}), expected)
+    assert torch.equal(generate(model, **{name: others[name]}), expected)
     drafted = hf_specgen.statistics(model).drafted
     assert (drafted == 0) == (name == "policy") and other.calls == (name == "monitor") != monitor.calls
     generate(model)

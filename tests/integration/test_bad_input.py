@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from transformers import GenerationConfig, StaticCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import (
+    AdaptiveDepth,
     CombinedCandidates,
     DraftModelCandidates,
     EagleCandidates,
+    FixedDepth,
     LayerSkipCandidates,
     MedusaCandidates,
     MovingWindow,
@@ -23,8 +26,11 @@ from hf_specgen import (
     SpeculationMonitor,
     attach,
     attached,
+    generate_many,
+    prepacked,
     speculate,
 )
+from hf_specgen.depth import DisableWhen
 from hf_specgen.verification import TypicalVerifier
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
 from tests.helpers.models import STATEFUL, stateful_model
@@ -34,14 +40,35 @@ NOT_A_STRATEGY = (
     'candidate_generator must be a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
 )
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: NgramCandidates(k=0), ValueError, "k must be at least 1, got 0"),
-    (lambda: NgramCandidates(k="many"), ValueError, """k must be at least 1, got 'many'; or give "auto\""""),
-    (lambda: NgramCandidates(k=True), ValueError, "k must be at least 1, got True"),
+    (lambda: NgramCandidates(k=0), ValueError, 'k must be a number of tokens, at least 1, or "auto", got 0'),
+    (lambda: NgramCandidates(k=None), ValueError, 'k must be a number of tokens, at least 1, or "auto", got None'),
+    (lambda: NgramCandidates(k=True), ValueError, 'k must be a number of tokens, at least 1, or "auto", got True'),
+    (lambda: NgramCandidates(history="x"), TypeError, "must be an NgramHistory, such as NgramHistory.load(file), got"),
+    (lambda: NgramHistory().add_texts("text", None), TypeError, "give [text] for a single one"),
+    (
+        lambda: FixedDepth("3"),
+        ValueError,
+        "k must be a number of tokens, at least 0, or None for the strategy's k, got",
+    ),
+    (lambda: Schedule([1, 2]), ValueError, "a schedule maps sizes to depths, such as {1: 8, 4: 4, 16: 0}, got [1, 2]"),
+    (lambda: Schedule({1: "a"}), ValueError, "got {1: 'a'}"),
+    (lambda: MovingWindow(target="x"), ValueError, "target must be between 0 and 1, and window at least 1, got 'x'"),
+    (lambda: DisableWhen(), ValueError, "needs temperature_above or new_tokens_below"),
+    (lambda: AdaptiveDepth(latency=3), TypeError, "latency must be a LatencyModel or a file of hf-specgen tune, got 3"),
+    (
+        lambda: AdaptiveDepth(latency="/none"),
+        OSError,
+        "cannot read '/none': No such file or directory; hf-specgen tune",
+    ),
+    (lambda: SpeculationMonitor(window="a"), ValueError, "window must be a number of steps, at least 1, got 'a'"),
+    (lambda: prepacked("x").__enter__(), TypeError, "prepacked takes a model, got 'x'"),
+    (lambda: list(generate_many(tiny_model("llama"), ["x"])), TypeError, "must be token ids, such as tokenizer(text)"),
+    (lambda: generate_many(tiny_model("llama"), [[1], [2]], seed=[1]), ValueError, "1 entries for 2 prompts; give one"),
     (lambda: NgramCandidates(min_ngram=0), ValueError, "min_ngram must be at least 1, got 0"),
     (lambda: NgramCandidates(min_ngram=4, max_ngram=3), ValueError, "max_ngram must be at least min_ngram=4, got 3"),
     (lambda: NgramCandidates(policy=3), TypeError, "policy must be a Policy"),
     (lambda: NgramHistory(max_tokens=0), ValueError, "max_tokens must be at least 1, got 0"),
-    (lambda: EagleCandidates("org/head", k=0), ValueError, "k must be at least 1"),
+    (lambda: EagleCandidates("org/head", k=0), ValueError, "k must be a number of tokens, at least 1"),
     (lambda: EagleCandidates("org/head", tree=0), ValueError, "tree must be"),
     (lambda: EagleCandidates(3), TypeError, "a loaded head, a folder or a Hub id, got 3"),
     (lambda: MedusaCandidates("there", tree="widest"), ValueError, 'must be "auto"'),
@@ -50,20 +77,20 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: LayerSkipCandidates("2"), ValueError, "must be a number of layers such as 4, got '2'"),
     (lambda: LayerSkipCandidates(True), ValueError, "must be a number of layers such as 4, got True"),
     (lambda: DraftModelCandidates(None), TypeError, "a loaded model, a Hub id or a folder, got None"),
-    (lambda: DraftModelCandidates(tiny_model("llama"), k=0), ValueError, "k must be at least 1, got 0"),
+    (lambda: DraftModelCandidates(tiny_model("llama"), k=0), ValueError, "k must be a number of tokens, at least 1"),
     (lambda: DraftModelCandidates("there", confidence_threshold=1.5), ValueError, "got 1.5"),
     (lambda: DraftModelCandidates("there", confidence_threshold=None), ValueError, "got None"),
     (lambda: DraftModelCandidates(tiny_model("llama"), dtype="bfloat16"), ValueError, "this one is loaded"),
     (lambda: CombinedCandidates([]), ValueError, "at least one strategy"),
     (lambda: CombinedCandidates([5]), TypeError, "takes strategies"),
     (lambda: Schedule(), ValueError, "needs by_batch or by_context"),
-    (lambda: Schedule(by_batch={4: -1}), ValueError, "got 4: -1"),
+    (lambda: Schedule(by_batch={4: -1}), ValueError, "got {4: -1}"),
     (lambda: MovingWindow(target=1.0), ValueError, "must be"),
     (lambda: MovingWindow(window=0), ValueError, "must be"),
     (lambda: TypicalVerifier(epsilon=0.0), ValueError, "must be above 0 and at most 1, got 0.0"),
     (lambda: TypicalVerifier(epsilon=1.5), ValueError, "must be above 0 and at most 1, got 1.5"),
     (lambda: TypicalVerifier(alpha=float("nan")), ValueError, "alpha must be above 0 and at most 1, got nan"),
-    (lambda: SpeculationMonitor(window=0), ValueError, "must be at least 1"),
+    (lambda: SpeculationMonitor(window=0), ValueError, "at least 1, got 0"),
     (lambda: SpeculationMonitor(prometheus=False).acceptance("all"), ValueError, 'must be "window" or "total", got'),
 ]
 
@@ -81,13 +108,20 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"candidate_generator": torch.nn.Linear(2, 2)},
         TypeError,
-        NOT_A_STRATEGY + "; for a draft model give DraftModelCandidates(model); got a model of type Linear",
+        NOT_A_STRATEGY + ", got a model of type Linear; for a draft model give DraftModelCandidates(model)",
+    ),
+    ({"candidate_generator": NgramCandidates}, TypeError, "; give an object, with parentheses behind the name"),
+    (
+        {"candidate_generator": [NgramCandidates()]},
+        TypeError,
+        "; for several strategies give CombinedCandidates([...])",
     ),
     (
-        {"verification": "magic"},
-        ValueError,
-        "verification must be 'exact', 'rejection', 'typical' or a Verifier, got 'magic'",
+        {"candidate_generator": Path("org/draft")},
+        TypeError,
+        "for a checkpoint give AutoCandidates.from_pretrained(path)",
     ),
+    ({"verification": "magic"}, ValueError, "must be 'exact', 'rejection', 'typical' or a Verifier, got 'magic'"),
     ({"policy": 3}, TypeError, "policy must be a Policy such as Schedule({1: 8, 4: 4, 16: 0}), got 3"),
     ({"monitor": "x"}, TypeError, "monitor must be a Monitor such as SpeculationMonitor(), got 'x'"),
     ({"compile": "x"}, ValueError, 'compile must be "auto", "graphs" or False, got \'x\''),
@@ -156,6 +190,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"assistant_early_exit": 1}, "not with assisted_generation; leave out assistant_early_exit="),
     ({"assistant_model": "any"}, "both candidate_generator= and assistant_model= were given"),
     ({"use_cache": False}, "leave out use_cache=False"),
+    ({"use_mtp": True}, "leave out assistant_early_exit= and use_mtp="),
+    ({"candidate_generator": None, "policy": FixedDepth(3)}, "policy= needs a strategy: give candidate_generator= too"),
+    ({"candidate_generator": DraftModelCandidates("./none")}, "there is no folder './none'"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
@@ -170,7 +207,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("arguments", "words"), CALLS, ids=lambda value: str(value)[:40])
 def test_generate_unsupported_argument_raises(arguments: dict[str, Any], words: str) -> None:
     arguments = {"candidate_generator": NgramCandidates(), "max_new_tokens": 4, **arguments}
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises((ValueError, FileNotFoundError)) as raised:
         tiny_model("llama").generate(**prompts(1), **arguments)
     assert words in str(raised.value)
 
@@ -179,7 +216,7 @@ def test_generate_unsupported_argument_raises(arguments: dict[str, Any], words: 
 @pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
 def test_settings_of_assistants_are_named_in_one_warning(place: str, is_attached: bool) -> None:
     """Would catch: a migrated script whose settings are ignored without a word, or that falls back to plain."""
-    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
+    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant", "speculation_type": "dflash"}
     model, arguments = fresh_model("llama"), {**prompts(1), "max_new_tokens": 4}
     plain = model.generate(**arguments)
     if place == "arguments":
@@ -271,11 +308,7 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
     ("llama", lambda: DraftModelCandidates(stateful_model("lfm2")), "keeps a state"),
     ("lfm2", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
     ("qwen3_next", lambda: LayerSkipCandidates(1), "convolutions or recurrent states"),
-    (
-        "llama",
-        lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head", k=2),
-        "a vocabulary of 128, but this target has 99",
-    ),
+    ("llama", lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head"), "of 128, but this target has 99"),
     ("llama", lambda: EagleCandidates(HEAD_FIXTURES / "speculators_peagle_llama" / "head"), "P-EAGLE"),
     ("llama", lambda: EagleCandidates(HEAD_FIXTURES / "dflash_zlab" / "head"), "BlockHead"),
     ("llama", lambda: MTPCandidates(str(DRAFT_LM), k=1), "no MTP layers"),

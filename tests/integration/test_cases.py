@@ -13,6 +13,7 @@ import pytest
 
 from tests.fuzz.__main__ import run_safely
 from tests.fuzz.cases import BROKEN_LOGITS, CRITERIA, ENTRIES, FAULTS, OPTIONS, PROCESSORS, Case
+from tests.helpers.models import SPEC
 
 PARTLY = Case(accuracy=0.7, k=4, lengths=(12, 8, 4), max_new_tokens=16, seed=7)
 TREES = replace(PARTLY, strategy="oracle_tree")
@@ -21,17 +22,13 @@ SAMPLED = replace(PARTLY, do_sample=True)
 TIGHT = replace(PARTLY, tight_positions=True, eos_ids=tuple(range(3, 13)))
 BATCHES = ((12,), (12, 8, 4))
 END = tuple(range(3, 23))
+STATE_STRATEGIES, STATE_TARGETS = ("ngram_tree", "draft_other", "medusa_auto"), ("lfm2_moe", "qwen3_next")
 LATER_NODE = Case(
     **{"seed": 4600, "architecture": "smollm3", "window": 4, "lengths": (9,), "repetitive": True, "draft_tree": 8},
     **{"strategy": "draft_reencoded", "k": 4, "accuracy": 0.0, "policy": "random", "do_sample": True, "top_p": 0.5},
-    **{
-        "temperature": 0.7,
-        "min_p": 0.1,
-        "max_new_tokens": 10,
-        "eos_ids": (3, 4, 5),
-        "criteria": ("any_row", "max_time"),
-    },
-    **{"broken_logits": "nan", "entry": "custom", "return_dict": True, "output_scores": True, "cache": "dynamic"},
+    **{"temperature": 0.7, "min_p": 0.1, "max_new_tokens": 10, "eos_ids": (3, 4, 5), "broken_logits": "nan"},
+    **{"criteria": ("any_row", "max_time"), "entry": "custom", "return_dict": True, "output_scores": True},
+    cache="dynamic",
 )
 """Tokens before a stop where a later node has invalid scores, which plain `generate` never samples."""
 
@@ -115,6 +112,18 @@ CASES: dict[str, list[Case]] = {
             seed=[1, 2, 3],
             lengths=BATCHES,
         ),
+    ],
+    # A self-check whose text is longer than the table, so that a model that works is refused.
+    "position table, short": every(
+        replace(TIGHT, strategy="ngram", lengths=(2, 2), eos_ids=()),
+        architecture=["gpt2", "opt", "gptj", "llama"],
+        max_new_tokens=[3, 4, 6, 8, 10],
+    ),
+    # Trees for a state that follows one path, states of heads at a wrong token; an indexer that sees siblings.
+    "state": [
+        *every(TREES, architecture=SPEC["indexed"], lengths=BATCHES[1:]),
+        *every(replace(PARTLY, eos_ids=END, draft_tree=8), strategy=STATE_STRATEGIES, architecture=STATE_TARGETS),
+        *every(replace(PARTLY, strategy="combined", members=("ngram_tree", "draft_other")), architecture=STATE_TARGETS),
     ],
     # Plain steps in between that a drafter does not learn of.
     "plain steps": every(replace(PARTLY, policy="random"), strategy=["native", "skip"], lengths=BATCHES[:1]),

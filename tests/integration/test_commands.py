@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
-from hf_specgen.cli import find
+from hf_specgen.cli import checkpoints
 from hf_specgen.cli import generate as command
-from hf_specgen.cli.app import app
+from hf_specgen.cli.__main__ import app
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head
@@ -27,6 +27,7 @@ from tests.helpers.medusa import random_heads
 from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
+EAGLE_HEAD = REFERENCE_LM.parent / "eagle3-head"
 
 
 BAD_INPUT = [
@@ -38,18 +39,34 @@ BAD_INPUT = [
     (["doctor", "there/is-none"], "there/is-none"),
     (["doctor", "/there/is/none"], "there is no folder '/there/is/none'"),
     (["doctor", MODEL, "--draft", "./none"], "there is no folder './none'"),
-    (["demo", "--dtype", "int3"], "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'"),
-    (["demo", "--model", "./no-such-folder", "--prompt", "a"], "there is no folder './no-such-folder'"),
-    (["demo", "--model", "org/none", "--prompt", "a"], "cannot load 'org/none'"),
+    (["demo", "--dtype", "int3"], "'int3' is not one of 'float32', 'bfloat16', 'float16'"),
+    (["doctor", "./no-such-folder"], "there is no folder './no-such-folder'"),
+    (["doctor", "org/none"], "cannot load 'org/none'"),
     (["demo", "--device", "toaster"], "device 'toaster' cannot be used here"),
     (["demo", "--wide", "-1"], "--wide"),
-    (["demo", "--adapter", "/nonexistent"], "there is no folder '/nonexistent'"),
+    (["chat", MODEL, "--adapter", "/nonexistent"], "there is no folder '/nonexistent'"),
     (["tune", MODEL, "--dtype", "int3"], "'int3' is not one of"),
     (["tune", MODEL, "--context", "100000"], "positions"),
     (["tune", MODEL, "--batch-size", "100000000000000"], "not enough memory"),
-    (["tune", MODEL, "--latency", "/no/such/file.json"], "cannot be written"),
+    (["tune", MODEL, "--latency", "none/file.json"], "cannot be written"),
     (["tune", MODEL, "--heads", str(DRAFT_LM)], "holds no heads"),
     (["chat", "/there/is/none"], "there is no folder"),
+    (["doctor", "", "--no-run"], "there is no folder ''"),
+    (["doctor", MODEL, "--no-run", "--draft", str(EAGLE_HEAD)], "; give a language model with its tokenizer"),
+    (
+        ["generate", MODEL, "none.jsonl", "out.jsonl"],
+        "cannot use 'none.jsonl': No such file or directory; name another",
+    ),
+    (
+        ["export", str(EAGLE_HEAD), "--to", "tgi", "--output", "out"],
+        "Eagle3Head cannot be written for 'tgi'; choose eagle",
+    ),
+    (
+        ["export", str(DRAFT_LM), "--to", "vllm", "--output", "out"],
+        "a whole model drafts as",
+    ),
+    (["find", "/there/is/none", "--offline"], "there is no folder '/there/is/none'"),
+    (["demo", "--model", MODEL], "No such option: --model"),
 ]
 
 
@@ -131,9 +148,6 @@ def test_tune_writes_a_latency_file_that_a_policy_reads(folder: Path, tmp_path: 
 # `hf-specgen find`: what of the Hub or of the local cache may draft for a target, in which order
 
 
-EAGLE_HEAD = REFERENCE_LM.parent / "eagle3-head"
-
-
 def repo(name: str, parameters: int | None, tags: tuple[str, ...] = (), downloads: int = 1) -> Any:
     """What the Hub tells of a repository."""
     safetensors = None if parameters is None else SimpleNamespace(total=parameters)
@@ -162,9 +176,9 @@ class Hub:
 
 def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: fine-tuned models listed as drafts, formats read from the names of base models."""
-    monkeypatch.setattr(find, "HfApi", Hub)
-    monkeypatch.setattr(find.constants, "HF_HUB_OFFLINE", False)
-    found = sorted(find.on_hub("org/target-8B", 10), key=lambda one: one.rank)
+    monkeypatch.setattr(checkpoints, "HfApi", Hub)
+    monkeypatch.setattr(checkpoints.constants, "HF_HUB_OFFLINE", False)
+    found = sorted(checkpoints.on_hub("org/target-8B", 10), key=lambda one: one.rank)
     assert [(one.name[0], one.kind, one.size) for one in found] == [
         ("c", "EAGLE", 0.05),
         ("d", "EAGLE", None),
@@ -183,16 +197,16 @@ def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pyt
     other_head = next(HEAD_FIXTURES.glob("eagle3_original")) / "head"
     names = [str(REFERENCE_LM), str(EAGLE_HEAD), str(DRAFT_LM), str(other_head), str(Path(__file__).parent)]
     repos = [SimpleNamespace(repo_id=name, repo_type="model") for name in names]
-    monkeypatch.setattr(find, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
-    assert [one.kind for one in find.in_cache(str(REFERENCE_LM))] == ["EAGLE"]
-    monkeypatch.setattr(find, "MAX_RATIO", 0.9)
-    found = sorted(find.in_cache(str(REFERENCE_LM)), key=lambda one: one.rank)
+    monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
+    assert [one.kind for one in checkpoints.in_cache(str(REFERENCE_LM))] == ["EAGLE"]
+    monkeypatch.setattr(checkpoints, "MAX_RATIO", 0.9)
+    found = sorted(checkpoints.in_cache(str(REFERENCE_LM)), key=lambda one: one.rank)
     assert [(Path(one.name).name, one.kind) for one in found] == [("eagle3-head", "EAGLE"), ("draft-lm", "draft model")]
     assert run("find", str(REFERENCE_LM), "--offline").endswith(f"--heads {EAGLE_HEAD} --draft {DRAFT_LM}")
 
 
 def test_nothing_found_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "scan_cache_dir", lambda: SimpleNamespace(repos=[]))
+    monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=[]))
     assert "nothing was found" in run("find", str(REFERENCE_LM), "--offline", exit_code=1)
 
 
@@ -286,7 +300,7 @@ def test_messages_and_other_columns_are_read(source: Path) -> None:
         ('{"text": "a"}\n', (), "row 1 of {} has no prompt in column 'prompt'; its columns are text"),
         ("nonsense\n", (), "{}, line 1: expected a JSON object, got 'nonsense'"),
         ("\n", (), "{} has no rows"),
-        ('{"prompt": "a"}\n', ("--draft", "/no/such"), "there is no folder '/no/such'"),
+        ('{"prompt": "a"}\n', ("--draft", "./none"), "there is no folder './none'"),
         ('{"prompt": "a"}\n', ("--answer-column", "prompt"), "row 1 of {} has a column 'prompt' already"),
         ('{"prompt": "a", "answer": "b"}\n', (), "row 1 of {} has a column 'answer' already; name another one"),
         ('{"prompt": "\\ud800"}\n', (), "row 1 of {} has a lone surrogate"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, RepetitionPenaltyLogitsProcessor
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_specgen
 from hf_specgen import (
@@ -27,9 +27,9 @@ from hf_specgen import (
     SpeculationMonitor,
 )
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.evaluation.workloads import read_prompts
+from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers import fresh_model, shared_draft, tiny_model
-from tests.helpers.paths import BENCHMARK_ASSETS
+from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
 
 NEW = 16
 GPU_LIKE = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
@@ -87,7 +87,7 @@ def alone(model: Any, prompt: list[int], settings: Any, seed: int = 0) -> list[i
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_greedy_requests_same_tokens(attention: str) -> None:
     """Would catch: a logit of another position, a rejected token that stays in the cache, a text beyond EOS."""
-    model, prompts = fresh_model("llama"), requests(40 if attention == "sdpa" else 24)
+    model, prompts = fresh_model("llama"), requests(24)
     model.set_attn_implementation(attention)
     plain = run(model, prompts)
     assert plain == [alone(model, prompt, config()) for prompt in prompts]
@@ -228,7 +228,7 @@ def test_persistent_manager_speculates_only_where_the_call_does() -> None:
 
 def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) -> None:
     """Four requests at a time, with the budget of a memory-bound accelerator."""
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 4)
+    texts = domain_prompts(4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     policy = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
     passes: list[int] = []
@@ -246,7 +246,7 @@ def test_draft_budget_follows_the_latency_of_the_step(reference_model: Any, toke
 
     Would catch: drafts that a compute-bound step has no time for, drafting that goes on though nothing is verified.
     """
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 4)
+    texts = domain_prompts(4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     sizes = tuple(sorted({1, knee, 256}))
     curve = CostCurve(sizes, tuple(max(1.0, size / knee) for size in sizes), context=64, batch=1)
@@ -281,20 +281,10 @@ REFUSED = {
     "monitor": ({"monitor": SpeculationMonitor()}, {}, {}, "monitor=, prediction="),
     "asynchronous": ({}, {"use_async_batching": True}, {}, "asynchronous batching"),
     "prediction": ({"prediction": [1, 2, 3]}, {}, {}, "prediction="),
-    "layer skip": (
-        {"candidate_generator": LayerSkipCandidates(exit_layer=1, k=3)},
-        {},
-        {},
-        "LayerSkipCandidates needs a part of",
-    ),
+    "layer skip": ({"candidate_generator": LayerSkipCandidates(1, k=3)}, {}, {}, "needs a part of"),
     "graphs": ({}, {"use_cuda_graph": True}, {}, "CUDA graphs"),
     "compiled": ({}, {"default_compile_level": 1}, {}, "CUDA graphs and compilation"),
-    "text": (
-        {},
-        {"drop_unsupported_processors": False},
-        {"repetition_penalty": 1.2},
-        RepetitionPenaltyLogitsProcessor.__name__,
-    ),
+    "text": ({}, {"drop_unsupported_processors": False}, {"repetition_penalty": 1.2}, "RepetitionPenalty"),
 }
 
 
@@ -310,6 +300,7 @@ def test_calls_that_cannot_be_exact_are_refused(name: str) -> None:
 HEADS = {
     "medusa": lambda: MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads")),
     "eagle trees": lambda: EagleCandidates(str(BENCHMARK_ASSETS / "eagle3-head"), k=4, tree=8),
+    "draft model": lambda: DraftModelCandidates(str(DRAFT_LM), k=4, tree=8, draft_window=40),
     "dspark and n-grams": lambda: CombinedCandidates(
         [NgramCandidates(), AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "dspark-head"))]
     ),
@@ -318,32 +309,52 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tokenizer: Any, name: str) -> None:
-    """Would catch: states of another request, of a rejected token, or twice those of a prompt that is split or evicted.
+    """While requests join and leave the drafter's passes, in prompts that are split, and after an eviction.
+
+    Would catch: states or a cache of another request, or of a rejected token; states twice.
 
     Their acceptance is compared with `generate`: a lower one shows wrong states.
     """
-    texts = read_prompts(BENCHMARK_ASSETS / "validation.jsonl", 2)
+    texts = domain_prompts(2)
     prompts = [tokenizer(text)["input_ids"] for domain in ("json", "code") for text in texts[domain]]
-    settings, policy = config(eos_token_id=2), FixedDepth(4)
+    settings, more = config(eos_token_id=2), {"policy": FixedDepth(4), "memory": False}
     expected = [alone(reference_model, prompt, settings) for prompt in prompts]
     one_by_one = 0
     for prompt in prompts:
         strategy = HEADS[name]()
-        reference_model.generate(
-            torch.tensor([prompt]),
-            generation_config=settings,
-            candidate_generator=strategy,
-            policy=policy,
-            memory=False,
-        )
+        call = {"generation_config": settings, "candidate_generator": strategy}
+        reference_model.generate(torch.tensor([prompt]), **call, **more)
         one_by_one += strategy.speculation.steps
-    for batching in ({"max_batch_tokens": 80}, {"num_blocks": 32, "max_batch_tokens": 80}):
+    for batching in ({"max_requests_per_batch": 2}, {"num_blocks": 32, "max_batch_tokens": 80}):
         strategy = HEADS[name]()
-        found = run(
-            reference_model, prompts, batching, settings, candidate_generator=strategy, policy=policy, memory=False
-        )
+        found = run(reference_model, prompts, batching, settings, candidate_generator=strategy, **more)
         assert found == expected
         assert strategy.speculation.steps <= 1.1 * one_by_one
+
+
+@pytest.mark.parametrize("strategy", ["draft model", "combined"])
+def test_drafter_makes_one_pass_for_all_requests(strategy: str) -> None:
+    """Would catch: a draft model that drafts for one request after the other."""
+    model, prompts, passes = tiny_model("llama"), requests(12), list[int]()
+    draft = fresh_model("llama")
+    candidates: Any = DraftModelCandidates(draft, k=3)
+    if strategy == "combined":
+        candidates = CombinedCandidates([NgramCandidates(k=2), candidates], tree=4, policy=FixedDepth())
+    draft.register_forward_pre_hook(
+        lambda _, __, arguments: passes.append(arguments["input_ids"].numel()), with_kwargs=True
+    )
+    counts = []
+    for at_a_time in (1, 12):
+        passes.clear()
+        run(
+            model,
+            prompts,
+            {"max_requests_per_batch": at_a_time},
+            config(eos_token_id=-1),
+            candidate_generator=candidates,
+        )
+        counts.append(len(passes))
+    assert counts[1] < counts[0] / 6
 
 
 def test_attached_strategy_falls_back_with_one_warning_or_raises_if_strict() -> None:

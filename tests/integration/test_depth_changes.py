@@ -13,14 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_specgen import (
-    AdaptiveDepth,
-    CombinedCandidates,
-    DraftModelCandidates,
-    FixedDepth,
-    NgramCandidates,
-    generate_many,
-)
+import hf_specgen
+from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftModelCandidates, FixedDepth, NgramCandidates
 from hf_specgen.depth import CostCurve, LatencyModel, calibrate
 from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
 from tests.helpers import assert_same_tokens, perturbed_copy, prompts, shared_draft, tiny_model
@@ -155,14 +149,11 @@ def answers(folder: str) -> dict[str, Any]:
         more = {} if strategy is None else {"candidate_generator": strategy}
         found[name] = [tokens_of(arguments, **more) for arguments in (GREEDY, SAMPLED)]
     rows = [row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-    many = generate_many(model, rows, CombinedCandidates(), max_rows=2, ordered=True, **GREEDY)
+    many = hf_specgen.generate_many(model, rows, CombinedCandidates(), max_rows=2, ordered=True, **GREEDY)
     found["many"] = [rows[completion.index] + completion.tokens for completion in many]
-    found["alone"] = [
-        model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row), dtype=torch.long), **GREEDY)[
-            0
-        ].tolist()
-        for row in rows
-    ]
+    found["alone"] = []
+    for ids in (torch.tensor([row]) for row in rows):
+        found["alone"] += model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY).tolist()
     with pytest.raises(ValueError, match="tensor parallel"):
         model.generate_batch(rows, candidate_generator=NgramCandidates())
     dist.barrier()

@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
-from hf_specgen.cli import doctor
-from hf_specgen.cli.app import app
+from hf_specgen.cli import checkpoints, doctor
+from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.doctor import Report, Speed, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
 from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.evaluation.measure import Sample, Total
+from hf_specgen.evaluation import measure
+from hf_specgen.evaluation.measure import Sample
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
@@ -40,11 +41,12 @@ def test_doctor_measures_and_recommends_every_strategy_that_is_named(monkeypatch
     calls: list[list[str]] = []
     measure_round = doctor.measure_round
 
-    def recorded(model: Any, inputs: Any, variants: Any, *rest: Any, **more: Any) -> Any:
+    def recorded(model: Any, inputs: Any, variants: Any, *rest: Any) -> Any:
         calls.append([variant.name for variant in variants])
-        return measure_round(model, inputs, variants, *rest, **more)
+        return measure_round(model, inputs, variants, *rest)
 
     monkeypatch.setattr(doctor, "measure_round", recorded)
+    monkeypatch.setattr(measure, "measure_round", recorded)
     command = ["doctor", MODEL, "--draft", DRAFT, "--heads", HEADS, "--max-new-tokens", "6", "--json"]
     result = CliRunner().invoke(app, [*command, "--rounds", "2", "--device", "cpu"])
     assert result.exit_code == 0, result.output
@@ -54,7 +56,9 @@ def test_doctor_measures_and_recommends_every_strategy_that_is_named(monkeypatch
         assert found[subject]["result"] == "good"
     assert found["draft size"]["result"] == "warning"  # half the target
     names = ["plain", "auto", "throughput", "memory", "n-grams", "Medusa", "draft model", "n-grams + draft"]
-    assert calls == [names] * 3, "a whole warm-up of every variant, then every variant in every round"
+    assert calls[0] == names, "a whole warm-up of every variant"
+    turns = [*names, names[0], *names[2:], names[1]]
+    assert calls[1:] == [[name] for name in turns], "plain first, then the others in turns"
     assert set(report["measured"]) == set(names) and report["measured"]["plain"]["speedup"] == 1
     for name in names[1:]:
         measured = report["measured"][name]
@@ -107,7 +111,7 @@ def test_memory_estimate_equals_the_bytes_of_weights_and_cache() -> None:
     output = model(torch.ones(3, 20, dtype=torch.long), use_cache=True)
     layers = output.past_key_values.layers
     assert plan.cache_bytes(3, 20) == sum(t.numel() * t.element_size() for x in layers for t in (x.keys, x.values))
-    tight = doctor.memory([plan], 1, 20, "cpu", available=int(1.05 * plan.weight_bytes))
+    tight = checkpoints.memory([plan], 1, 20, "cpu", available=int(1.05 * plan.weight_bytes))
     assert tight.result == "warning" and "tight" in tight.meaning
 
 
@@ -124,28 +128,28 @@ def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path)
 @pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama", "medusa_v1"])
 def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None:
     fixture = FIXTURES[name]
-    found = doctor.heads(str(fixture.head_folder), blueprint(str(fixture.target_folder), "float32"))
+    found = checkpoints.heads(str(fixture.head_folder), blueprint(str(fixture.target_folder), "float32"))
     assert found[0].result == "good" and "parameters" in found[0].found
     assert not any(finding.result == "bad" for finding in found)
-    others = doctor.heads(str(fixture.head_folder), blueprint(DRAFT, "float32"))
+    others = checkpoints.heads(str(fixture.head_folder), blueprint(DRAFT, "float32"))
     assert any(one.result == "bad" and "made for a target" in one.meaning for one in others)
 
 
-def total(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25, calls: int = 4) -> Total:
+def calls(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25, count: int = 4) -> list[Sample]:
     """Several calls of 25 tokens each, in so many seconds and steps together."""
     counts = Statistics([[RowStep(drafted, 1, accepted, 25), *([RowStep(0, 0, 0, 0)] * (steps - 1))]])
-    return Total([Sample(25, seconds / calls, torch.zeros(1, 1), counts) for _ in range(calls)])
+    return [Sample(25, seconds / count, torch.zeros(1, 1), counts)] * count
 
 
-PLAIN = total(2.0)
+PLAIN = calls(2.0)
 
 
 MACHINES = {
-    "memory-bound": {"auto": total(1.2, steps=15), "n-grams": total(1.6), "draft model": total(0.8, steps=8)},
-    "compute-bound": {"auto": total(1.97), "n-grams": total(1.9, steps=20), "draft model": total(3.0)},
-    "hopeless": {"auto": total(2.05), "n-grams": total(2.1), "draft model": total(4.0)},
+    "memory-bound": {"auto": calls(1.2, steps=15), "n-grams": calls(1.6), "draft model": calls(0.8, steps=8)},
+    "compute-bound": {"auto": calls(1.97), "n-grams": calls(1.9, steps=20), "draft model": calls(3.0)},
+    "hopeless": {"auto": calls(2.05), "n-grams": calls(2.1), "draft model": calls(4.0)},
     # a speedup above the tokens per step is impossible: something else ran meanwhile
-    "disturbed": {"auto": total(1.8, steps=20), "n-grams": total(2.0), "draft model": total(2 / 3.88, steps=12)},
+    "disturbed": {"auto": calls(1.8, steps=20), "n-grams": calls(2.0), "draft model": calls(2 / 3.88, steps=12)},
 }
 """Seconds for what plain `generate` does in 2, by strategy."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import json
 import re
 import shlex
 import tomllib
@@ -12,19 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import typer
 from accelerate.commands.launch import launch_command_parser
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
+import hf_specgen
 from benchmarks.report.tables import BEGIN, END, collect
-from hf_specgen import DraftModelCandidates, NgramCandidates
-from hf_specgen.cli.app import app
+from hf_specgen import Candidates, DraftModelCandidates, NgramCandidates
+from hf_specgen.cli.__main__ import app
+from hf_specgen.depth import LatencyModel
+from hf_specgen.generate import CALL_SETTINGS
+from hf_specgen.monitoring import speedup
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
 
 BUNDLED = REFERENCE_LM
@@ -48,11 +49,14 @@ PLACEHOLDERS = {
     "ID": "org/model",
 }
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
-RECORDED = "<!-- tables: begin -->"
-"""Begins recorded results, whose commands are those of their commits."""
+GONE = " --trace-texts 0"
+"""An option of the commit at which the suite `wide` was recorded."""
+INPUTS = {"_", "adapter", "checkpoint", "exit_layer", "head_or_path", "max_k", "model_or_id", "settings", "strategies"}
+"""Arguments of strategies that name what they draft with, or are not for users."""
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
 """The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
-LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#]+)(#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#]*)(#[^)]*)?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +89,14 @@ def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatc
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_to_files(page: Path) -> None:
-    """Would catch: a page that was moved or renamed."""
-    for target, _ in LINK.findall(page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    """Would catch: a page that was moved, a page or a section that was renamed."""
+    for target, section in LINK.findall(page.read_text(encoding="utf-8")):
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert "docs" not in page.parts or "docs" in linked.resolve().parts, f"{target} is no page of the site"
+        if section and linked.suffix == ".md":
+            headings = [re.sub(r"[^\w\- ]", "", one.lower()) for one in HEADING.findall(linked.read_text("utf-8"))]
+            assert section[1:].replace("-", " ") in [one.replace("-", " ") for one in headings], target + section
 
 
 @pytest.mark.parametrize(("page", "folder"), [("benchmarks/README.md", "."), ("docs/benchmarks.md", "projected")])
@@ -97,6 +106,53 @@ def test_tables_are_those_of_the_records(page: str, folder: str) -> None:
     assert shown.strip() == collect(ROOT / "benchmarks" / "results" / folder).strip()
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+DOMAINS = ("over plain", "math", "code", "edit", "json", "prose")
+COPIED = [
+    ("compilation.md", "| eager |", "large-target", DOMAINS),
+    ("compilation.md", '| `compile="graphs"` |', "large-target-graphs", DOMAINS),
+    (
+        "strategies/draft_model.md",
+        "| draft's tokenizer |",
+        "other-tokenizer",
+        ("shared, tree of 16", "shared, chain of 4"),
+    ),
+]
+"""Tables with figures of a record: page, first cell of the head, record, its columns, the last ones of the table."""
+
+
+@pytest.mark.parametrize(("page", "head", "record", "columns"), COPIED, ids=lambda value: str(value)[:30])
+def test_copied_figures_are_those_of_the_record(page: str, head: str, record: str, columns: tuple[str, ...]) -> None:
+    """Would catch: a page that a new record contradicts."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    rows = text[text.index(head) :].split("\n\n")[0].replace("*", "").split("\n")[2:]
+    shown = {tuple(cell.strip() for cell in row.split("|")[1:-1][-len(columns) :]) for row in rows}
+    recorded = json.loads((RESULTS / f"{record}.json").read_text(encoding="utf-8"))["rows"]
+    assert shown <= {tuple(f"{row[column]:.2f}" for column in columns) for row in recorded}
+
+
+def best_depth(rate: float, latency: Any = None, draft_pass: float = 0.0) -> str:
+    """The k with the highest speedup, and that speedup."""
+    gains = {k: speedup(rate, k, latency, draft_pass) for k in range(1, 17)}
+    best = max(gains, key=gains.__getitem__)
+    return f"{best}: {gains[best]:.2f}"
+
+
+def test_best_depths_are_those_of_the_formula() -> None:
+    """Would catch: a table of `docs/hardware.md` that `speedup` contradicts."""
+    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    for row in text[text.index("| pass of the drafter |") :].split("\n\n")[0].split("\n")[2:]:
+        first, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        for rate, cell in zip((0.4, 0.5, 0.6, 0.7, 0.8, 0.9), cells, strict=True):
+            assert cell == best_depth(rate, draft_pass=float(first.split()[0]))
+    (curve, _), *_ = LatencyModel.load(ROOT / "benchmarks" / "profiles" / "gpu_like.json").buckets
+    for row in text[text.index("| acceptance | 1 |") :].split("\n\n")[0].split("\n")[2:]:
+        rate, *cells = (cell.strip() for cell in row.split("|")[1:-1])
+        for number, cell in enumerate(cells):
+            rows = 2**number
+            assert cell == best_depth(float(rate), lambda q, rows=rows: curve(rows * q) / curve(rows), 0.05)
+
+
 def test_navigation_names_every_page() -> None:
     """Would catch: a page that nobody finds."""
     navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")
@@ -104,9 +160,18 @@ def test_navigation_names_every_page() -> None:
         assert f'"{page.relative_to(ROOT / "docs")}"' in navigation
 
 
+def test_page_of_keywords_names_every_setting() -> None:
+    """Would catch: a setting of `generate` or of a strategy that is documented nowhere."""
+    page = (ROOT / "docs" / "keywords.md").read_text(encoding="utf-8")
+    strategies = [getattr(hf_specgen, name) for name in hf_specgen.__all__ if name.endswith("Candidates")]
+    settings = {name for one in strategies for name in inspect.signature(one).parameters if one is not Candidates}
+    for name in (settings | set(CALL_SETTINGS)) - INPUTS:
+        assert f"`{name}`" in page, name
+
+
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each command, without placeholders, comments and what another program prints."""
-    text = page.read_text(encoding="utf-8").split(RECORDED)[0]
+    text = page.read_text(encoding="utf-8").replace(GONE, "")
     for block, inline in COMMANDS.findall(text):
         for line in (block or inline.replace("\n", " ")).replace("\\\n", " ").split("\n"):
             words = shlex.split(line, comments=True)
@@ -212,7 +277,9 @@ def test_reference_loop_gives_the_tokens_of_generate(
     target, draft, tokenizer = models
     inputs = tokenizer(PROMPT, return_tensors="pt")
     settings = SAMPLING if sampled else {}
-    processors = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(50)] if sampled else [])
+    processors = LogitsProcessorList(
+        [transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(50)] if sampled else []
+    )
     if strategy == "n-grams":
         propose, candidates = reference["prompt_lookup"], NgramCandidates(k=5)
     else:

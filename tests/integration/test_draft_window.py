@@ -6,14 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import (
-    AutoCandidates,
-    CombinedCandidates,
-    DraftModelCandidates,
-    FixedDepth,
-    MTPCandidates,
-    NgramCandidates,
-)
+import hf_specgen
+from hf_specgen import AutoCandidates, CombinedCandidates, DraftModelCandidates, MTPCandidates, NgramCandidates
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
@@ -145,10 +139,7 @@ def test_setting_that_is_no_vocabulary_is_refused(vocabulary: Any) -> None:
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (
-            lambda: DraftModelCandidates(small_llama(99, 3), draft_vocabulary=[99]),
-            "has token 99, but the drafter has 99",
-        ),
+        (lambda: DraftModelCandidates(small_llama(99, 3), draft_vocabulary=[99]), "token 99, but the drafter has 99"),
         (
             lambda: DraftModelCandidates(str(FIXTURES["pard_llama"].checkpoint_folder), draft_vocabulary=[1]),
             "with a draft model that drafts all tokens in one pass",
@@ -192,5 +183,5 @@ def test_parallel_draft_beside_others_and_with_ended_rows_same_tokens(name: str)
     plain = target.generate(**prompts(3), max_new_tokens=12, do_sample=False)
     ends = {"eos_token_id": int(plain[0, prompts(3)["input_ids"].shape[1] + 3]), "pad_token_id": 0}
     assert_same_tokens(target, prompts(3), drafts(name, k=3), max_new_tokens=12, **ends)
-    both = CombinedCandidates([NgramCandidates(k=4), drafts(name, k=4)], policy=FixedDepth())
+    both = CombinedCandidates([NgramCandidates(k=4), drafts(name, k=4)], policy=hf_specgen.FixedDepth())
     assert_same_tokens(target, prompts(3), both, max_new_tokens=12)

@@ -21,16 +21,8 @@ from hf_specgen import (
     statistics,
 )
 from hf_specgen.heads import MedusaConfig, MedusaHeads
-from tests.helpers import (
-    SAMPLING,
-    PrefixReader,
-    assert_same_tokens,
-    perturbed_copy,
-    plain_and_speculative,
-    shared_draft,
-    tiny_model,
-)
-from tests.helpers.comparison import SEED
+from tests.helpers import SAMPLING, PrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
+from tests.helpers.comparison import SEED, plain_and_speculative
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
 from tests.helpers.oracle import ORACLES
 
@@ -205,10 +197,7 @@ HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "cache": (
-        lambda: {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())},
-        "leave past_key_values",
-    ),
+    "cache": (lambda: {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "past_key_values"),
     "static": (lambda: {"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
     "beams": (lambda: {"num_beams": 2}, "set num_beams=1"),
     "attentions": (lambda: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

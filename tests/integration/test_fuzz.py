@@ -1,7 +1,7 @@
 """The random tester: 160 cases from a fixed seed, and proof that it can fail."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
 from hf_specgen.targets.inputs import RowLayout
 from hf_specgen.verification import base as verification
-from hf_specgen.verification.noise import NoiseBuffer
+from hf_specgen.verification.coupled import NoiseBuffer
 from tests.fuzz import models
 from tests.fuzz.__main__ import Report, main, run_safely, shrink
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case, draw
@@ -105,9 +105,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "model not restored after an exception": (ReplaceableLayers, "replaced", _layers_stay_replaced),
     "given cache not restored after an exception": (RaggedCache, "shared_copy", lambda self: self),
 }
-MUTATIONS: dict[str, Callable[[], Any]] = {
-    name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()
-}
+MUTATIONS = {name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()}
 """Each makes a context in which the package has that fault."""
 
 
@@ -117,20 +115,15 @@ CASES_PER_CHUNK, CHUNKS = 16, 10
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "gptj", "qwen3_moe", "llama4_text", "deepseek_v3")
 MAX_CASES_PER_MUTATION = 60
 
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 # What a mutation needs to show, where cases drawn at random seldom have it.
 NEEDED: dict[str, dict[str, Any]] = {
     "accept one token too many": {"strategy": "oracle", "verification": "exact", "accuracy": 0.5},
-    "noise of the next step": {"do_sample": True, "top_k": 0, "verification": "exact"},
+    "noise of the next step": SAMPLED | {"verification": "exact"},
     "position off by one": {"architecture": "llama", "strategy": "oracle", "accuracy": 0.9},
-    "noise of the first row": {"do_sample": True, "top_k": 0, "verification": "exact", "lengths": (3, 5)},
+    "noise of the first row": SAMPLED | {"verification": "exact", "lengths": (3, 5)},
     "model not restored after an exception": {"architecture": "llama", "strategy": "skip", "fault": "model"},
-    "noise not given back": {
-        "strategy": "oracle",
-        "do_sample": True,
-        "top_k": 0,
-        "eos_columns": (6,),
-        "max_new_tokens": 14,
-    },
+    "noise not given back": SAMPLED | {"strategy": "oracle", "eos_columns": (6,), "max_new_tokens": 14},
     "accepted nodes not moved": {"strategy": "oracle_tree", "branches": 4},
     "scores of another token": {"strategy": "oracle_tree", "return_dict": True, "output_logits": True},
     "given cache not restored after an exception": {"return_dict": True, "turns": 2, "fault": "drafter"},

@@ -54,11 +54,6 @@ def test_uninstall_restores_the_original() -> None:
         hf_specgen.install()
 
 
-def test_generate_keyword_after_uninstall_raises(uninstalled: None) -> None:
-    with pytest.raises(ValueError, match="candidate_generator"):
-        tiny_model("llama").generate(**prompts(1), max_new_tokens=2, candidate_generator=NgramCandidates())
-
-
 def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: an argument added, dropped or changed on the way to the original."""
     seen: list[tuple] = []
@@ -176,12 +171,15 @@ def test_auto_known_format_gives_its_strategy() -> None:
 def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
     candidates = AutoCandidates.from_pretrained(HEAD_FIXTURES / "eagle3_original", subfolder="head", k=3, tree=8)
     assert repr(candidates) == f"EagleCandidates({str(HEAD_FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
+    for kind in (AutoCandidates, LayerSkipCandidates):  # whose exit layer the adapter names
+        skip = kind.from_pretrained(BENCHMARK_ASSETS, subfolder="exit-adapter", k=2)
+        assert (
+            repr(skip) == f"LayerSkipCandidates(exit_layer=4, k=2, adapter={str(BENCHMARK_ASSETS / 'exit-adapter')!r})"
+        )
 
 
 @pytest.mark.parametrize("kind", [DraftModelCandidates, EagleCandidates, MedusaCandidates])
-def test_hub_arguments_reach_the_download_of_any_checkpoint(
-    kind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_hub_arguments_reach_the_download_of_any_checkpoint(kind: Any, monkeypatch: Any, tmp_path: Path) -> None:
     """Would catch: a revision or token that is taken and not used."""
     calls: list[dict[str, Any]] = []
 

@@ -179,6 +179,4 @@ def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
 )
 def test_calls_that_cannot_be_made_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        list(
-            generate_many(tiny_model("llama"), some_prompts(2), NgramCandidates(), **{"max_new_tokens": 4, **arguments})
-        )
+        many(tiny_model("llama"), some_prompts(2), NgramCandidates(), **{"max_new_tokens": 4, **arguments})

@@ -175,9 +175,8 @@ def test_grouped_attention_does_not_enter_compiled_models(folded_calls: list[int
 def test_grouped_attention_keeps_the_tokens_of_a_long_text(batch: int, folded_calls: list[int]) -> None:
     """Would catch: an error that begins where the kernel divides the keys into blocks (of 512 on a CPU)."""
     model = tiny_model("llama", max_position_embeddings=2048)
-    plain, output = plain_and_speculative(
-        model, prompts(batch, length=1100), partial(Oracle, accuracy=0.6), max_new_tokens=24
-    )
+    inputs, oracle = prompts(batch, length=1100), partial(Oracle, accuracy=0.6)
+    plain, output = plain_and_speculative(model, inputs, oracle, max_new_tokens=24)
     assert folded_calls and torch.equal(plain, output.sequences)
 
 
@@ -230,9 +229,8 @@ def test_causal_mask_of_a_fixed_size_ends_drafts_same_logits() -> None:
 )
 def test_prompt_behind_position_table_same_logits(sampling: dict, candidates: Any) -> None:
     """Rotary positions continue behind the table. Would catch: draft tokens that are read at its last position."""
-    ours = assert_same_logits(
-        sharp_model("llama", 16), prompts(2, length=24), candidates, max_new_tokens=10, **sampling
-    )
+    arguments = {"max_new_tokens": 10, **sampling}
+    ours = assert_same_logits(sharp_model("llama", 16), prompts(2, length=24), candidates, **arguments)
     assert ours.speculation.drafted > 0
 
 
@@ -269,9 +267,7 @@ def test_given_cache_with_whole_prompt_same_tokens() -> None:
 @pytest.mark.parametrize(
     "candidates", [partial(Oracle, accuracy=0.7), LayerSkipCandidates(1, k=4)], ids=["oracle", "layer-skip"]
 )
-def test_text_on_one_side_of_frequency_change_same_logits(
-    parameters: dict, length: int, new: int, candidates: Any
-) -> None:
+def test_text_on_one_side_of_frequency_change(parameters: dict, length: int, new: int, candidates: Any) -> None:
     """Would catch: padding of shorter drafts that crosses the change, and changes the frequencies of all rows."""
     model = sharp_model("llama", 64 if parameters is LONG else 16, rope_parameters=parameters)
     assert_same_logits(model, prompts(2, length=length), candidates, max_new_tokens=new)

@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import (
-    AutoCandidates,
-    Candidates,
-    CombinedCandidates,
-    FixedDepth,
-    MedusaCandidates,
-    MTPCandidates,
-)
+from hf_specgen import AutoCandidates, Candidates, CombinedCandidates, FixedDepth, MedusaCandidates, MTPCandidates
 from hf_specgen.candidates.encoder_draft import decoder_prompt
+from hf_specgen.candidates.one_pass import MarkovSession
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.runner import ParallelRunner
 from hf_specgen.targets.requirements import make_target
@@ -36,8 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 class Rounds:
     """A strategy's session beside the target, in the steps that a fixture recorded for some of its prompts.
 
-    Attributes:
-        logits: of the last draft, `[batch, vocab]` for each of its depths.
+    `logits` are those of the last draft, `[batch, vocab]` for each of its depths.
     """
 
     def __init__(self, fixture: Fixture, prompts: list[str], candidates: Candidates):
@@ -53,6 +46,10 @@ class Rounds:
         for method in ("first_scores", "next_scores", "depth_logits"):
             if hasattr(self._session, method):
                 setattr(self._session, method, self._recorded(getattr(self._session, method)))
+        self._pairs: Any = None
+        if isinstance(self._session, MarkovSession):
+            corrected = self._session.corrected
+            self._session.corrected = lambda base: vars(self).update(_pairs=corrected(base)) or self._pairs
 
     def _recorded(self, compute: Any) -> Any:
         def record(*arguments: Any) -> torch.Tensor:
@@ -81,7 +78,20 @@ class Rounds:
                 state.append(row, tokens)
             self._session.observe(VerificationResult(paths, new, [len(tokens) - 1 for tokens in new]))
         self.logits.clear()
-        return self._session.draft([depth] * batch)
+        tree = self._session.draft([depth] * batch)
+        if self._pairs is not None:
+            vocab = self.target_model.get_output_embeddings().weight.shape[0]
+            self.logits = list(_along(tree, *self._pairs, vocab).unbind(dim=1))
+        return tree
+
+
+def _along(chains: DraftTree, pairs: torch.Tensor, columns: torch.Tensor, vocab: int) -> torch.Tensor:
+    """`[batch, depths, vocab]` logits along chains, from those after each likely token of the depth before."""
+    rows, depths = torch.arange(chains.batch)[:, None], torch.arange(chains.nodes)
+    previous = (columns == chains.tokens[..., None]).int().argmax(dim=2).roll(1, dims=1)
+    previous[:, 0] = 0
+    full = torch.full((chains.batch, chains.nodes, vocab), -torch.inf)
+    return full.scatter(2, columns, pairs[rows, depths, previous])
 
 
 @pytest.mark.parametrize("rows", ["alone", "batch"])
@@ -161,8 +171,8 @@ def test_ended_rows_leave_the_batch(name: str) -> None:
 @pytest.mark.parametrize("name", ["dflash_zlab", "speculators_peagle_llama"])
 def test_row_that_waits_for_slower_rows_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a draft behind a text that has not grown since the last one, whose features are read already."""
-    monkeypatch.setattr("hf_specgen.verification.noise.MAX_NOISE_BYTES", 0)
-    monkeypatch.setattr("hf_specgen.verification.noise.MIN_BUFFERED_STEPS", 2)
+    monkeypatch.setattr("hf_specgen.verification.coupled.MAX_NOISE_BYTES", 0)
+    monkeypatch.setattr("hf_specgen.verification.coupled.MIN_BUFFERED_STEPS", 2)
     sampling, fixture = SAMPLING["sampled"], FIXTURES[name]
     texts = plain_output(fixture.target, prompts(2), max_new_tokens=24, **sampling)[0][:, 12:].tolist()
     candidates = steered(AutoCandidates.from_pretrained(fixture.head_folder, k=4), [texts[0], []])

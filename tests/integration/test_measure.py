@@ -14,14 +14,14 @@ from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.domains import CATALOGUE, DomainError, load_domain, names_of
 from benchmarks.workloads.prompts import first_turns, followups
 from hf_specgen import NgramCandidates
+from hf_specgen.call import memory
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import Bucket, DraftLatency
-from hf_specgen.evaluation import WorkloadSettings
 from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Variant, measure_round
+from hf_specgen.evaluation.measure import Variant, first_difference, measure_round
 from hf_specgen.evaluation.workloads import domain_prompts, encode
-from hf_specgen.memory import memory
 from tests.helpers import tiny_model
+from tests.helpers.encoder_decoder import encoder_decoder
 
 OURS = Variant("ours", lambda: {"candidate_generator": NgramCandidates(k=4)})
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0}
@@ -31,15 +31,13 @@ def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
     """Both sides write the same two answers, and neither reads the first turn again for the second."""
     turns = ["Write a short story about a fox." * 4, "Now make the fox a crow."]
     shapes: list[int] = []
-    handle = reference_model.get_input_embeddings().register_forward_hook(
-        lambda _, inputs, __: shapes.append(inputs[0].shape[1])
-    )
+    embeddings = reference_model.get_input_embeddings()
+    handle = embeddings.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape[1]))
     first = first_turns(tokenizer, turns[:1])
     later = followups(tokenizer, turns)
     try:
-        samples = measure_round(
-            reference_model, first, [PLAIN, OURS], {"max_new_tokens": 12, **SAMPLED}, 3, followups=later
-        )
+        generation = {"max_new_tokens": 12, **SAMPLED}
+        samples = measure_round(reference_model, first, [PLAIN, OURS], generation, 3, followups=later)
     finally:
         handle.remove()
     assert torch.equal(samples["plain"].ids, samples["ours"].ids)
@@ -51,6 +49,19 @@ def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
     ours = samples["ours"].speculation
     assert ours is not None and len(ours.rows) == 2 and ours.emitted == samples["ours"].tokens
     assert "crow" in tokenizer.decode(samples["ours"].ids[0])
+
+
+def test_answers_of_an_encoder_decoder_are_counted_and_judged() -> None:
+    """Would catch: the length of the prompt taken for that of the decoder's start token."""
+    model, source = encoder_decoder("t5"), torch.randint(4, 99, (2, 12))
+    inputs = {"input_ids": source, "attention_mask": torch.ones_like(source)}
+    generation = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    samples = measure_round(model, inputs, [PLAIN, OURS], generation, 0)
+    assert all(sample.tokens == 12 for sample in samples.values())
+    samples["ours"].ids[1, 3] += 1
+    found = first_difference(model, samples["plain"], samples["ours"], generation, 0, inputs)
+    assert found is not None and (found["row"], found["position"]) == (1, 3)
+    assert found["decided by"] == "logits" and found["margin"] > 0
 
 
 @pytest.mark.parametrize(
@@ -207,7 +218,7 @@ def test_default_settings_are_not_slower_than_plain(reference_model, tokenizer, 
     (arguments,) = family.with_defaults().settings.values()
     speedups = {}
     for domain in ("edit", "prose"):
-        texts = domain_prompts(WorkloadSettings(prompts_per_domain=CALLS))[domain]
+        texts = domain_prompts(CALLS)[domain]
         total = Projection()
         for seed, inputs in enumerate(encode(tokenizer, texts, 1)):
             candidates = arguments()["candidate_generator"]

@@ -11,20 +11,12 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_specgen import AdaptiveDepth, AutoCandidates, NgramCandidates, Policy
-from tests.helpers import (
-    END,
-    SAMPLING,
-    PrefixReader,
-    RecordingStreamer,
-    assert_same_tokens,
-    fresh_model,
-    prompts,
-    tiny_model,
-)
+from tests.helpers import END, SAMPLING, PrefixReader, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.comparison import answers, plain_output
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.oracle import ORACLES
 from tests.helpers.policies import Irregular, padding
+from tests.helpers.processors import RecordingStreamer
 from tests.helpers.strategies import ENCODER_DECODERS, PARTLY_RIGHT, RANDOM_HEADS, STRATEGIES, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,9 +57,7 @@ UNUSUAL_PROMPTS: dict[str, torch.Tensor] = {
 
 @pytest.mark.parametrize(("settings", "policy", "batch"), CASES, ids=lambda value: getattr(value, "__name__", None))
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strategy_same_tokens(
-    strategy: str, settings: str, policy: Callable[[], Policy] | None, batch: int, tokenizer: Any
-) -> None:
+def test_strategy_same_tokens(strategy: str, settings: str, policy: Any, batch: int, tokenizer: Any) -> None:
     """Would catch: a cache that is wrong behind accepted paths, states of a wrong row or step, tokens after EOS."""
     arguments = {"max_new_tokens": TOKENS if strategy in PARTLY_RIGHT else 12, **SETTINGS[settings]}
     if settings == "stop string":
@@ -131,9 +121,8 @@ def test_head_of_every_format_same_tokens(name: str, tree: int | None) -> None:
 @pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.2}], ids=["score-only", "row-wise"])
 def test_generate_batch_of_rows_takes_different_numbers_of_steps(arguments: dict[str, Any]) -> None:
     """Would catch: a batch cut to its shortest accepted draft."""
-    statistics = assert_same_tokens(
-        tiny_model("llama"), prompts(3), ORACLES["sometimes"], max_new_tokens=40, **arguments
-    )
+    arguments = {"max_new_tokens": 40, **arguments}
+    statistics = assert_same_tokens(tiny_model("llama"), prompts(3), ORACLES["sometimes"], **arguments)
     assert len({len(steps) for steps in statistics.rows}) > 1
 
 

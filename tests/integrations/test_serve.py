@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
-from hf_specgen.cli.app import app
+from hf_specgen.cli.__main__ import app
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
 
 openai = pytest.importorskip("openai", exc_type=ImportError)
@@ -25,16 +25,15 @@ def server() -> Any:
     """The port of a server whose models speculate, and what counts their requests."""
     from transformers.cli.serve import Serve
 
-    from hf_specgen.cli.serve import speculating
+    from hf_specgen.attachment import attached_to_every_model
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {"cb_num_blocks": 16, "cb_max_batch_tokens": 256, "device": "cpu", "dtype": "float32"}
-    with speculating(NgramCandidates(k=5)) as attachment:
-        running = Serve(
-            str(REFERENCE_LM), continuous_batching=True, host="127.0.0.1", port=port, non_blocking=True, **options
-        )
+    options |= {"host": "127.0.0.1", "port": port, "non_blocking": True}
+    with attached_to_every_model(NgramCandidates(k=5)) as attachment:
+        running = Serve(str(REFERENCE_LM), continuous_batching=True, **options)
         for _ in range(100):
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
@@ -97,9 +96,7 @@ def test_sixteen_streaming_clients_receive_the_texts_of_plain_generation(
         (["--no-continuous-batching"], ["--no-continuous-batching"], "CombinedCandidates"),
     ],
 )
-def test_serve_passes_its_options_on(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], passed: list[str], strategy: str
-) -> None:
+def test_serve_passes_its_options_on(monkeypatch: Any, options: list[str], passed: list[str], strategy: str) -> None:
     from transformers import GenerationMixin
     from transformers.cli import transformers as command_line
 

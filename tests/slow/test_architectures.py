@@ -58,9 +58,7 @@ def test_strategies_every_architecture_same_tokens(architecture: str) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("oracle", [{"accuracy": 0.6}, {"accuracy": 0.7, "branching": True}], ids=["chain", "tree"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_grouped_attention_keeps_the_tokens(
-    architecture: str, batch: int, oracle: dict[str, Any], folded_calls: list[int]
-) -> None:
+def test_grouped_attention_keeps_the_tokens(architecture: str, batch: int, oracle: Any, folded_calls: Any) -> None:
     """Would catch: windows, sinks, caps or padding that folding ignores, in any architecture."""
     model = tiny_model(architecture)
     plain, output = plain_and_speculative(model, prompts(batch), partial(Oracle, **oracle), max_new_tokens=10)

@@ -65,9 +65,7 @@ def given_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "save", lambda *_: {})
 
 
-def test_interrupted_run_keeps_its_records_and_goes_on(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_run_keeps_its_records_and_goes_on(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     plan = replace(SMALL, strategies=("ngram",), domains=("edit",), batches=(), temperatures=(), contexts=())
     plan = replace(on_tiny_target(plan, folder), repeats=4, seed=7, tuning_prompts=1)
     rounds: list[int] = []
@@ -166,9 +164,7 @@ def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
 ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperatures=(), contexts=())
 
 
-def test_memory_is_measured_for_every_strategy_with_and_without_scores(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_measured_for_every_strategy_with_and_without_scores(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(memory, "NEW_TOKENS", 128)
     monkeypatch.setattr(memory, "in_new_process", lambda function, *given: run_in_ranks(function, [given])[0])
     plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("ngram",), memory_context=256)

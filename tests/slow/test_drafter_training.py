@@ -68,9 +68,8 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
     features = read_target(fixture.target, batch, bound.aux_hidden_state_layers).features
     anchors = choose_anchors(batch, ALL, 0)
     parallel = bound.head.config.mask_token_id is not None
-    drafted = (train_eagle.parallel_drafts if parallel else train_eagle.training_time_test)(
-        bound, batch, features, anchors, depth
-    )
+    draft = train_eagle.parallel_drafts if parallel else train_eagle.training_time_test
+    drafted = draft(bound, batch, features, anchors, depth)
     assert anchors.numbers.tolist() == list(range(len(conversations_of(batch))))
     for number, (row, begin, text, root) in enumerate(conversations_of(batch)):
         known, following = features[row, begin : begin + root + 1], text[1 : root + 2]
@@ -174,9 +173,8 @@ def test_every_loss_is_the_naive_one(drafted_ids: torch.Tensor | None) -> None:
     expected = {"kl": kl, "tv": tv, "lk": rate * kl + (1 - rate) * tv}
     expected["ce"] = cross_entropy(q.log()[inside], place, reduction="none")
     for name, each in expected.items():
-        torch.testing.assert_close(
-            draft_loss(model, drafts, known, {name: 2.0}, 1.0), 2 * each.sum(), rtol=1e-4, atol=1e-4
-        )
+        loss = draft_loss(model, drafts, known, {name: 2.0}, 1.0)
+        torch.testing.assert_close(loss, 2 * each.sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_acceptance_counts_are_those_of_replayed_drafts() -> None:

@@ -27,13 +27,7 @@ from tests.helpers.strategies import PARTLY_RIGHT, llama
 
 @dataclass
 class Job:
-    """A call of `generate` whose result is known.
-
-    Args:
-        name: of the strategy; "plain" without one.
-        inputs, arguments: of `generate`.
-        expected: the ids of plain `generate`.
-    """
+    """A call of `generate` with a strategy, or a plain one, whose ids are known."""
 
     name: str
     inputs: dict[str, torch.Tensor]

@@ -187,11 +187,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_forks(*parts: tuple[str, str]) -> list[list[str]]:
-    """The words that each code prints in a process of its own.
-
-    Args:
-        parts: code for the one new interpreter, which imports what takes long, and code for a fork of it.
-    """
+    """The words that each code prints in a fork of one new interpreter, which first runs the code before it."""
     code = """if True:
         import os, sys
         for shared, own in PARTS:

@@ -12,14 +12,7 @@ from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from hf_specgen.candidates import draft_model
-from hf_specgen.candidates.cross_tokenizer import (
-    Codec,
-    Retokenizer,
-    SharedVocabulary,
-    load_tokenizer,
-    shared_ids,
-    token_texts,
-)
+from hf_specgen.candidates.cross_tokenizer import Codec, Retokenizer, SharedVocabulary, shared_ids, token_texts
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 from tests.fuzz.models import CHARACTERS, KINDS, VOCAB, tokenizer_folder
@@ -115,7 +108,7 @@ def test_shared_ids_name_of_a_byte_is_the_text_of_a_token_matches_neither(tmp_pa
 def test_shared_ids_agree_with_the_reference(target: str, kind: str) -> None:
     folders = str(tokenizer_folder(target)), str(tokenizer_folder(kind))
     found = shared_ids(*folders)
-    assert list(found) == reference_shared_ids(*map(load_tokenizer, folders))
+    assert list(found) == reference_shared_ids(*map(draft_model.load_tokenizer, folders))
     shared = [index for index in found if index >= 0]
     assert shared and len(set(shared)) == len(shared), "two tokens of the target with one of the draft"
 
@@ -141,7 +134,7 @@ def test_target_logits_agree_with_the_reference(target_size: int, draft_size: in
 
 def retokenizer(kind: str, prompt: list[int], is_shared: bool = True) -> tuple[Retokenizer, Any]:
     folders = str(TARGET), str(tokenizer_folder(kind))
-    ours, theirs = map(load_tokenizer, folders)
+    ours, theirs = map(draft_model.load_tokenizer, folders)
     shared = SharedVocabulary(shared_ids(*folders) if is_shared else [], VOCAB, VOCAB)
     return Retokenizer(Codec(ours, theirs), Codec(theirs, ours), prompt, shared), theirs
 
@@ -163,9 +156,8 @@ def test_retokenizer_shared_tokens_are_not_encoded_again() -> None:
     row, theirs = retokenizer("pairs", [10])
     row.extend([0, 2])  # both shared, and also a pair
     assert theirs.convert_ids_to_tokens(row.tokens[-2:]) == [CHARACTERS[0], CHARACTERS[2]]
-    assert (
-        theirs.convert_ids_to_tokens(theirs.encode(CHARACTERS[0] + CHARACTERS[2]))[-1] == CHARACTERS[0] + CHARACTERS[2]
-    )
+    both = CHARACTERS[0] + CHARACTERS[2]
+    assert theirs.convert_ids_to_tokens(theirs.encode(both))[-1] == both
 
 
 # The comparison of tokenizers

@@ -77,13 +77,11 @@ def mtp_tensor(part: str, value: torch.Tensor | None) -> Damage:
     return tensors(change)
 
 
-def packed_by(method: str) -> Damage:
-    """Quantises a matrix as a library does: config and names show it."""
+def packed_by(method: str, extra: str = "_packed") -> Damage:
+    """Quantises a matrix as a library does: config and names show it; `extra` ends a further tensor's name."""
     name = "midlayer.mlp.up_proj.weight"
-    changes = (
-        config(quantization_config={"quant_method": method}),
-        tensors(lambda t: t.update({f"{name}_packed": t.pop(name)})),
-    )
+    renamed = tensors(lambda t: t.update({f"{name}{extra}": torch.ones(1), f"{name}_packed": t.pop(name)}))
+    changes = config(quantization_config={"quant_method": method}), renamed
     return lambda folder: [change(folder) for change in changes]
 
 
@@ -141,10 +139,7 @@ EAGLE: list[tuple[Damage, str]] = [
     # Four bytes that claim to be 4 million terabytes.
     (pickled({"fc.weight": torch.zeros(1).expand(HUGE, HUGE)}), "does not fit into the file"),
     (pickled(pickle.dumps(Malicious())), rf"pytorch_model\.bin {NOT_TENSORS}"),
-    (
-        text('{"weight_map": {"fc.weight": "../model.safetensors"}}', checkpoint.INDEX),
-        "a file outside of the checkpoint",
-    ),
+    (text('{"weight_map": {"fc.weight": "../model.safetensors"}}', checkpoint.INDEX), "outside of the checkpoint"),
     (text('{"weight_map": {"fc.weight": "a.safetensors"}}', checkpoint.INDEX), r"the file a\.safetensors is missing"),
     (config(speculators_model_type="hydra"), "type 'hydra' are not a draft head of a known format; known are Medusa"),
     (config(model_type=[]), r"model_type must be a string, got list '\[\]'"),
@@ -173,6 +168,7 @@ EAGLE: list[tuple[Damage, str]] = [
     (config(target_layer_ids=[1, 2, 3], **{EAGLE_IDS: [1, 2, 3]}), "twice, and differently"),
     (tensors(lambda t: t.pop("fc.weight")), "the tensor fc.weight is missing"),
     (tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "1 tensors are missing, such as layers.0.mlp.up_proj"),
+    (packed_by("compressed-tensors", "_scale"), "install compressed-tensors to read it"),
     (packed_by("compressed-tensors"), "the head is quantised by 'compressed-tensors', which is not read"),
     (tensors(lambda t: t.pop("midlayer.self_attn.q_proj.weight")), "layers.0.self_attn.q_proj.weight is missing"),
     (tensors(lambda t: t.pop("d2t")), "needs an integer tensor d2t of that size, found none"),
@@ -207,7 +203,8 @@ LATER: dict[str, list[tuple[Damage, str]]] = {
     ],
     "deepspec_dspark_qwen3_rnn": [
         (config(target_layer_ids=[0, 3]), "reads 3 hidden states of the target"),
-        (config(model_type="gemma4_text"), "'gemma4_text' are not supported"),
+        (config(model_type="gemma3_text"), "'gemma3_text' are not supported"),
+        (config(model_type="gemma4_text", layer_types=["sliding_attention"] * 2), "have to be of type full_attention"),
     ],
     "gemma4_assistant": [
         (config(text_config={"head_dim": HUGE}), "but config.json makes it"),

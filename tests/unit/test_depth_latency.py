@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen.call import memory
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, calibrate
 from hf_specgen.depth.latency import FORMAT
-from hf_specgen.memory import memory
 from tests.helpers import prompts, shared_draft, tiny_model
 from tests.helpers.depth import Clock, Model, Target, depth_call
 from tests.helpers.medusa import random_heads
@@ -139,9 +139,11 @@ def test_shared_latency_is_the_part_of_one_row() -> None:
     """Would catch: rows of `generate_many` that take their passes for free, or each for the whole."""
     curve = CostCurve((1, 8, 64), (1.0, 1.6, 7.0), context=256, batch=1)
     other = CostCurve((1, 64), (9.0, 9.0), context=256, batch=64)
-    shared = LatencyModel.from_curves(curve, other, draft_token=0.1).shared(4).at(1, 100)
-    assert [shared.target(q) for q in (1, 8)] == pytest.approx([curve(4) / 4, curve(32) / 4])
-    assert shared.drafter.draft([1]) == 0.1, "rows draft one after the other"
+    model = LatencyModel.from_curves(curve, other, draft_token=0.1)
+    for drafts_together, seconds in ((False, 0.1), (True, 0.025)):
+        shared = model.shared(4, drafts_together).at(1, 100)
+        assert [shared.target(q) for q in (1, 8)] == pytest.approx([curve(4) / 4, curve(32) / 4])
+        assert shared.drafter.draft([1]) == pytest.approx(seconds)
 
 
 # Measuring T(q) and the cost of a drafter's pass: within the budget, once per model, rolled back
@@ -187,13 +189,7 @@ def test_target_curve_takes_the_minimum_of_several_times(clock: Clock) -> None:
 
 def test_target_curve_is_measured_once_per_model_rows_and_context(clock: Clock) -> None:
     model, target = Model(), Target(clock, CURVES["flat"])
-    sizes: list[tuple[int, int, bool]] = [
-        (1, 100, True),
-        (1, 300, False),
-        (2, 100, True),
-        (1, 600, False),
-        (1, 3000, True),
-    ]
+    sizes = [(1, 100, True), (1, 300, False), (2, 100, True), (1, 600, False), (1, 3000, True)]
     for rows, prompt, measured in sizes:
         before = len(target.passes)
         session = AdaptiveDepth().start(depth_call(rows, prompt, model=model))

@@ -43,6 +43,35 @@ def test_load_head_with_the_quantisation_of_its_target_in_the_config_loads(folde
     load_head(folder)
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind", "bits"),
+    [("pack-quantized", "int", 4), ("int-quantized", "int", 8), ("float-quantized", "float", 8)],
+)
+def test_load_head_quantised_by_compressed_tensors_has_its_weights(
+    folder: Path, layout: str, kind: str, bits: int
+) -> None:
+    """Would catch: scales that are left out, matrices that are not quantised lost beside those that are."""
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": layout}}
+    config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+    [scheme] = quantization.QuantizationConfig.model_validate(config).config_groups.values()
+    original, tensors = load_head(folder).state_dict(), load_file(folder / "model.safetensors")
+    for name in ("fc.weight", "midlayer.mlp.up_proj.weight"):
+        scale = tensors[name].abs().amax(dim=1, keepdim=True) / (448 if kind == "float" else 2 ** (bits - 1) - 1)
+        state = {"weight": tensors.pop(name), "weight_scale": scale}
+        packed = compressors.BaseCompressor.get_value_from_registry(layout).compress(state, scheme)
+        tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in packed.items()}
+    save_file(tensors, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    for name, tensor in load_head(folder).state_dict().items():
+        step = original[name].abs().amax() / (14 if kind == "float" else 2 ** (bits - 1) - 1)
+        tolerance = step * 0.51 if name in ("fc.weight", "layers.0.mlp.up_proj.weight") else 0.0
+        torch.testing.assert_close(tensor, original[name], atol=float(tolerance), rtol=0.0)
+
+
 def test_load_unknown_formats_list_the_known_ones(tmp_path: Path) -> None:
     """Would catch: a plain model taken for a head."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -53,9 +82,7 @@ def test_load_unknown_formats_list_the_known_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [EntryNotFoundError("404"), LocalEntryNotFoundError("offline")])
-def test_load_from_the_hub_passes_on_its_arguments(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, missing: Exception
-) -> None:
+def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: Any, missing: Exception) -> None:
     requests: list[Any] = []
 
     def download(repository: str, name: str, **where: Any) -> str:

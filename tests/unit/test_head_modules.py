@@ -49,9 +49,7 @@ def sees(kind: BlockAttention, length: int, query: int, slot: int, block: int) -
 @pytest.mark.parametrize("window_from_anchor", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("causal", [False, True])
-def test_block_mask_of_ragged_rows_follows_the_definition(
-    causal: bool, window: int | None, window_from_anchor: bool
-) -> None:
+def test_block_mask_of_ragged_rows_follows_the_definition(causal: bool, window: Any, window_from_anchor: bool) -> None:
     kind, lengths, block = BlockAttention(causal, window, window_from_anchor), [0, 2, 7], 4
     mask = block_mask(kind, lengths, block)
     expected = [
@@ -128,9 +126,7 @@ def test_decoder_layer_computes_what_the_layer_of_llama_computes(rope: dict[str,
         ({"target_layer_ids": [1], "aux_hidden_state_layer_ids": [2]}, (2,)),
     ],
 )
-def test_configured_layers_are_indices_of_hidden_states(
-    config: dict[str, Any], expected: tuple[int, ...] | None
-) -> None:
+def test_configured_layers_are_indices_of_hidden_states(config: dict[str, Any], expected: Any) -> None:
     assert configured_layers(config) == expected
 
 
@@ -249,7 +245,7 @@ Z_LAB = "z-lab's layout cannot express a head with"
         ("speculators_eagle3_c_fcnorm_normout", "sglang", "norm_output"),
         ("speculators_peagle_llama", "eagle", "a mask token"),
         ("eagle1 0", "eagle", "an output matrix of its own, states of inner layers"),
-        ("eagle3_original", "tgi", "there are eagle, sglang, vllm"),
+        ("eagle3_original", "tgi", "choose eagle, sglang, vllm"),
         ("speculators_dflash_sliding_causal", "sglang", Z_LAB),
         ("speculators_dflash_full", "sglang", Z_LAB),
     ],

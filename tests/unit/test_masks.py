@@ -20,9 +20,7 @@ from tests.helpers import reference, tiny_model
 thorough = settings(max_examples=200, deadline=None, derandomize=True)
 
 
-def layout(
-    lengths: Sequence[int], parents: Sequence[Sequence[int]], visible: Sequence[Sequence[bool]] | None = None
-) -> StepLayout:
+def layout(lengths: Sequence[int], parents: Sequence[Sequence[int]], visible: Any = None) -> StepLayout:
     """A step of rows with equally many nodes."""
     return StepLayout(
         lengths=lengths,

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import NgramCandidates
+from hf_specgen.call import GenerationState
 from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first
 from hf_specgen.evaluation.workloads import ASSETS
-from hf_specgen.state import GenerationState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
 from tests.helpers.calls import AMPLE, make_call, make_state, ngram_draft
@@ -46,9 +46,7 @@ def paths_of(tree: SearchTree[Any]) -> list[tuple[int, ...]]:
 
 @thorough
 @given(texts.filter(len), st.integers(0, 6), st.integers(0, 12), st.sampled_from([0.0, 0.1]))
-def test_best_first_of_votes_agrees_with_the_reference(
-    text: list[int], depth: int, nodes: int, min_probability: float
-) -> None:
+def test_best_first_of_votes_is_that_of_the_reference(text: Any, depth: int, nodes: int, min_probability: Any) -> None:
     """Would catch: a wrong probability, a node that is not among the most probable, a child before its parent."""
     tree, expected = tree_of(text, depth, SearchLimits(nodes, min_probability))
     paths = paths_of(tree)
@@ -164,9 +162,7 @@ def test_draft_after_an_edit_continues_the_text_being_copied(edited: list[int], 
 
 @thorough
 @given(texts.filter(len), st.lists(texts.filter(len), min_size=2, max_size=4), st.sampled_from([None, 8]))
-def test_draft_of_growing_text_finds_what_a_new_session_finds(
-    prompt: list[int], steps: list[list[int]], tree_size: int | None
-) -> None:
+def test_draft_of_growing_text_equals_a_new_session(prompt: list[int], steps: Any, tree_size: Any) -> None:
     """Would catch: generated tokens indexed twice or not at all after steps without a draft (budget 0)."""
     candidates = NgramCandidates(k=4, tree=tree_size)
     state = make_state([prompt, [1]])

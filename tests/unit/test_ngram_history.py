@@ -167,9 +167,7 @@ def test_load_of_another_file_raises(tmp_path: Path) -> None:
     [([1, -5], [0, 0], 9), ([1, 2], [0], 9), ([1, 2, 3], [0, 0, 0], 2), ([1], [0], 2**40)],
     ids=["negative token", "missing flag", "too many tokens", "huge"],
 )
-def test_load_of_a_manipulated_file_raises(
-    tmp_path: Path, tokens: list[int], is_output: list[int], max_tokens: int
-) -> None:
+def test_load_of_a_manipulated_file_raises(tmp_path: Path, tokens: Any, is_output: Any, max_tokens: int) -> None:
     """Would catch: a file of some bytes that makes us allocate terabytes, or index tokens that are none."""
     arrays = {"tokens": np.array(tokens, dtype=np.int32), "is_output": np.array(is_output, dtype=np.uint8)}
     save_file(arrays, tmp_path / "x", metadata={"format": FORMAT, "max_tokens": str(max_tokens)})
@@ -300,9 +298,7 @@ ALL = 10**6
 
 @thorough
 @given(st.lists(texts, max_size=6), texts, st.integers(1, 30))
-def test_occurrences_in_a_growing_text_agree_with_the_reference(
-    parts: list[list[int]], other: list[int], batch: int
-) -> None:
+def test_occurrences_in_a_growing_text_agree_with_the_reference(parts: Any, other: list[int], batch: int) -> None:
     """Would catch: an occurrence missed, one too short, n-grams lost where the tables grow or between two batches.
 
     Separators follow some of the pieces.

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_specgen.verification import noise
-from hf_specgen.verification.noise import NoiseBuffer, check_multinomial
-from hf_specgen.verification.sampling import INVALID, argmax, exponential_race
+from hf_specgen.verification import coupled
+from hf_specgen.verification.base import INVALID, argmax, exponential_race
+from hf_specgen.verification.coupled import NoiseBuffer, check_multinomial
 
 CPU = torch.device("cpu")
 VOCAB = 17
@@ -64,7 +64,7 @@ def tensor_bytes(value: object) -> int:
 def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
     """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16."""
     assert NoiseBuffer(2, 2**20, CPU).capacity == 32
-    assert NoiseBuffer(2, 2**30, CPU).capacity == noise.MIN_BUFFERED_STEPS == 16
+    assert NoiseBuffer(2, 2**30, CPU).capacity == coupled.MIN_BUFFERED_STEPS == 16
 
 
 @pytest.mark.parametrize("defect", ["other tokens", "more noise"])

@@ -67,9 +67,8 @@ def test_every_answer_of_a_conversation_is_learnt_as_it_is_generated(tokenizer: 
     """Catches: a loss on prompts, on one answer only, or on a prompt other than the one the model sees."""
     (row,) = ChatFormat(tokenizer).encode({"messages": THREE}, 200)
     ids, labels = row["input_ids"], row["labels"]
-    assert (
-        ChatFormat(tokenizer).prompt({"messages": THREE[:2]}) == ids[: next(t for t in range(99) if labels[t] >= 0) + 1]
-    )
+    first = next(place for place, label in enumerate(labels) if label >= 0)
+    assert ChatFormat(tokenizer).prompt({"messages": THREE[:2]}) == ids[: first + 1]
     runs = answer_numbers({"labels": torch.tensor([labels])})
     learnt = torch.tensor(labels)[torch.tensor(labels) != IGNORED]
     texts = [tokenizer.decode(learnt[runs == number]) for number in (1, 2)]
@@ -77,9 +76,8 @@ def test_every_answer_of_a_conversation_is_learnt_as_it_is_generated(tokenizer: 
     assert all(ids[t + 1] == label for t, label in enumerate(labels) if label != IGNORED)
     assert int(learnt[-1]) == tokenizer.eos_token_id
     cut_off = next(iter(ChatFormat(tokenizer).encode({"messages": THREE, "finished": False}, 200)))
-    assert (
-        cut_off["input_ids"] == ids[: len(cut_off["input_ids"])] and tokenizer.eos_token_id != cut_off["input_ids"][-1]
-    )
+    cut = cut_off["input_ids"]
+    assert cut == ids[: len(cut)] and tokenizer.eos_token_id != cut[-1]
 
 
 def test_answers_that_a_template_rewrites_later_get_rows_of_their_own(tokenizer: Any, monkeypatch: Any) -> None:
@@ -116,6 +114,9 @@ def test_files_without_rows_or_answers_are_refused(tmp_path: Path, tokenizer: An
     with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl does not exist"):
         read_rows(str(tmp_path / "nothing.jsonl"))
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a", "response": "b"}])
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty\.jsonl cannot be read: it is empty"):
+        read_rows(str(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match="no conversation has an answer within max_length=2 tokens"):
         encoded(read_rows(str(tmp_path / "prompts.jsonl")), ChatFormat(tokenizer), 2)
 
@@ -192,6 +193,7 @@ def test_presets_are_valid_for_every_recipe(recipe: Any, name: str) -> None:
         (["--config", str(LAUNCH)], "unknown key 'compute_environment'"),
         (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
         (["--preset", "9b"], "unknown preset '9b'; there are 0.5b, 8b, 70b, reference"),
+        (["--lora", "16"], "argument --lora: write a mapping such as {r: 16}, not '16'"),
         (["--loss", "{mse: 1}"], "loss must weigh some of kl, ce, tv and lk"),
         (["--eval-strategy", "steps"], "needs evaluation, a file of held-out prompts"),
         (["--push-to-hub", "true"], "push_to_hub needs hub_model_id"),

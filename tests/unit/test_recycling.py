@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
+from hf_specgen.call import memory
 from hf_specgen.candidates.acceptance import EDGES, RANKS
 from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
 from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch, union
 from hf_specgen.candidates.recycling import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.tree_search import SearchLimits, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.memory import memory
 from hf_specgen.verification import VerificationResult
-from hf_specgen.verification.top_tokens import TopTokens
+from hf_specgen.verification.result import TopTokens
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.calls import make_call, make_state
 

@@ -309,9 +309,8 @@ def reference_path_weights(
 ) -> tuple[list[float], list[Distribution]]:
     """Acceptance of whole paths: `rejection.path_weights` for one row, slot by slot from the root down.
 
-    Returns:
-        for each slot (the row's last token, then each node) the probability that it is accepted if everything below it
-        was rejected, and the distribution of the next token then.
+    For each slot (the row's last token, then each node) the probability that it is accepted if everything below it was
+    rejected, and the distribution of the next token then.
     """
     weights, rest = [1.0] * (len(tokens) + 1), [list(values) for values in p]
     for slot in range(len(tokens) + 1):

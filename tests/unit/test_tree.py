@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.state import GenerationState
+from hf_specgen.call import GenerationState
 from hf_specgen.tree import DraftTree, depths, merge_paths, validate_parents
 from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
 from tests.helpers import reference

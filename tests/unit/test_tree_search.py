@@ -1,6 +1,7 @@
 """Best-first trees: connected, and no tree of the same size has a higher expected length."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.independent_heads import best_combinations
+from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_search import LEVELS_PER_READ, SearchLimits, TreeSize, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
@@ -46,8 +47,9 @@ def test_best_combinations_any_size_has_the_highest_expected_length(acceptance: 
     """Would catch: a heap that forgets siblings or children, so that likelier nodes are left out."""
     ranks = min(map(len, acceptance))
     acceptance = [descending(values[:ranks]) for values in acceptance]
-    tokens = np.arange(len(acceptance) * ranks).reshape(len(acceptance), ranks)
-    tree = best_combinations(tokens, np.array(acceptance), len(acceptance), TreeSize(size))
+    values = np.array(acceptance)[:, None]
+    ranked = Ranked(np.arange(values.size).reshape(values.shape), values, np.zeros(values.shape, dtype=int))
+    tree = best_combinations(ranked, len(acceptance), TreeSize(size))
     assert sum(tree.probability) == pytest.approx(best_expected_length(acceptance, size), rel=1e-6)
 
 
@@ -219,9 +221,7 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
 
 @pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
 @pytest.mark.parametrize("drafting", [0.0, 0.5])
-def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
-    probability: list[list[float]], drafting: float
-) -> None:
+def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(probability: Any, drafting: float) -> None:
     """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice."""
     latency = curve(0.05, 0.1).at(1, 100)
     rates = []
@@ -275,11 +275,8 @@ def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: in
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))
     assert inputs.tolist() == [[3, *tree.tokens[0].tolist(), *[0] * (9 - tree.nodes)]]
-    assert (
-        padded.nodes == 9
-        and padded.parents[0][:4] == tree.parents[0]
-        and padded.probability[0][:4] == tree.probability[0]
-    )
+    assert padded.nodes == 9 and padded.parents[0][:4] == tree.parents[0]
+    assert padded.probability[0][:4] == tree.probability[0]
     assert padded.parents[0][4:] == ((-1,) * 5 if expanded_first else ())
 
 

@@ -1,0 +1,210 @@
+"""Sessions of drafters that predict several depths in one pass: parallel heads, and those with a Markov correction.
+
+Parallel heads have one distribution for each depth, independent of the path. A correction that reads the previous token
+alone (DSpark, DFlash2) gives one for each depth and likely token of the depth before, all of them in one operation. The
+most probable combinations form a tree, which the host searches after one read.
+
+Sources: Cai et al., "Medusa" (2024), section 2.3.3; DDTree (2026), https://arxiv.org/abs/2604.12989.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY, CalibratedSession, confidence_by_rank
+from hf_specgen.candidates.base import DraftCall
+from hf_specgen.candidates.growth import Floats
+from hf_specgen.candidates.head_sessions import HeadSession, MeasuresLayout, ReadsFeatures
+from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, TreeSize, best_first, draft_of, tree_size
+from hf_specgen.tree import DraftTree
+
+DEFAULT_NODES = 16
+"""Nodes of an "auto" tree without a latency model: most of the gain at a small cost on memory-bound targets."""
+MAX_RANKS = 10
+"""Tokens that a tree can hold after each node."""
+Place = tuple[int, int, int]
+"""Of a node: its depth, from 0 on, the number of the token before it, and its rank among the tokens after that one."""
+
+
+def default_size(call: DraftCall, size: str | int | None) -> str | int | None:
+    """A tree size, in which "auto" stands for `DEFAULT_NODES` without a latency model."""
+    has_latency = call.depth is not None and call.depth.latency is not None
+    return DEFAULT_NODES if size == "auto" and not has_latency else size
+
+
+class Ranked(NamedTuple):
+    """What the host has read of a row: the most preferred tokens of each depth, after each token of the depth before.
+
+    Args:
+        tokens: `[depths, previous, ranks]`, most preferred first.
+        values: the probability that each is accepted, given that the path before it was.
+        numbers: the number of each as a previous token of the next depth, -1 if it has none.
+    """
+
+    tokens: NDArray[np.integer[Any]]
+    values: Floats
+    numbers: NDArray[np.integer[Any]]
+
+    def group(self, depth: int, previous: int) -> Iterator[tuple[int, float, Place]]:
+        """Tokens of a depth after a previous token, with their values and places."""
+        pairs = zip(self.tokens[depth, previous].tolist(), self.values[depth, previous].tolist(), strict=True)
+        for rank, (token, value) in enumerate(pairs):
+            yield token, value, (depth, previous, rank)
+
+
+class OnePassSession(CalibratedSession):
+    """Base class: drafts trees from distributions of all depths."""
+
+    def __init__(self, call: DraftCall, depth: int, size: str | int | None, vocab: int):
+        super().__init__(call, depth)
+        self.ranks = 1 if size is None else MAX_RANKS
+        self._size, self._vocab = size, vocab
+
+    @abstractmethod
+    def depth_logits(self, depth: int) -> torch.Tensor:
+        """Run the head: `[batch, depths, vocab]` float32 logits, for at least `depth` depths."""
+
+    def corrected(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `[batch, depths, previous, columns]`, and the tokens `[batch, depths, columns]`; None: all of them.
+
+        The i-th of the previous tokens is that of column i of the depth before.
+        """
+        return logits[:, :, None], None
+
+    @torch.no_grad()
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        depths = [min(depth, len(self.calibrations)) for depth in max_depths]
+        if max(depths) == 0:
+            return self.not_drafted(len(max_depths))
+        scores, columns = self.corrected(self.depth_logits(max(depths)))
+        scores, rows, confidence = self._ranked(scores, columns)
+        size = tree_size(default_size(self.call, self._size), self.call, depths)
+        trees = [best_combinations(*pair, size, self.wants_q) for pair in zip(rows, depths, strict=True)]
+        drafting = 0.0 if size.latency is None else size.latency.drafter.draft(self.passes or ())
+        nodes = size.best_size([tree.probability for tree in trees], drafting)
+        draft, places = draft_of(trees, nodes), [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
+        self._features = [
+            (place[:, 2], confidence[row][tuple(place.T)], 1 + place[:, 0]) for row, place in enumerate(places)
+        ]
+        if self.wants_q and draft.nodes:
+            draft = with_q(draft, places, scores, columns, self._vocab)
+        self._tree = draft
+        return draft
+
+    def _ranked(
+        self, scores: torch.Tensor, columns: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[Ranked], NDArray[Any]]:
+        """The scores after the score-only processors, what the host reads of each row, and `[batch, …]` confidences."""
+        verification = self.call.verification
+        assert verification is not None
+        scores = verification.processors.warp(scores.flatten(0, 2), columns is None).view(scores.shape)
+        steps = [range(len(text), len(text) + scores.shape[1]) for text in self.call.state.generated]
+        weights = verification.draft_weights(scores, steps, columns)
+        probability, index = weights.topk(min(self.ranks, weights.shape[-1]), dim=-1)
+        if self.wants_q:
+            probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])
+        elif self.call.do_sample:
+            probability = probability / weights.sum(dim=-1, keepdim=True)
+        # In one transfer; token ids below 2**24 are exact.
+        parts = [probability, index, *([] if columns is None else [columns])]
+        read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
+        size, integers = index[0].numel(), read[:, index[0].numel() :].astype(int)
+        confidence = read[:, :size].reshape(index.shape).astype(np.float64)
+        tokens = integers[:, :size].reshape(index.shape)
+        numbers = np.zeros_like(tokens)
+        if columns is not None:
+            numbers = np.where(tokens < scores.shape[2], tokens, -1)
+            ids = integers[:, size:].reshape(*columns.shape[:2], 1, -1)
+            tokens = np.take_along_axis(ids, tokens, axis=3)
+        calibrations = enumerate(self.calibrations[: index.shape[1]])
+        values = np.stack([one.acceptance(confidence[:, depth]) for depth, one in calibrations], axis=1)
+        ranked = map(Ranked, tokens, np.minimum(values, MAX_PROBABILITY), numbers)
+        return scores, list(ranked), confidence
+
+
+def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bool = False) -> SearchTree[Place | None]:
+    """The most probable tree of a row; tags are the places of its nodes.
+
+    With `is_sampled` each group of siblings was drawn from q, and is in the tree once: had two branches the same draws,
+    those of the second would not have the distribution q once the first is rejected.
+
+    Example:
+        >>> tokens, values = np.array([[[5, 6]], [[7, 8]]]), np.array([[[0.6, 0.3]], [[0.9, 0.1]]])
+        >>> best_combinations(Ranked(tokens, values, np.zeros_like(tokens)), 2, TreeSize(3)).tokens
+        [5, 7, 6]
+    """
+    used = set[tuple[int, int]]()
+
+    def children(place: Place | None, depth: int) -> Iterable[tuple[int, float, Place]]:
+        group = depth, 0 if place is None else int(ranked.numbers[place])
+        if group[1] < 0 or (is_sampled and group in used):
+            return ()
+        used.add(group)
+        return ranked.group(*group)
+
+    return best_first(None, children, depth, SearchLimits(size.max_nodes))
+
+
+def with_q(
+    draft: DraftTree,
+    places: Sequence[NDArray[np.integer[Any]]],
+    scores: torch.Tensor,
+    columns: torch.Tensor | None,
+    vocab: int,
+) -> DraftTree:
+    """The draft with the probabilities that each node was drawn with.
+
+    Args:
+        places: of each row's nodes, `[nodes, 3]`.
+        scores, columns: as `OnePassSession.corrected` returns them.
+        vocab: number of tokens.
+    """
+    batch, _, previous, size = scores.shape
+    index = np.zeros((2, batch, draft.nodes), dtype=np.int64)
+    for row, place in enumerate(places):
+        index[:, row, : len(place)] = place[:, 0], place[:, 0] * previous + place[:, 1]
+    depth, source = torch.from_numpy(index).to(scores.device)[..., None].expand(-1, -1, -1, size)
+    q = scores.flatten(1, 2).gather(1, source).softmax(dim=-1)
+    if columns is not None:
+        q = q.new_zeros(batch, draft.nodes, vocab).scatter(2, columns.gather(1, depth), q)
+    return DraftTree(draft.token_lists(), draft.parents, q)
+
+
+class ParallelSession(ReadsFeatures, OnePassSession):
+    """The state of one call with a head that drafts all depths in one pass: DFlash, JetSpec, P-EAGLE."""
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        self.passes = []
+        return super().draft(max_depths)
+
+    def depth_logits(self, depth: int) -> torch.Tensor:
+        """As `PathSession.first_scores`."""
+        features, tokens = self.queue.take(self.drafting)
+        active = self.queue.active_rows()
+        self.passes = [sum(active) * depth]
+        return cast(torch.Tensor, self.runner.draft(features, tokens, active, depth).float())
+
+
+class MarkovSession(MeasuresLayout, ParallelSession):
+    """The state of one call with a block head whose correction reads the previous token alone: DSpark, DFlash2."""
+
+    def corrected(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return cast("tuple[torch.Tensor, torch.Tensor]", self.runner.pair_logits(logits))
+
+
+class MedusaSession(HeadSession, OnePassSession):
+    """The state of one call with Medusa heads that do not read the path."""
+
+    passes = []  # heads run once per draft: the overhead of a draft
+    rows_can_change = True
+
+    def depth_logits(self, depth: int) -> torch.Tensor:
+        """All heads read the state that chose each row's last token."""
+        states = self.target.states_of(self.runner.bound.aux_hidden_state_layers)
+        return cast(torch.Tensor, self.runner.all_logits(states, self.call.state.pending(), depth).float())

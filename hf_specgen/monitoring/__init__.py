@@ -1,1 +1,0 @@
-"""Monitors of running calls: statistics over a window, Prometheus counters, plots."""
