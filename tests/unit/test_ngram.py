@@ -32,7 +32,7 @@ def tree_of(text: list[int], depth: int, limits: SearchLimits) -> tuple[SearchTr
     matches = index.occurrences(text, 100)
     occurrences: list[Occurrence] = [(text, len(text), at, length, OWN) for at, length in matches.items()]
     tree = best_first(occurrences, lambda voters, depth: vote(voters, depth, odds), depth, limits)
-    return tree, reference.ngram_nodes(text, matches, odds.values, depth, max_voters=8)
+    return tree, reference.ngram_nodes(text, matches, odds.values, depth)
 
 
 def paths_of(tree: SearchTree[Any]) -> list[tuple[int, ...]]:
