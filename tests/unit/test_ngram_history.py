@@ -234,7 +234,7 @@ def test_get_candidates_of_texts_in_any_order_reads_each_of_them(steps: list[tup
     """Would catch: a truncated text taken for one that continues. Drafts may differ: a session goes on copying."""
     generator, text = NgramCandidates(k=3, min_ngram=2), [1]
     for kept, more in steps:
-        text = text[:kept] + more or [0]
+        text = [1, *text[1:kept], *more, 0]
         candidates_for(generator, text)
         session: Any = generator._own_call[1]  # type: ignore[index]
         assert session._texts[0].index.tokens.tolist() == text
