@@ -26,7 +26,7 @@ IMAGES = ROOT / "docs" / "images"
 PROJECTED = ROOT / "benchmarks" / "results" / "projected" / "report.json"
 DRAWN = ("n-grams", "n-grams + recycling", "draft model", "EAGLE", "n-grams + EAGLE")
 MEASURED = ROOT / "benchmarks" / "results" / "domains" / "report.json"
-REPORT = ROOT / "benchmarks" / "results" / "wide" / "report.html"
+REPORT = MEASURED.with_suffix(".html")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 QUESTION = (
     "Rename `fxn` to `target` in this code.\n\ndef return_module(self, name):\n"

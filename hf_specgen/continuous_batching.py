@@ -17,6 +17,7 @@ from transformers import ContinuousBatchingConfig
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
+from hf_specgen.depth.adaptive import DraftingLoss
 from hf_specgen.depth.calibrate import model_curve
 from hf_specgen.generate import Settings, by_name, settings_in
 from hf_specgen.packed_steps import PackedSteps
@@ -144,7 +145,7 @@ def _packed_policy(settings: Settings, model: Any) -> Policy:
     if not isinstance(policy, AdaptiveDepth):
         return policy
     policy = copy.copy(policy)
-    policy.is_packed = True
+    policy.packed_loss = DraftingLoss()
     if policy.latency is None:
         with compat.unpaged_attention(model):
             policy.curve = model_curve(model)

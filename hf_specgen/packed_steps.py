@@ -21,13 +21,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from hf_specgen import compat
@@ -37,7 +34,7 @@ from hf_specgen.candidates.joined import joined
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import UNLIMITED, DecodingLoop
 from hf_specgen.depth import AdaptiveDepth
-from hf_specgen.depth.latency import CostCurve
+from hf_specgen.depth.latency import Floats, best_count, step_seconds
 from hf_specgen.generate import Settings
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
@@ -45,32 +42,8 @@ from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
 
-Floats = NDArray[np.float64]
 Moves = dict[str, tuple[list[int], list[int]]]
 """By kind of attention, the slots to copy from, and to."""
-
-
-def best_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
-    """How many draft tokens give the most expected tokens per second; 0 unless that is 2% faster than none.
-
-    Args:
-        gains: path probabilities of the draft tokens, in descending order.
-        emitted: tokens of a step without drafts.
-        seconds: `[1 + len(gains)]` of a step with so many draft tokens.
-
-    Example:
-        >>> best_count([0.9, 0.8, 0.1], emitted=2, seconds=1 + 0.2 * np.arange(4))
-        2
-    """
-    rates = (emitted + np.cumsum([0.0, *gains])) / seconds
-    best = int(rates.argmax())
-    return best if rates[best] > 1.02 * rates[0] else 0
-
-
-@lru_cache(maxsize=16)
-def _step_seconds(target: CostCurve, tokens: int) -> Floats:
-    """`[1 + tokens]` of a step with so many tokens."""
-    return np.array([target.seconds_of(size) for size in range(1 + tokens)])
 
 
 class PackedTarget(HiddenStateTarget):
@@ -116,7 +89,6 @@ class Request:
 
     Args:
         state: Transformers' `RequestState`.
-        target: makes the target from the length of the prompt.
         candidates: the strategy of the settings, which may draft for several requests at once.
         seed: of its samples.
 
@@ -128,15 +100,15 @@ class Request:
         self,
         state: Any,
         model: PreTrainedModel,
-        target: Callable[[int], PackedTarget],
+        target: PackedTarget,
         config: GenerationConfig,
         settings: Settings,
         candidates: Candidates,
         seed: int,
     ):
-        tokens, prompt = state.initial_tokens + state.generated_tokens, compat.prompt_of_request(state)
+        tokens, [prompt] = state.initial_tokens + state.generated_tokens, target.first_positions
         limit = float("inf") if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
-        self.target, self._stack, self.tree = target(prompt), ExitStack(), DraftTree.empty(1)
+        self.target, self._stack, self.tree = target, ExitStack(), DraftTree.empty(1)
         ids = torch.tensor([tokens[:prompt]], device=self.target.device)
         text = GenerationState(ids, None, compat.end_tokens(state), limit)
         text.append(0, tokens[prompt:])
@@ -211,16 +183,15 @@ class PackedSteps:
         # Slots of a sliding window are written in turn: one that a rejected token has overwritten would be lost.
         windows = [getattr(part, "sliding_window", None) for part in self._allocators.values()]
         self._slots = min([window for window in windows if window], default=UNLIMITED)
-        self._tokens, self._decoding, self._began = 0, 0, 0.0
-        self._drafting = 0.0  # seconds in the step
+        self._tokens = self._drafted = self._decoding = 0
+        self._began = self._drafting = 0.0  # when the step began; seconds of drafting
+        self._seconds_of_drafts: Floats | None = None  # of a step with so many draft tokens, if some were proposed
 
     def _request(self, state: Any) -> Request:
         if state.request_id not in self._requests:
             positions = min(position_table(text_config(self._model)), self._slots)
-
-            def target(prompt: int) -> PackedTarget:
-                return PackedTarget(self._model, self._layers, prompt, positions, self._chains_only)
-
+            prompt = compat.prompt_of_request(state)
+            target = PackedTarget(self._model, self._layers, prompt, positions, self._chains_only)
             seed = (self._seed + compat.request_number(state)) % 2**63
             request = Request(state, self._model, target, self._config, self._settings, self._candidates, seed)
             policy = self._settings.policy
@@ -245,6 +216,7 @@ class PackedSteps:
         seconds = self._seconds(requests, token_budget)
         # Not where even drafts that are accepted as a whole would not be faster.
         drafts = seconds is None or best_count([1.0] * most, self._decoding, seconds) > 0
+        self._seconds_of_drafts = seconds if drafts else None
         planned = []
         for one, request in zip(scheduled, requests, strict=True):
             if one.has_new_token and request.text:
@@ -262,7 +234,8 @@ class PackedSteps:
             one.state.tokens_to_process = one.state.tokens_to_process + request.tree.token_lists()[0]
             one.query_length += request.tree.nodes
             self._tokens += request.tree.nodes
-        return self._tokens - tokens
+        self._drafted = self._tokens - tokens
+        return self._drafted
 
     def _seconds(self, requests: Sequence[Request], tokens: int) -> Floats | None:
         """Seconds of the step by draft tokens, up to `tokens` in all; None if the policy has no latencies.
@@ -273,7 +246,8 @@ class PackedSteps:
         if latency is None or not self._decoding:
             return None
         context = max(request.target.first_positions[0] + len(request.text) for request in requests)
-        seconds = _step_seconds(latency.at(self._decoding, context).target, tokens)
+        self._latency = latency.at(self._decoding, context)
+        seconds = step_seconds(self._latency.target, tokens)
         return seconds[self._tokens :] - seconds[self._tokens] + seconds[self._decoding]
 
     def _counts(self, requests: Sequence[Request], most: int, seconds: Floats | None) -> list[int]:
@@ -348,11 +322,10 @@ class PackedSteps:
         """
         seconds = perf_counter() - self._began - self._drafting
         requests = [self._request(one.state) for one in scheduled]
-        steps = [
-            1 + request.tree.nodes if one.has_new_token else 0 for one, request in zip(scheduled, requests, strict=True)
-        ]
+        pairs = zip(scheduled, requests, strict=True)
+        steps = [1 + request.tree.nodes if one.has_new_token else 0 for one, request in pairs]
         self._pass_states_on(scheduled, requests, steps)
-        last, last_logprobs = list[int](), list[float]()
+        last, last_logprobs, accepted = list[int](), list[float](), 0
         moves: Moves = {kind: ([], []) for kind in self._allocators}
         for one, request, scores in zip(scheduled, requests, self._scores.split(steps), strict=True):
             if not one.has_new_token:
@@ -368,13 +341,23 @@ class PackedSteps:
             for number, token in enumerate(tokens[:-1]):
                 one.state.update_and_check_completion(token, values[number] if values else None)
             last.append(tokens[-1])
+            accepted += len(tokens) - 1
             self._roll_back(one, request, len(tokens), moves)
             if request.loop.state.has_ended(0):
                 self._finished(self._requests.pop(one.state.request_id).end())
+        self._count_loss(accepted)
         for drafter in self._drafters:
             drafter.observe()
         compat.move_slots(self._processor.cache, moves)
         return last, last_logprobs if self._processor.return_logprobs else None
+
+    def _count_loss(self, accepted: int) -> None:
+        """Count what a step with drafts has lost, in plain steps: its time, less that of plain steps for its tokens."""
+        seconds, policy = self._seconds_of_drafts, self._settings.policy
+        if seconds is not None and isinstance(policy, AdaptiveDepth) and policy.packed_loss is not None:
+            passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
+            took = seconds[self._drafted] + self._latency.drafter.draft(passes)
+            policy.packed_loss.add(took / seconds[0] - 1 - accepted / self._decoding)
 
     def _pass_states_on(self, scheduled: Sequence[Any], requests: Sequence[Request], steps: Sequence[int]) -> None:
         """Give each request the hidden states of its tokens; those of the output matrix are of the logit rows alone."""

@@ -12,7 +12,7 @@ from benchmarks.micro.grammars import grammar_drafts, grammar_verification
 from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
-from benchmarks.micro.serving import batch_of_eight, generate_batch, packed_passes, replaced_rows
+from benchmarks.micro.serving import batch_of_eight, generate_batch, packed_passes, replaced_rows, rollouts
 from benchmarks.micro.step_operations import step_operations
 from benchmarks.micro.trace_replay import trace_replay
 
@@ -25,6 +25,7 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "generate-batch": generate_batch,
     "generate-many": replaced_rows,
     "batch-of-eight": batch_of_eight,
+    "rollouts": rollouts,
     "draft-window": draft_window,
     "block-verification": block_verification,
     "grammar-drafts": grammar_drafts,
@@ -32,7 +33,10 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
 }
-IF_NAMED = ("packed-passes", "generate-batch", "generate-many", "batch-of-eight", "large-target", "large-target-graphs")
+IF_NAMED = (
+    "packed-passes", "generate-batch", "generate-many", "batch-of-eight", "rollouts",
+    "large-target", "large-target-graphs",
+)  # fmt: skip
 """Measurements that are made only if they are named: of minutes, or for a GPU."""
 WITH_PROMPT = ("step-operations",)
 """Measurements on a prompt that may be given."""

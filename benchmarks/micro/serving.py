@@ -96,10 +96,49 @@ def packed_passes(repeats: int, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def _in_packed_steps(model: Any, prompts: Tokens, new_tokens: int, at_a_time: int, **arguments: Any) -> Tokens:
+def rollouts(repeats: int, quick: bool) -> list[dict[str, Any]]:
+    """Rollouts of GRPO over plain: a group of samples for each of two prompts, in `generate` and `generate_batch`.
+
+    Of the same length each, as samples of plain `generate_batch` depend on the whole step.
+    """
+    model, prompts, rows = _model(quick), _prompts(("math", "json"), 2), []
+    for group in (2,) if quick else (2, 4, 8, 16):
+        requests, new = [prompt for prompt in prompts for _ in range(group)], 8 if quick else 48
+
+        def batch(candidates: Any, requests: Tokens = requests, new: int = new) -> Tokens:
+            torch.manual_seed(0)
+            sampled = {"do_sample": True, "eos_token_id": -1, "max_new_tokens": new}
+            return _generate(model, requests, candidates, **sampled)
+
+        def packed(candidates: Any, requests: Tokens = requests, new: int = new) -> Tokens:
+            sampled = {"do_sample": True, "eos_token_id": -1, "candidate_generator": candidates}
+            return _in_packed_steps(model, requests, new, len(requests), **sampled)
+
+        for name, run in (("generate", batch), ("generate_batch", packed)):
+            sides: dict[str, Side] = {
+                "plain": lambda run=run: run(None),  # type: ignore[misc]
+                "n-grams": lambda run=run: run(NgramCandidates()),  # type: ignore[misc]
+                "n-grams, recycling": lambda run=run: run(CombinedCandidates()),  # type: ignore[misc]
+            }
+            found = _compare(f"{name}, groups of {group}", sides, repeats)
+            rows += found if run is batch else [{**row, "same tokens": "other samples"} for row in found]
+    return rows
+
+
+def _in_packed_steps(
+    model: Any,
+    prompts: Tokens,
+    new_tokens: int,
+    at_a_time: int,
+    do_sample: bool = False,
+    eos_token_id: int = 2,
+    **arguments: Any,
+) -> Tokens:
     results = model.generate_batch(
         prompts,
-        generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=2, pad_token_id=0),
+        generation_config=GenerationConfig(
+            max_new_tokens=new_tokens, do_sample=do_sample, eos_token_id=eos_token_id, pad_token_id=0
+        ),
         continuous_batching_config=ContinuousBatchingConfig(
             num_blocks=300, page_size=32, max_batch_tokens=1024, max_requests_per_batch=at_a_time
         ),
@@ -161,11 +200,10 @@ def _prompts(domains: Sequence[str], count: int) -> Tokens:
 def _generate(model: PreTrainedModel, prompts: Tokens, candidates: Any, **arguments: Any) -> Tokens:
     ids, ones = ([torch.tensor(one) for one in prompts], [torch.ones(len(one), dtype=torch.long) for one in prompts])
     inputs, mask = (pad_sequence(part, batch_first=True, padding_side="left") for part in (ids, ones))
-    found: Any = model.generate(  # type: ignore[operator]
-        inputs, attention_mask=mask, eos_token_id=2, pad_token_id=0, candidate_generator=candidates, **arguments
-    )
+    arguments = {"eos_token_id": 2, "pad_token_id": 0, **arguments}
+    found: Any = model.generate(inputs, attention_mask=mask, candidate_generator=candidates, **arguments)  # type: ignore[operator]
     rows = found[:, inputs.shape[1] :].tolist()
-    return [row[: row.index(2) + 1] if 2 in row else row for row in rows]
+    return [row[: row.index(2) + 1] if 2 in row and arguments["eos_token_id"] == 2 else row for row in rows]
 
 
 def _compare(part: str, sides: dict[str, Side], repeats: int) -> list[dict[str, Any]]:

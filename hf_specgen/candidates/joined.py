@@ -45,13 +45,14 @@ class JoinedCandidates(Candidates):
 
     Attributes:
         rows: the requests that take part.
-        seconds: time of the last draft.
+        seconds, passes: of the last draft, if one was requested: its time, and the tokens of each pass.
     """
 
     def __init__(self, strategy: Candidates):
         self.k, self.policy, self.tree, self._strategy = strategy.k, strategy.policy, strategy.tree, strategy
         self.is_joined: bool | None = None  # until the first call
         self.seconds, self._drafted = 0.0, DraftTree.empty(0)
+        self.passes: Sequence[int] = ()
         self._session: DraftSession | None = None
         self.rows: list[JoinedRow] = []
         self._planned: dict[JoinedRow, int] = {}
@@ -68,7 +69,7 @@ class JoinedCandidates(Candidates):
 
     def draft(self) -> None:
         """Draft for all rows that have planned to."""
-        self.seconds = 0.0
+        self.seconds, self.passes = 0.0, ()
         if not self._planned:
             return
         begin = perf_counter()
@@ -87,7 +88,7 @@ class JoinedCandidates(Candidates):
             row.tree = self._tree_of(place, nodes) if depths[place] else DraftTree.empty(1)
             row.passes, row.has_joined = self._session.passes, True
         if any(depths):
-            self.seconds = perf_counter() - begin
+            self.seconds, self.passes = perf_counter() - begin, self._session.passes or ()
         self._planned = {}
 
     def _tree_of(self, place: int, nodes: int) -> DraftTree:

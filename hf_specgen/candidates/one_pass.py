@@ -10,7 +10,7 @@ Sources: Cai et al., "Medusa" (2024), section 2.3.3; DDTree (2026), https://arxi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -51,11 +51,8 @@ class Ranked(NamedTuple):
     values: Floats
     numbers: NDArray[np.integer[Any]]
 
-    def children(self, place: Place | None, depth: int) -> Iterator[tuple[int, float, Place]]:
-        """The tokens after a node, None for the row's last token, as `best_first` reads them."""
-        previous = 0 if place is None else int(self.numbers[place])
-        if previous < 0:
-            return
+    def group(self, depth: int, previous: int) -> Iterator[tuple[int, float, Place]]:
+        """Tokens of a depth after a previous token, with their values and places."""
         pairs = zip(self.tokens[depth, previous].tolist(), self.values[depth, previous].tolist(), strict=True)
         for rank, (token, value) in enumerate(pairs):
             yield token, value, (depth, previous, rank)
@@ -88,7 +85,7 @@ class OnePassSession(CalibratedSession):
         scores, columns = self.corrected(self.depth_logits(max(depths)))
         scores, rows, confidence = self._ranked(scores, columns)
         size = tree_size(default_size(self.call, self._size), self.call, depths)
-        trees = [best_combinations(*pair, size) for pair in zip(rows, depths, strict=True)]
+        trees = [best_combinations(*pair, size, self.wants_q) for pair in zip(rows, depths, strict=True)]
         drafting = 0.0 if size.latency is None else size.latency.drafter.draft(self.passes or ())
         nodes = size.best_size([tree.probability for tree in trees], drafting)
         draft, places = draft_of(trees, nodes), [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
@@ -131,15 +128,27 @@ class OnePassSession(CalibratedSession):
         return scores, list(ranked), confidence
 
 
-def best_combinations(ranked: Ranked, depth: int, size: TreeSize) -> SearchTree[Place | None]:
+def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bool = False) -> SearchTree[Place | None]:
     """The most probable tree of a row; tags are the places of its nodes.
+
+    With `is_sampled` each group of siblings was drawn from q, and is in the tree once: had two branches the same draws,
+    those of the second would not have the distribution q once the first is rejected.
 
     Example:
         >>> tokens, values = np.array([[[5, 6]], [[7, 8]]]), np.array([[[0.6, 0.3]], [[0.9, 0.1]]])
         >>> best_combinations(Ranked(tokens, values, np.zeros_like(tokens)), 2, TreeSize(3)).tokens
         [5, 7, 6]
     """
-    return best_first(None, ranked.children, depth, SearchLimits(size.max_nodes))
+    used = set[tuple[int, int]]()
+
+    def children(place: Place | None, depth: int) -> Iterable[tuple[int, float, Place]]:
+        group = depth, 0 if place is None else int(ranked.numbers[place])
+        if group[1] < 0 or (is_sampled and group in used):
+            return ()
+        used.add(group)
+        return ranked.group(*group)
+
+    return best_first(None, children, depth, SearchLimits(size.max_nodes))
 
 
 def with_q(

@@ -100,7 +100,7 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Write):
         self._tokenizer, self._write = tokenizer, write
         self._generated: list[int] = []
-        self._accepted: list[bool] = []  # by token that was written
+        self._done = 0  # tokens that were written
         self._line: list[int] = []  # tokens of the current line
         self._written = ""  # what has been written of it
         self._has_prompt = False
@@ -109,7 +109,7 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
         """Receive the prompt, then every token of a plain call."""
         if self._has_prompt:
             self._generated += value.flatten().tolist()
-            self._write_tokens(0)
+            self._write_tokens()
         self._has_prompt = True
 
     def start(self, call: Call) -> MonitorSession:
@@ -123,17 +123,16 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
 
     def end(self) -> None:
         """Write what is left."""
-        self._write_tokens(0)
+        self._write_tokens()
         self._decode(False, final=True)
 
-    def _write_tokens(self, accepted: int, emitted: int = 0) -> None:
+    def _write_tokens(self, accepted: int = 0, emitted: int = 0) -> None:
         """Write the new tokens; the last `emitted` are those of a step that accepted so many draft tokens."""
-        first = max(len(self._accepted), len(self._generated) - emitted)
-        while len(self._accepted) < len(self._generated):
-            place = len(self._accepted)
-            self._accepted.append(first <= place < first + accepted)
+        first = max(self._done, len(self._generated) - emitted)
+        for place in range(self._done, len(self._generated)):
             self._line.append(self._generated[place])
-            self._decode(self._accepted[-1])
+            self._decode(first <= place < first + accepted)
+        self._done = len(self._generated)
 
     def _decode(self, accepted: bool, *, final: bool = False) -> None:
         """Write what the last token adds to the text, once its characters are complete."""

@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates import NgramCandidates
-from hf_specgen.candidates.presets import Preset, PresetCandidates
+from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli.checkpoints import (
     BAD,
     GOOD,
@@ -150,7 +150,8 @@ def _measure(settings: DoctorSettings, device: str, target: Blueprint, report: R
     measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
     measured = Comparison(variants)
     for inputs in batches * settings.rounds:
-        list(measured.measure(model, inputs, generation))
+        for _ in measured.measure(model, inputs, generation):
+            pass  # the names of the variants, for a display of progress
     report.findings += judge(measured, exact=target.dtype == torch.float32)
     speeds = {variant.name: measured.speed(variant.name) for variant in variants[1:]}
     report.measured = {name: speed.to_dict() for name, speed in speeds.items()}

@@ -27,6 +27,21 @@ FORGETTING = 0.9
 """Factor by which the weight of earlier drafts in the acceptance rate decreases with every draft."""
 
 
+@dataclass
+class DraftingLoss:
+    """Time that drafting has lost, in plain steps, less what it has gained and what it may lose."""
+
+    plain_steps: float = 0.0
+
+    def add(self, loss: float) -> None:
+        """Count a step: the time that it took beyond plain steps for the same tokens."""
+        self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
+
+    def copy(self) -> DraftingLoss:
+        """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
+        return DraftingLoss(min(max(self.plain_steps, 0.0), MAX_LOSS))
+
+
 class AdaptiveDepth(Policy):
     """Drafts while that is faster than plain decoding, chains at the depth with the most expected tokens per second.
 
@@ -51,8 +66,9 @@ class AdaptiveDepth(Policy):
 
     curve: CostCurve | None = None
     """T(q) of the target, for calls in which it cannot be measured."""
-    is_packed = False
-    """Whether drafts without a pass are as long as for one row, as a budget for the rows of all calls cuts them."""
+    packed_loss: DraftingLoss | None = None
+    """In packed steps, where one budget cuts the drafts of all calls, what they have lost together, a call on average.
+    Whoever makes the steps counts it."""
     drafts_together = False
     """Whether the rows of all calls that share the target's passes share those of the drafter too."""
 
@@ -68,31 +84,17 @@ class AdaptiveDepth(Policy):
         return f"{type(self).__name__}({'' if self.latency is None else 'given latency'})"
 
 
-@dataclass
-class DraftingLoss:
-    """Time that drafting has lost, in plain steps, less what it has gained and what it may lose."""
-
-    plain_steps: float = 0.0
-
-    def add(self, loss: float) -> None:
-        """Count a step: the time that it took beyond plain steps for the same tokens."""
-        self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
-
-    def copy(self) -> DraftingLoss:
-        """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
-        return DraftingLoss(min(max(self.plain_steps, 0.0), MAX_LOSS))
-
-
 class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call, drafting, self._policy = call, call.drafting, policy
-        self._is_alone = policy.is_packed and drafting.negligible_cost
+        self._is_packed = policy.packed_loss is not None
+        self._is_alone = self._is_packed and drafting.negligible_cost  # drafts as much as if it had all of the budget
         self.remembers = policy.latency is None and call.remembers
         self._key = ("loss", drafting.key, call.temperature)
         self._model = call.model if self.remembers else None
-        self._loss = memory.recall(self._model, self._key, DraftingLoss)
+        self._loss = policy.packed_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         self._uncached, self._has_drafted = call.context_length, False
@@ -135,7 +137,7 @@ class AdaptiveSession(PolicySession):
             return [0] * len(limits)
         if self._pauses(rows):
             self._uncached += 1
-            self._loss.add(-LOSS_PER_STEP)
+            self._loss.add(-LOSS_PER_STEP / (1 + self._call.state.other_rows if self._is_packed else 1))
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
@@ -181,10 +183,11 @@ class AdaptiveSession(PolicySession):
             self._uncached, self._has_drafted = 0, True
         if self._timer is not None and self._timer.observe(step):
             self.known = LatencyModel((Bucket(self.known.buckets[0].target, {ANY_DRAFTER: self._timer.latency()}),))
-        target, drafter = self._at(step.batch)
-        seconds = target.seconds_of(step.batch * step.tokens_per_row) + drafter.draft(step.passes)
-        self._loss.add(seconds / target.seconds_of(step.batch) - sum(row.emitted for row in rows) / len(rows))
-        memory.store(self._model, self._key, self._loss)
+        if not self._is_packed:
+            target, drafter = self._at(step.batch)
+            seconds = target.seconds_of(step.batch * step.tokens_per_row) + drafter.draft(step.passes)
+            self._loss.add(seconds / target.seconds_of(step.batch) - sum(row.emitted for row in rows) / len(rows))
+            memory.store(self._model, self._key, self._loss)
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)
             self._verified = FORGETTING * self._verified + sum(min(row.depth, row.accepted + 1) for row in drafted)

@@ -177,10 +177,6 @@ class BoundHead:
         left_out = self._left_out.expand(*logits.shape[:-1], head.config.vocab_size)
         return left_out.index_copy(-1, head.draft_to_target, logits)
 
-    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """The target's token ids of draft token ids, in the same shape."""
-        return self.head.target_ids(draft_ids)
-
 
 def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The `hidden_states` indices to read: those given, those of the config, or the format's default."""

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hf_specgen.heads.block import BlockConfig, block_options, is_block, projector_type
-from hf_specgen.heads.checkpoint import Fields
 from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
@@ -62,7 +61,7 @@ class DominoHead(PathHead):
 
 def load_domino(file: HeadFile) -> DominoHead:
     """A Domino head of SpecForge or ModelOpt; without `shift_label` position j of the block proposes token j."""
-    fields = Fields(file.fields.nested("dflash_config").values, file.fields.values)
+    fields = file.block_fields
     options = block_options(file)
     config = DominoConfig(
         **options | {"first_proposing_position": 0 if fields.flag("shift_label") else 1},

@@ -130,7 +130,7 @@ def load_dspark(file: HeadFile) -> DSparkHead:
         CONFIDENCE_NAME.sub("confidence_head.proj.", MARKOV_NAME.sub(r"markov_head.\1.", ours)): name
         for ours, name in file.names.items()
     }
-    fields = Fields(file.fields.nested("dflash_config").values, file.fields.values)
+    fields = file.block_fields
     shapes = {ours: file.tensors[name].shape for ours, name in file.names.items()}
     rank, confidence = (
         shapes[name][-1] if shapes.get(name) else 0

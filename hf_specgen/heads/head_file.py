@@ -79,6 +79,11 @@ class HeadFile:
         nested = self.fields.nested("transformer_layer_config").values
         return layer_fields(nested if self.is_nested else self.checkpoint.config)
 
+    @property
+    def block_fields(self) -> Fields:
+        """The config of a block head: what is not in `dflash_config` is beside it."""
+        return Fields(self.fields.nested("dflash_config").values, self.fields.values)
+
     @cached_property
     def num_layers(self) -> int:
         """The number of layers."""

@@ -105,29 +105,19 @@ class MTPHead(DraftHead):
         return HeadOutput(normed, normed)
 
 
-def load_mtp(
-    target: PreTrainedModel,
-    path_or_id: str | None = None,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | None = None,
-) -> MTPHead:
+def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
     """Load the MTP layers of a target from its checkpoint: in its dtype, on the device of its last layer.
 
     Args:
         target: the model that is drafted for.
         path_or_id: its checkpoint; None takes where it was loaded from.
-        revision, token, cache_dir: as for `from_pretrained`.
     """
     source = path_or_id or target.config.name_or_path
     if not source:
         raise ValueError("it is not known where the target was loaded from; name its checkpoint")
     decoder = target.get_decoder()
     first = decoder.config.num_hidden_layers
-    checkpoint = open_checkpoint(
-        Source(source, revision, token, cache_dir=cache_dir), lambda name: _is_mtp_name(name, first)
-    )
+    checkpoint = open_checkpoint(Source(source), lambda name: _is_mtp_name(name, first))
     try:
         return _assemble(decoder, checkpoint, first)
     except ValueError as error:

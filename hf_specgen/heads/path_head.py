@@ -179,7 +179,7 @@ class PathRunner(BlockRunner):
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
+        tree = tree.select(self.rows)
         tokens = tree.input_tokens(self._like.device)
         return self._step(tokens, tree.level, tree.of_parents(self._states))
 
@@ -217,6 +217,6 @@ class PathRunner(BlockRunner):
             state = self._head.first_state(hidden, anchors, self.bound.embed, first)
             query = self._head.step(hidden[:, first], anchors, state, 0, self.bound.embed).query
             logits.append(self.bound.logits(hidden[:, first]) + query @ self._head.keys().T)
-        best = self.bound.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
+        best = self._head.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
         self._proposed = dict(zip(self.rows, best, strict=True))
         self._first = votes.first

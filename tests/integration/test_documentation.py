@@ -93,6 +93,7 @@ def test_links_of_a_page_lead_to_files(page: Path) -> None:
     for target, section in LINK.findall(page.read_text(encoding="utf-8")):
         linked = page.parent / target if target else page
         assert linked.exists(), f"{page.name} links to {target}"
+        assert "docs" not in page.parts or "docs" in linked.resolve().parts, f"{target} is no page of the site"
         if section and linked.suffix == ".md":
             headings = [re.sub(r"[^\w\- ]", "", one.lower()) for one in HEADING.findall(linked.read_text("utf-8"))]
             assert section[1:].replace("-", " ") in [one.replace("-", " ") for one in headings], target + section

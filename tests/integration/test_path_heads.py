@@ -105,8 +105,12 @@ def recorded_drafts(monkeypatch: pytest.MonkeyPatch, of: Any) -> list[DraftTree]
 
 
 @pytest.mark.parametrize("tree", [None, 8])
-@pytest.mark.parametrize("name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", LAYERED.folder.name])
-def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", "dflash_zlab", LAYERED.folder.name]
+)
+def test_path_head_rejection_gives_q_of_every_node(
+    name: str, tree: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """q is the corrected distribution: of each node's own path, and zero where the head never proposes."""
     fixture = FIXTURES[name]
     drafts = recorded_drafts(monkeypatch, type(strategy(fixture)))
@@ -121,6 +125,11 @@ def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None, 
             assert (q.gather(1, one.tokens[row, : len(parents), None]) > 0).all()
             if name == "dflash2_zlab":
                 assert ((q > 0).sum(dim=-1) <= 6).all()
+            if name.startswith("dflash"):  # branches with the same draws would not be independent
+                continued = [node for node in {*parents} if node >= 0]
+                drawn = [one.tokens[row, node].item() * (name == "dflash2_zlab") for node in continued]
+                groups = [(one.depths(row)[1 + node], token) for node, token in zip(continued, drawn, strict=True)]
+                assert len(set(groups)) == len(groups)
 
 
 DSPARK = {"projector_type": "dspark"}

@@ -245,7 +245,7 @@ Z_LAB = "z-lab's layout cannot express a head with"
         ("speculators_eagle3_c_fcnorm_normout", "sglang", "norm_output"),
         ("speculators_peagle_llama", "eagle", "a mask token"),
         ("eagle1 0", "eagle", "an output matrix of its own, states of inner layers"),
-        ("eagle3_original", "tgi", "there are eagle, sglang, vllm"),
+        ("eagle3_original", "tgi", "choose eagle, sglang, vllm"),
         ("speculators_dflash_sliding_causal", "sglang", Z_LAB),
         ("speculators_dflash_full", "sglang", Z_LAB),
     ],
