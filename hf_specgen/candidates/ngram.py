@@ -129,6 +129,8 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
     def __init__(self, settings: NgramCandidates, call: DraftCall):
         super().__init__(call, settings.k, settings.tree)
         self._settings, self._state = settings, call.state
+        if settings.history is not None and call.model is not None:
+            settings.history.check_vocabulary(call.model.config.get_text_config().vocab_size)
         self._key = (settings.profile_key(), round(call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = memory.recall(call.model if self.remembers else None, ("odds", *self._key), MatchOdds)
