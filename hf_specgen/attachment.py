@@ -24,7 +24,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import compat
-from hf_specgen.candidates.presets import Preset
+from hf_specgen.candidates.combined import Preset
 from hf_specgen.counters import CallTotals, Statistics
 from hf_specgen.generate import (
     CALL_SETTINGS,

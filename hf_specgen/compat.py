@@ -74,7 +74,8 @@ def prepared_call(model: Any, **arguments: Any) -> tuple[torch.Tensor, Generatio
     """What `generate` with these arguments would give its decoding method: input ids, config and model arguments.
 
     The encoder of an encoder-decoder model is run. No private symbol: `GenerationMixin.generate` as it was before it
-    was patched, also for models that have a `generate` of their own.
+    was patched, also for models that have a `generate` of their own. Settings of the model's generation config that
+    need a tokenizer are switched off.
     """
     prepared: list[tuple[torch.Tensor, GenerationConfig, dict[str, Any]]] = []
 
@@ -91,7 +92,8 @@ def prepared_call(model: Any, **arguments: Any) -> tuple[torch.Tensor, Generatio
         return input_ids
 
     generate: Any = utils.GenerationMixin.generate
-    getattr(generate, "_hf_specgen_original", generate)(model, custom_generate=keep, **arguments)
+    off = {"stop_strings": None, "token_healing": False}
+    getattr(generate, "_hf_specgen_original", generate)(model, custom_generate=keep, **{**off, **arguments})
     return prepared[0]
 
 

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput, GenerationState, Prediction
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.presets import Preset, PresetCandidates
+from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import speculative_decode

@@ -27,7 +27,7 @@ from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
-from hf_specgen.evaluation.measure import Sample, Variant, explain_difference, first_difference, measure_round
+from hf_specgen.evaluation.measure import Sample, Variant, first_difference, measure_round
 from hf_specgen.evaluation.workloads import load, maybe_prepacked
 
 DEFAULT_PLAIN = "plain, default"
@@ -137,12 +137,9 @@ class Bench:
         found["sampled"] = bool(unit.generation.get("do_sample"))
         found["identical"] = torch.equal(plain.ids, sample.ids)
         if sample.speculation is not None and not variant.name.startswith(PLAIN.name):
-            difference = None if found["identical"] else first_difference(plain, sample)
-            found["difference"] = asdict(difference) if difference else None
-            if difference and not unit.followups:  # the noise of a later turn follows that of the turns before
-                found["difference"] |= explain_difference(
-                    self.model, plain, difference, unit.generation, seed, unit.inputs
-                )
+            # The noise of a later turn follows that of the turns before.
+            inputs = None if unit.followups else unit.inputs
+            found["difference"] = first_difference(self.model, plain, sample, unit.generation, seed, inputs)
             rows = sample.speculation.rows
             found["steps"] = [[s.drafted, s.depth, s.accepted, s.emitted] for row in rows for s in row]
             if self.profile is not None:

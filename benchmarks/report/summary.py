@@ -165,7 +165,7 @@ def cost(curve: CostCurve) -> Rows:
 
 
 def differences(records: Sequence[Record]) -> Rows:
-    """The first token that differs from plain decoding in each unit, by what decides it (`explain_difference`)."""
+    """The first token that differs from plain decoding in each unit, by what decides it (`first_difference`)."""
     columns = ("position", "plain_token", "our_token", "decided by", "margin", "explained")
     return [
         {"unit": r["unit"], "variant": r["variant"]}

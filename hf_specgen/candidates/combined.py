@@ -2,7 +2,7 @@
 
 Members without a forward pass draft first, into one tree, which Token Recycling extends. If that is expected to yield
 many tokens, it is verified alone; otherwise the network drafts too, and both trees are merged: most probable nodes
-first, cut at the fastest size.
+first, cut at the fastest size. Presets are strategies by purpose, chosen when the target is known.
 
 Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024), for combining copied text with
 Token Recycling or EAGLE; there one of them drafts a step, here both do.
@@ -10,22 +10,25 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, reduce
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
+from weakref import WeakSet
 
 from transformers import PreTrainedModel
 
 from hf_specgen.call import DraftingSettings, Prediction
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
+from hf_specgen.candidates.draft_heads import MTPCandidates
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import Node as RecycledNode
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
 from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first, draft_rows
-from hf_specgen.depth import Policy
+from hf_specgen.depth import AdaptiveDepth, Policy
 from hf_specgen.targets.early_exit import EarlyExitTarget
+from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, result_for, verified_nodes
@@ -33,10 +36,11 @@ from hf_specgen.verification.result import VerificationResult, result_for, verif
 ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
 0.3 to 0.8 tokens, below 1.4 to 3.9."""
-
-
 UNPROPOSED = 0.03
 """Factor of the acceptance of a copied token that a network does not propose after the same path."""
+Preset = Literal["auto", "latency", "throughput", "memory"]
+MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""Fields of configs with the number of multi-token prediction layers."""
 
 
 class CombinedCandidates(Candidates):
@@ -330,3 +334,64 @@ def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
 def default_candidates() -> Candidates:
     """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far."""
     return CombinedCandidates()
+
+
+class PresetCandidates(Candidates):
+    """The strategy for a purpose. All need no further checkpoint, and draft while that is faster than plain decoding.
+
+    - "auto": n-grams and Token Recycling, in trees.
+    - "latency": for single requests. N-grams and the multi-token prediction layer in the target's own checkpoint, if it
+      has one; otherwise as "auto".
+    - "throughput": for batches. N-grams in trees, whose size follows from the latency of the rows together; nothing is
+      computed for rows that repeat nothing.
+    - "memory": n-grams in chains of at most 8 tokens; no weights and no tables, a few slots of cache a row.
+
+    Args:
+        name: one of these.
+
+    Raises:
+        ValueError: for another name.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        if name not in get_args(Preset):
+            names = ", ".join(map(repr, get_args(Preset)))
+            raise ValueError(
+                f"there is no preset {name!r}; choose {names}, or give a strategy such as NgramCandidates(), for a "
+                "checkpoint AutoCandidates.from_pretrained(name)"
+            )
+        self.name = name
+
+    def for_model(self, model: PreTrainedModel) -> Candidates:
+        has_layer = any(getattr(text_config(model), name, None) for name in MTP_FIELDS)
+        if self.name == "latency" and has_layer and model not in _without_layer:
+            try:
+                _build("mtp").target_requirements(model)
+                return _build("mtp")
+            except (OSError, ValueError):
+                _without_layer.add(model)
+        return _build(self.name)
+
+    def start(self, call: DraftCall) -> DraftSession:
+        return default_candidates().start(call)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+_without_layer: WeakSet[PreTrainedModel] = WeakSet()
+"""Targets whose config names a multi-token prediction layer that their checkpoint does not have."""
+_BUILDERS: dict[str, Callable[[], Candidates]] = {
+    "auto": default_candidates,
+    "latency": default_candidates,
+    "throughput": NgramCandidates,
+    "memory": lambda: NgramCandidates(k=8, policy=AdaptiveDepth()),
+    "mtp": lambda: CombinedCandidates([NgramCandidates(), MTPCandidates()]),
+}
+
+
+@cache
+def _build(name: str) -> Candidates:
+    """The strategy of a preset, one object for all calls: it keeps the modules that it has loaded."""
+    return _BUILDERS[name]()

@@ -173,14 +173,14 @@ class _Texts:
             self._known[token] = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
         return self._known[token]
 
+    def is_line_break(self, token: int) -> bool:
+        """Whether a token is whitespace with a line break."""
+        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
+
     def kind(self, token: int) -> str:
         """Whether a token is nothing but whitespace, "space", or another one, "text"."""
         text = self.of(token)
         return "text" if text is None or text.strip() else "space"
-
-    def is_line_break(self, token: int) -> bool:
-        """Whether a token is whitespace with a line break."""
-        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
 
 
 class _Choices:
@@ -203,7 +203,13 @@ class _Choices:
         are_known = len(contents) == len(self.few)
         is_forced = are_known and longest and all(longest.startswith(text) for text in contents.values())
         self.forced = {token: len(text) for token, text in contents.items() if text} if is_forced else {}
+        self.longest = max(self.forced.values(), default=0)
         self.whitespace = {token for token, text in contents.items() if text == ""}
+        self.spaced = {token for token in self.forced if (known[token] or "").startswith(" ")}
+
+    def splits(self, token: int) -> bool:
+        """Whether a token is the beginning of a longer forced text."""
+        return 0 < self.forced.get(token, 0) < self.longest
 
 
 def _tokenizer_of(model: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
@@ -222,6 +228,7 @@ class _Node(NamedTuple):
     drafted: int | None
     before: GrammarState | None
     path: tuple[int, ...]
+    is_split: bool = False
 
 
 class GrammarSession(WrappedSession):
@@ -255,11 +262,11 @@ class _Row:
         self._texts, self._odds = texts, MatchOdds()
         self._index, self._counts = NgramIndex(prompt), Counter(prompt)
         self._state: GrammarState | None = state
-        self._generated = 0
+        self._generated, self._is_split = 0, False
         self._choices: dict[bytes, _Choices] = {}
         self._indentation = -1  # the last whitespace token with a line break
-        # How often each kind of token followed a token, or a kind of token, where whitespace and one text were allowed.
-        self._followed = Counter[tuple[int | str, str]]()
+        # How often each kind of token followed another, where whitespace and one text were allowed.
+        self._followed = Counter[tuple[str, str]]()
 
     def update(self, generated: Sequence[int]) -> None:
         """Append the tokens that were generated since the last draft."""
@@ -282,11 +289,10 @@ class _Row:
         return self._choices[key]
 
     def _learn(self, token: int, choices: _Choices) -> None:
-        """Learn whether whitespace was chosen beside forced text."""
+        """Learn whether whitespace was chosen beside forced text, and whether a shorter token than possible."""
+        self._is_split = choices.splits(token)
         if choices.forced and choices.whitespace:
-            last, kind = self._last(()), self._texts.kind(token)
-            self._followed[last, kind] += 1
-            self._followed[self._texts.kind(last), kind] += 1
+            self._followed[self._texts.kind(self._last(())), self._texts.kind(token)] += 1
 
     def search(
         self, drafted: dict[int, list[tuple[int, int, float]]], depth: int, limits: SearchLimits
@@ -299,23 +305,23 @@ class _Row:
                 state = state.after(node.path[-1])
             below = () if node.drafted is None else drafted.get(node.drafted, ())
             proposals = {token: (acceptance, child) for child, token, acceptance in below if token >= 0}
-            ranked = self._ranked(state, node.path, {token: value for token, (value, _) in proposals.items()})
+            ranked = self._ranked(state, node, {token: value for token, (value, _) in proposals.items()})
             for token, value in ranked:
-                yield token, value, _Node(proposals.get(token, (0.0, None))[1], state, (*node.path, token))
+                drafted_child, path = proposals.get(token, (0.0, None))[1], (*node.path, token)
+                is_split = state is not None and self._choices_of(state).splits(token)
+                yield token, value, _Node(drafted_child, state, path, is_split)
 
-        return best_first(_Node(-1, self._state, ()), children, depth, limits)
+        return best_first(_Node(-1, self._state, (), self._is_split), children, depth, limits)
 
-    def _ranked(
-        self, state: GrammarState | None, path: tuple[int, ...], proposed: dict[int, float]
-    ) -> list[tuple[int, float]]:
+    def _ranked(self, state: GrammarState | None, node: _Node, proposed: dict[int, float]) -> list[tuple[int, float]]:
         """The tokens that may follow and their probabilities, most probable first."""
         if state is None:
             return sorted(proposed.items(), key=lambda one: -one[1])
         allowed, choices = state.allowed, self._choices_of(state)
         if choices.count <= 1:
             return [(int(allowed.argmax()), 1.0)] if choices.count else []
-        values = _extended(proposed, self._votes(path), allowed)
-        values = _extended(values, self._expected(path, choices), allowed)
+        values = _extended(proposed, self._votes(node.path), allowed)
+        values = _extended(values, self._expected(node, choices), allowed)
         return sorted(values.items(), key=lambda one: -one[1])
 
     def _votes(self, path: tuple[int, ...]) -> dict[int, float]:
@@ -325,17 +331,23 @@ class _Row:
         votes = vote([(tokens, len(tokens), at, length, OWN) for at, length in matches], 0, self._odds)
         return {token: value for token, value, _ in votes}
 
-    def _expected(self, path: tuple[int, ...], choices: _Choices) -> dict[int, float]:
+    def _expected(self, node: _Node, choices: _Choices) -> dict[int, float]:
         """Probabilities of allowed tokens by the grammar: forced text, and whitespace as it was used before."""
         if not choices.forced:
             return _normalised({token: 0.1 + self._counts[token] for token in choices.few}, 1.0)
-        lengths = choices.forced.items()
-        forced = {token: (0.1 + self._counts[token]) * 4.0 ** min(length, 64) for token, length in lengths}
+        # Where a target splits a forced text in its own way, it goes on in short tokens.
+        path, base = node.path, 0.25 if node.is_split else 4.0
+        # Tokenizers give the last of several spaces to the text after them: more than one space was written.
+        prior = 0.5 if (self._texts.of(self._last(path)) or "").endswith(" ") else 0.1
+        forced = {
+            token: ((prior if token in choices.spaced else 0.1) + self._counts[token]) * base ** min(length, 64)
+            for token, length in choices.forced.items()
+        }
         if not choices.whitespace:
             return _normalised(forced, 1.0)
         is_space = self._whitespace_probability(self._last(path))
-        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
         spaces = {token: float(self._counts[token]) for token in choices.whitespace & self._counts.keys()}
+        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
         if indentation in choices.whitespace:
             spaces[indentation] = spaces.get(indentation, 0.0) + sum(spaces.values())
         return _normalised(forced, 1.0 - is_space) | _normalised(spaces, is_space)
@@ -345,17 +357,10 @@ class _Row:
         return path[-1] if path else self._index.tokens[-1] if len(self._index) else -1
 
     def _whitespace_probability(self, last: int) -> float:
-        """How probable whitespace is where text is forced too: by what followed this token, and any of its kind."""
+        """How probable whitespace is where text is forced too: by what followed tokens of this token's kind."""
         kind = self._texts.kind(last)
         spaces, others = self._followed[kind, "space"], self._followed[kind, "text"]
-        prior = (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
-        spaces, others = self._followed[last, "space"], self._followed[last, "text"]
-        return (spaces + prior) / (spaces + others + 1)
-
-
-def _sum(values: Mapping[int, float], more: Mapping[int, float]) -> dict[int, float]:
-    """The sum of two measures."""
-    return {token: values.get(token, 0.0) + more.get(token, 0.0) for token in {**values, **more}}
+        return (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
 
 
 def _normalised(weights: Mapping[int, float], total: float) -> dict[int, float]:
@@ -370,4 +375,7 @@ def _extended(values: dict[int, float], more: dict[int, float], allowed: NDArray
     scale = 1.0 / max(1.0 - forbidden, 1e-9)
     kept = {token: scale * value for token, value in values.items() if allowed[token]}
     rest = max(0.0, 1.0 - sum(kept.values()))
-    return _sum(kept, {token: rest * value for token, value in more.items() if allowed[token]})
+    for token, value in more.items():
+        if allowed[token]:
+            kept[token] = kept.get(token, 0.0) + rest * value
+    return kept

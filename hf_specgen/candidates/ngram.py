@@ -129,6 +129,8 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
     def __init__(self, settings: NgramCandidates, call: DraftCall):
         super().__init__(call, settings.k, settings.tree)
         self._settings, self._state = settings, call.state
+        if settings.history is not None and call.model is not None:
+            settings.history.check_vocabulary(call.model.config.get_text_config().vocab_size)
         self._key = (settings.profile_key(), round(call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = memory.recall(call.model if self.remembers else None, ("odds", *self._key), MatchOdds)
@@ -233,9 +235,18 @@ class RowText:
 
         def children(voters: Sequence[Occurrence], depth: int) -> Iterable[tuple[int, float, Sequence[Occurrence]]]:
             votes = vote(voters, depth, self._odds)
+            if limits.is_chain and votes:
+                # Places in repetitions of one passage do not agree independently: the best match counts, then votes.
+                return [max(votes, key=lambda one: max(self._strength(voter, depth) for voter in one[2]))]
             return self._with_frequent(votes) if self._min_ngram == 1 and depth == 0 else votes
 
         return best_first(occurrences, children, depth, limits)
+
+    def _strength(self, occurrence: Occurrence, depth: int) -> float:
+        """The odds of an occurrence, higher where tokens were copied from right before it."""
+        _, _, position, length, kind = occurrence
+        odds = self._odds.values[match_class(kind, length + depth)]
+        return 1.5 * odds if self._source >= 0 and 0 <= position - self._source <= 3 else odds
 
     def _with_frequent(
         self, votes: Sequence[tuple[int, float, list[Occurrence]]]
@@ -292,7 +303,7 @@ class RowText:
 
     def _is_near(self, position: int) -> bool:
         """Whether a position is at, or shortly after, the one that was copied from last."""
-        return 0 <= self._source <= position <= self._source + 16
+        return 0 <= self._source <= position <= self._source + 32
 
     def _resumed(self) -> list[int]:
         """Positions at which copying may begin, or resume after a mismatch: tokens were replaced, or inserted."""
@@ -368,7 +379,7 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tupl
             else:
                 values[token], proposers[token] = value, [voter]
     total = sum(values.values()) + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values)
-    votes = [(token, value / total, proposers[token][:8]) for token, value in values.items()]
+    votes = [(token, value / total, proposers[token]) for token, value in values.items()]
     return sorted(votes, key=lambda one: -one[1]) if len(votes) > 1 else votes
 
 

@@ -136,6 +136,14 @@ class NgramHistory:
                 for position, length in self.index.occurrences(tail, limit).items()
             ]
 
+    def check_vocabulary(self, size: int) -> None:
+        """Raise a `ValueError` if a token is beyond a target's vocabulary, as of a target with another tokenizer."""
+        if (token := self.index.max_token) >= size:
+            raise ValueError(
+                f"the history has token {token}, but the target's vocabulary ends at {size - 1}; use one history for "
+                "each tokenizer"
+            )
+
     def __repr__(self) -> str:
         return f"NgramHistory(max_tokens={self.max_tokens})"
 

@@ -51,7 +51,7 @@ class NgramIndex:
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
-        self.tokens = array("i")
+        self.tokens, self.max_token = array("i"), -1
         self._allocate(0)
         self.extend(tokens)
 
@@ -62,6 +62,7 @@ class NgramIndex:
         """Append tokens to the text."""
         first = len(self.tokens)
         self.tokens.extend(tokens)
+        self.max_token = max(self.max_token, max(tokens, default=-1))
         end = len(self.tokens)
         if end > self._capacity:
             self._allocate(end)

@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates import NgramCandidates
-from hf_specgen.candidates.presets import Preset, PresetCandidates
+from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli.checkpoints import (
     BAD,
     GOOD,

@@ -256,71 +256,65 @@ class Speed:
         }
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first token at which the output differs from plain decoding."""
+def first_difference(
+    model: PreTrainedModel,
+    plain: Sample,
+    ours: Sample,
+    generation: dict[str, Any],
+    seed: int,
+    inputs: dict[str, torch.Tensor] | None,
+) -> dict[str, Any] | None:
+    """The first token at which `ours` differs from `plain`, in any row, and whether rounding explains it; else None.
 
-    row: int
-    position: int
-    plain_token: int
-    our_token: int
+    A sampled token is the argmax of p / e, e exponential noise: of ``logit / temperature - log e``. Two tokens whose
+    values are closer than the rounding of both logits may exchange their places. (Top-k and top-p leave the order of
+    tokens that they keep as it is.) The margin is by how much plain decoding preferred its own token.
 
-
-def first_difference(plain: Sample, ours: Sample) -> Difference | None:
-    """The first token at which `ours` differs from `plain`, in any row; None if they are identical."""
+    Args:
+        generation, seed: of the call.
+        inputs: `input_ids` and `attention_mask` `[batch, prompt]`, of prompts that are padded on the left; None if the
+            difference need not be explained.
+    """
     width = max(plain.ids.shape[1], ours.ids.shape[1])
     plain_ids, our_ids = (pad(s.ids, (0, width - s.ids.shape[1]), value=NO_TOKEN) for s in (plain, ours))
     differs = (plain_ids != our_ids).nonzero()
     if len(differs) == 0:
         return None
     row, position = min(differs.tolist(), key=lambda place: place[1])
-    return Difference(row, position, int(plain_ids[row, position]), int(our_ids[row, position]))
-
-
-def explain_difference(
-    model: PreTrainedModel,
-    plain: Sample,
-    difference: Difference,
-    generation: dict[str, Any],
-    seed: int,
-    inputs: dict[str, torch.Tensor],
-) -> dict[str, Any]:
-    """By how much plain decoding preferred its own token, and whether rounding explains the difference.
-
-    A sampled token is the argmax of p / e, e exponential noise: of ``logit / temperature - log e``. Two tokens whose
-    values are closer than the rounding of both logits may exchange their places. (Top-k and top-p leave the order of
-    tokens that they keep as it is.)
-
-    Args:
-        generation: arguments of `generate`.
-        seed: of the call.
-        inputs: `input_ids` and `attention_mask` `[batch, prompt]`, of prompts that are padded on the left.
-    """
-    tokens = [difference.plain_token, difference.our_token]
+    tokens = [int(ids[row, position]) for ids in (plain_ids, our_ids)]
+    found = {"row": row, "position": position, "plain_token": tokens[0], "our_token": tokens[1]}
+    if inputs is None:
+        return found
     if NO_TOKEN in tokens:
-        return {"decided by": "length", "explained": UNEXPLAINED}
-    device, row = compat.input_device(model), difference.row
-    text = plain.ids[row : row + 1, : difference.position].to(device)
-    if model.config.is_encoder_decoder:
-        call = {name: tensor[row : row + 1].to(device) for name, tensor in inputs.items()}
-        call["decoder_input_ids"] = text
-    else:
-        call = {"input_ids": text[:, int(inputs["attention_mask"][row].argmax()) :]}
-    with torch.no_grad():
-        logits = model(**call).logits[0, -1].float()
+        return {**found, "decided by": "length", "explained": UNEXPLAINED}
+    logits = _logits_after(model, plain.ids[row : row + 1, :position], row, inputs)
     values, scale, decided_by = logits[tokens], float(logits.std()), "logits"
     if generation.get("do_sample"):
         temperature = generation.get("temperature") or 1.0
-        shape = (len(plain.ids), len(logits))
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            for _ in range(difference.position - _prompt_length(model, inputs) + 1):
-                noise = torch.empty(shape, device=logits.device).exponential_()
+            for _ in range(position - _prompt_length(model, inputs) + 1):
+                noise = torch.empty(len(plain.ids), len(logits), device=logits.device).exponential_()
         values, scale = values / temperature - noise[row, tokens].log(), scale / temperature
         decided_by = "p over noise"
     margin = float(values[0] - values[1])
     explained = ROUNDING if is_rounding([abs(margin) / 2 / scale], model.dtype) else UNEXPLAINED
-    return {"decided by": decided_by, "margin": margin, "explained": explained}
+    return {**found, "decided by": decided_by, "margin": margin, "explained": explained}
+
+
+@torch.no_grad()
+def _logits_after(
+    model: PreTrainedModel, text: torch.Tensor, row: int, inputs: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """`[vocabulary]` the logits after the text of a row, from one pass without a cache."""
+    device = compat.input_device(model)
+    if model.config.is_encoder_decoder:
+        source = {name: tensor[row : row + 1].to(device) for name, tensor in inputs.items()}
+        output = model(**source, decoder_input_ids=text.to(device))
+    else:
+        output = model(text[:, int(inputs["attention_mask"][row].argmax()) :].to(device))
+    logits: torch.Tensor = output.logits[0, -1].float()
+    return logits
 
 
 class Comparison:
@@ -353,10 +347,9 @@ class Comparison:
             yield variant.name
             sample = measure_round(model, inputs, [variant], generation, number)[variant.name]
             self.samples[variant.name].append(sample)
-            if difference := first_difference(self.plain[-1], sample):
-                judged = (self.plain[-1], difference, generation, number, inputs)
+            if difference := first_difference(model, self.plain[-1], sample, generation, number, inputs):
                 self.different[variant.name] += 1
-                self.unexplained[variant.name] += explain_difference(model, *judged)["explained"] != ROUNDING
+                self.unexplained[variant.name] += difference["explained"] != ROUNDING
 
     def speedup(self, name: str) -> float:
         """Throughput of a variant relative to plain `generate`."""

@@ -94,7 +94,7 @@ class LayeredRunner(HeadRunner):
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
+        tree = tree.select(self.rows)
         tokens = tree.input_tokens(self._like.device)[..., None]
         self._paths = torch.cat([tree.of_parents(self._paths)[:, :, 1:], tokens], dim=2)
         self._hidden = self._layer(tree.level, self._paths, tree.of_parents(self._hidden))

@@ -179,7 +179,7 @@ class PathRunner(BlockRunner):
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
+        tree = tree.select(self.rows)
         tokens = tree.input_tokens(self._like.device)
         return self._step(tokens, tree.level, tree.of_parents(self._states))
 

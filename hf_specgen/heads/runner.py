@@ -194,7 +194,7 @@ class EagleRunner(HeadRunner):
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        tree = tree if len(self.rows) == tree.batch else tree.select(self.rows)
+        tree = tree.select(self.rows)
         (depths, ancestors), new = tree.structure(), tree.tokens.shape[1]
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
         layout = masks.StepLayout(roots, depths, ancestors, None)

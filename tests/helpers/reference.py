@@ -129,12 +129,11 @@ def ngram_nodes(
     occurrences: dict[int, int],
     odds: Sequence[float],
     depth: int,
-    max_voters: int,
     prefix: tuple[int, ...] = (),
 ) -> dict[tuple[int, ...], float]:
     """The path probability of every path that occurrences in the row's own text propose.
 
-    `occurrences` has the length of the match by position; at most `max_voters` go on voting after a token.
+    `occurrences` has the length of the match by position.
     """
     done = len(prefix)
     votes: dict[int, float] = {}
@@ -144,13 +143,12 @@ def ngram_nodes(
             token = tokens[position + done]
             longer = min(length + done, tuning.MAX_MATCH_LENGTH)
             votes[token] = votes.get(token, 0.0) + odds[tuning.BUCKET_OF_LENGTH[longer]]
-            if len(voters.setdefault(token, {})) < max_voters:
-                voters[token][position] = length
+            voters.setdefault(token, {})[position] = length
     total = sum(votes.values()) + tuning.NEW_TOKEN_ODDS + tuning.NEW_TOKEN_ODDS_PER_TOKEN * len(votes)
     nodes = {}
     for token, vote in votes.items():
         nodes[(*prefix, token)] = vote / total
-        for path, probability in ngram_nodes(tokens, voters[token], odds, depth, max_voters, (*prefix, token)).items():
+        for path, probability in ngram_nodes(tokens, voters[token], odds, depth, (*prefix, token)).items():
             nodes[path] = vote / total * probability
     return nodes
 

@@ -27,7 +27,7 @@ from hf_specgen import (
     attached,
     speculate,
 )
-from hf_specgen.candidates.presets import PresetCandidates
+from hf_specgen.candidates.combined import PresetCandidates
 from tests.helpers import fresh_model, prompts, tiny_model
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.paths import BENCHMARK_ASSETS, HEAD_FIXTURES

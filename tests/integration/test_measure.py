@@ -18,7 +18,7 @@ from hf_specgen.call import memory
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import Bucket, DraftLatency
 from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Variant, explain_difference, first_difference, measure_round
+from hf_specgen.evaluation.measure import Variant, first_difference, measure_round
 from hf_specgen.evaluation.workloads import domain_prompts, encode
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
@@ -59,9 +59,8 @@ def test_answers_of_an_encoder_decoder_are_counted_and_judged() -> None:
     samples = measure_round(model, inputs, [PLAIN, OURS], generation, 0)
     assert all(sample.tokens == 12 for sample in samples.values())
     samples["ours"].ids[1, 3] += 1
-    difference = first_difference(samples["plain"], samples["ours"])
-    assert difference is not None and (difference.row, difference.position) == (1, 3)
-    found = explain_difference(model, samples["plain"], difference, generation, 0, inputs)
+    found = first_difference(model, samples["plain"], samples["ours"], generation, 0, inputs)
+    assert found is not None and (found["row"], found["position"]) == (1, 3)
     assert found["decided by"] == "logits" and found["margin"] > 0
 
 

@@ -50,6 +50,17 @@ def test_model_whose_verification_differs_is_refused(kind: str) -> None:
         identical(tiny_model(kind, layers=4), NgramCandidates(k=3))
 
 
+@pytest.mark.parametrize("name", ["num_return_sequences", "stop_strings", "token_healing"])
+def test_generation_config_of_the_model_is_not_that_of_the_self_check(name: str) -> None:
+    """Would catch: a model refused because its config asks for sampling or a tokenizer, which the check has not."""
+    model, settings = llama().eval(), {"num_return_sequences": 2, "stop_strings": ["a"], "token_healing": True}
+    model.generation_config.do_sample = True
+    setattr(model.generation_config, name, settings[name])
+    call = {"top_k": 1, "max_new_tokens": 6, "stop_strings": None, "token_healing": False}
+    plain = model.generate(torch.tensor([[5, 6, 7]]), **call)
+    assert torch.equal(plain, model.generate(torch.tensor([[5, 6, 7]]), **call, candidate_generator=NgramCandidates()))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_are_not_finite_for_a_while_refuse_no_later_call(value: float) -> None:
     """Would catch: a model that is refused for ever because one call had faulty logits."""

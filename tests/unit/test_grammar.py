@@ -175,12 +175,16 @@ LAYOUT = """[
 RECORD = '{"name":"@","role":{"title":"@","level":"@"},"city":"@"}'
 
 
-@pytest.mark.parametrize("layout, steps", [("pretty", 44), ("spaces", 30), ("compact", 30)])
+@pytest.mark.parametrize("layout, steps", [("pretty", 41), ("spaces", 30), ("compact", 30), ("letters", 62)])
 def test_grammar_with_free_whitespace_drafts_the_layout_of_the_text(layout: str, steps: int) -> None:
-    """Would catch: whitespace drafted again and again, or never; keys that are not drafted after whitespace."""
-    separator = {"pretty": None, "spaces": " ", "compact": ""}[layout]
+    """Would catch: whitespace drafted again and again, or never; keys that are not drafted after whitespace, or in long
+    tokens where the target writes each letter as a token.
+    """
+    separator = {"pretty": None, "spaces": " ", "compact": "", "letters": ""}[layout]
     tokenizer = load_tokenizer(str(REFERENCE_LM))
-    script = tokenizer.encode(LAYOUT if separator is None else separator.join(LAYOUT.split()), add_special_tokens=False)
+    text = LAYOUT if separator is None else separator.join(LAYOUT.split())
+    parts = text if layout == "letters" else [text]
+    script = [token for part in parts for token in tokenizer.encode(part, add_special_tokens=False)]
     contents = ["".join(tokenizer.decode([token]).split()) for token in range(len(tokenizer))]
     state = make_state([tokenizer.encode("Extract the people as JSON.\n\n", add_special_tokens=False)])
     state.append(0, script[:1])
