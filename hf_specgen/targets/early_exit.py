@@ -51,6 +51,12 @@ class EarlyExitTarget(Target):
         self._active: Sequence[bool] | None = None  # in this step; all rows during prefill
         self._before_prompt: tuple[int, ...] = ()
 
+    @property
+    def supports_prefill_drafts(self) -> bool:
+        """As for `Target`; not after a masked token at the end of a prompt, which the first layers would read."""
+        ends = None if self.prompt.padding is None else self.prompt.padding[:, -1]
+        return super().supports_prefill_drafts and (ends is None or bool(ends.all()))
+
     def prefill_early(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the first layers on the prompt; returns the exit state and the logits of the last token."""
         self._before_prompt = self.cache.lengths or (0,) * self.batch
