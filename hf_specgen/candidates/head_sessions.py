@@ -123,6 +123,19 @@ class FeatureQueue:
         self._history[row] = known, text
         return features, tokens
 
+    def take_prompts(self, first: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """As `take`, of new rows, the first of which is given; of each but the last feature, if there are more."""
+        rest = []
+        for row in range(first, len(self._features)):
+            [states] = self._features[row]
+            count = max(1, len(states) - 1)
+            self._features[row] = [states[:count]]
+            rest.append(states[count:])
+        features, tokens = self.take([row >= first for row in range(len(self._features))])
+        for row, states in enumerate(rest, start=first):
+            self._features[row].append(states)
+        return features[first:], tokens[first:]
+
     def _next_tokens(self, row: int, count: int) -> list[int]:
         """The token after each of the next `count` positions of a row."""
         prompt, generated = self._state.prompts[row], self._state.generated[row]
@@ -182,6 +195,8 @@ class ReadsFeatures(HeadSession):
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
         self.queue.keep_rows(kept)
         self.runner.keep_rows(kept, new)
+        if new and kept and self.runner.cache.lengths:
+            self.runner.read_prompts(*self.queue.take_prompts(len(kept)))
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self.queue.is_empty:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch.nn.functional import pad
@@ -79,6 +79,14 @@ class LayeredRunner(HeadRunner):
         super().keep_rows(kept, new)
         for place in range(len(kept), len(kept) + new):
             self._forget(place)
+
+    def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
+        self._features, self._tokens = [self._features[0][:0]] * len(features), [[] for _ in features]
+        self.first_logits(features, next_tokens, [True] * len(features))
+
+    def _put_last(self, other: Self) -> None:
+        super()._put_last(other)
+        self._features[-len(other.rows) :], self._tokens[-len(other.rows) :] = other._features, other._tokens
 
     def _select(self, rows: list[int]) -> None:
         super()._select(rows)

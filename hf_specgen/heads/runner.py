@@ -6,9 +6,10 @@ dropped before the next accepted tokens are processed with the features that the
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import torch
 from torch.nn.functional import pad
@@ -56,6 +57,24 @@ class HeadRunner:
         self.rows, self.lengths = list(range(self._batch)), [*(self.lengths[row] for row in kept), *[0] * new]
         self._select([*kept, *[0] * new])
         self.cache.set_lengths(self.lengths)
+
+    def read_prompts(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
+        """Process the prompts of the last rows, for which nothing was computed yet, without the other rows."""
+        other = copy.copy(self)
+        HeadRunner.__init__(other, self.bound, len(features))
+        other._process(features, next_tokens)
+        self._put_last(other)
+
+    @abstractmethod
+    def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
+        """Process new accepted positions of all rows, without a draft."""
+
+    def _put_last(self, other: Self) -> None:
+        """Use what another runner has computed for the last rows."""
+        first = len(self.lengths) - len(other.lengths)
+        self.lengths[first:] = other.lengths
+        self.cache.batch_select_indices(torch.arange(first))
+        self.cache.add_rows(other.cache)
 
     def _select(self, rows: list[int]) -> None:
         """Continue with what was computed for these rows."""
@@ -131,6 +150,9 @@ class EagleRunner(HeadRunner):
         self._hidden = self.last.hidden
         return self._scatter(self.bound.target_logits(self.last.output)[:, 0])
 
+    def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
+        self.first_logits(features, next_tokens, [True] * len(features))
+
     def _select(self, rows: list[int]) -> None:
         super()._select(rows)
         if hasattr(self, "last"):
@@ -195,6 +217,9 @@ class ParallelRunner(HeadRunner):
         states = [row.to(self._like) for row in self._gather(features)]
         output = self._outputs(states, [list(row) for row in self._gather(next_tokens)], depth)
         return self._scatter(self.bound.target_logits(output))
+
+    def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
+        self.draft(features, next_tokens, [True] * len(features), 1)
 
     @abstractmethod
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:

@@ -170,7 +170,8 @@ class StepMasks:
             # A row with fewer nodes is padded by a chain whose results are ignored.
             is_chain, device = tree.is_chain, self._device
             structure = TreeStructure.of_chains(tree.batch, tree.nodes, device) if is_chain else tree.structure()
-            visible = None if self._visible is None else self._visible.to(structure.depths.device)
+            # A row with a longer prompt may have left.
+            visible = None if self._visible is None else self._visible[:, : max(lengths)].to(structure.depths.device)
             layout = StepLayout(lengths, *structure, visible)
             for kind in masked:
                 mask = self._of_tree(kind, layout).to(self._device)

@@ -16,10 +16,8 @@ DRAFT_MODELS = ("draft", "draft_other", "draft_reencoded", "skip", "skip_adapter
 MEDUSA = ("medusa", "medusa_auto")
 HEADS = ("eagle1", "eagle3", "dflash", "peagle")
 """Heads that are built for any target."""
-OWN_TARGETS = {
-    "mtp": ("mtp_deepseek_v3", "mtp_glm4_moe", "mtp_qwen3_5", "mtp_qwen3_next"),
-    "assistant": ("assistant_gemma4",),
-}
+MTP = ("mtp_deepseek_v3", "mtp_glm4_moe", "mtp_qwen3_5", "mtp_qwen3_next")
+OWN_TARGETS = {"mtp": MTP, "assistant": ("assistant_gemma4",)}
 """Strategies whose heads exist for these targets only; keys of `tests.fuzz.models.FIXTURES`."""
 GROUPS = {
     "scripted": SCRIPTED,

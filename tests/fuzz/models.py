@@ -111,13 +111,7 @@ POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 # Absent from a configuration by default, and then not to be given: None means that the model has no such part.
 ONLY_IF_SET = {"num_local_experts", "num_experts", "sliding_window", "is_decoder", "attention_chunk_size", "n_inner"}
 
-LAYER_KINDS = {
-    "f": "full_attention",
-    "s": "sliding_attention",
-    "c": "chunked_attention",
-    "l": "linear_attention",
-    "v": "conv",
-}
+LAYER_KINDS = {kind[0]: f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")} | {"v": "conv"}
 
 
 class Architecture(NamedTuple):

@@ -43,11 +43,8 @@ COMMANDS = re.compile(
     r"`((?:hf-specgen|python (?:-m benchmarks|-m tests|recipes)|accelerate launch (?:-m|recipes)|make|pytest) ?[^`]+)`",
     re.S,
 )
-PLACEHOLDERS = {
-    "HEAD": "benchmarks/assets/medusa-heads",
-    "FILE": "benchmarks/profiles/gpu_like.json",
-    "ID": "org/model",
-}
+PLACEHOLDERS = {"HEAD": "benchmarks/assets/medusa-heads", "FILE": "benchmarks/profiles/gpu_like.json"}
+PLACEHOLDERS |= {"ID": "org/model"}
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
 GONE = " --trace-texts 0"
 """An option of the commit at which the suite `wide` was recorded."""
@@ -277,9 +274,8 @@ def test_reference_loop_gives_the_tokens_of_generate(
     target, draft, tokenizer = models
     inputs = tokenizer(PROMPT, return_tensors="pt")
     settings = SAMPLING if sampled else {}
-    processors = LogitsProcessorList(
-        [transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(50)] if sampled else []
-    )
+    warpers = [transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(50)]
+    processors = LogitsProcessorList(warpers if sampled else [])
     if strategy == "n-grams":
         propose, candidates = reference["prompt_lookup"], NgramCandidates(k=5)
     else:

@@ -15,7 +15,7 @@ from hf_specgen.call import Memory, memory
 from hf_specgen.candidates.acceptance import Calibration
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DisableWhen, DraftLatency, LatencyModel, MovingWindow
-from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS
+from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS, DraftingLoss
 from tests.helpers import prompts, tiny_model
 from tests.helpers.depth import Model, depth_call, run
 from tests.helpers.medusa import random_heads
@@ -88,6 +88,16 @@ def test_adaptive_depth_of_chains_is_the_fastest_one(acceptance: float, slope: f
 def test_adaptive_depth_in_a_batch_drafts_for_all_rows_or_none() -> None:
     depths = run(AdaptiveDepth(FLAT).start(depth_call(rows=3)), 60, [0, 5, 0])
     assert all(len(set(step)) == 1 for step in depths)
+
+
+def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
+    """Would catch: a request that stops drafting after a rejection, for which all others then wait."""
+    policy = AdaptiveDepth(STEEP)
+    policy.packed_loss = DraftingLoss()
+    one, other = (policy.start(depth_call(sizes_trees=True, negligible_cost=False)) for _ in range(2))
+    assert all(depth for (depth,) in run(one, 20, [0]))
+    policy.packed_loss.add(2 * MAX_LOSS)
+    assert run(one, 1, [0]) == run(other, 1, [0]) == [[0]]
 
 
 def test_adaptive_depth_within_the_limits_of_each_row() -> None:

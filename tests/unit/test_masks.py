@@ -98,9 +98,8 @@ def test_masks_of_chains_equal_the_reference(window: int | None, rows: str, quer
     model.config._attn_implementation = "sdpa"
     model.get_input_embeddings = lambda: torch.nn.Embedding(2, 2)
     visible = None if not padding else torch.tensor([[slot >= padding for slot in range(6)], [True] * 6])
-    made = StepMasks(cast(Any, model), visible).of_step(
-        DraftTree.chains([[0] * (queries - 1)] * len(lengths)), tuple(lengths), 0, 0
-    )
+    tree = DraftTree.chains([[0] * (queries - 1)] * len(lengths))
+    made = StepMasks(cast(Any, model), visible).of_step(tree, tuple(lengths), 0, 0)
     chain, width = tuple(range(-1, queries - 2)), max(lengths) + queries
     expected = [
         reference.row_mask(length, chain, width, None if visible is None else visible[row].tolist(), window)

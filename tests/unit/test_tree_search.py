@@ -70,9 +70,8 @@ class ReferenceGrowth:
         for parent, row, values in zip(self.frontier, tokens, acceptance, strict=True):
             depth, above = (0, float(self.limit > 0)) if parent < 0 else self.candidates[parent][2:]
             is_node = depth < self.limit
-            self.candidates += [
-                (t, parent, depth + 1, above * a if is_node else 0.0) for t, a in zip(row, values, strict=True)
-            ]
+            factor = above if is_node else 0.0
+            self.candidates += [(t, parent, depth + 1, factor * a) for t, a in zip(row, values, strict=True)]
 
     def open(self) -> list[int]:
         """Candidates of the last level that can be expanded, most probable first."""
