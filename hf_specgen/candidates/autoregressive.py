@@ -121,7 +121,9 @@ class AutoregressiveSession(CalibratedSession):
             self._add(growth, self.next_scores(expanded))
             self.passes.append(active * width)
         self._expanded, first = growth.expanded, self.expanded_nodes_first
-        draft, parents = growth.best(max(size.nodes(growth), growth.expanded if first else 0), first)
+        # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
+        least = growth.expanded if first or self.wants_q else 0
+        draft, parents = growth.best(max(size.nodes(growth), least), first, with_expanded=self.wants_q)
         if self.wants_q and draft.nodes:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
             draft = draft.replace(q=q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
@@ -147,9 +149,12 @@ class AutoregressiveSession(CalibratedSession):
             if self.wants_q:
                 self._qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
                 confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
-        edges, ranks = _bins(logits.device, best.shape[-1])
+        edges, ranks, order = _bins(logits.device, best.shape[-1])
         features = torch.bucketize(confidence, edges)
-        growth.add(tokens, self._table[ranks, features], features, expandable)
+        acceptance = self._table[ranks, features]
+        if self.wants_q:  # siblings are verified in the order in which they were drawn
+            acceptance = acceptance.cummin(dim=-1).values + order
+        growth.add(tokens, acceptance, features, expandable)
 
 
 def last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -161,7 +166,10 @@ def last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 @lru_cache(maxsize=16)
-def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds of the bins of confidence, and `[children]` ranks with bins of their own."""
-    ranks = torch.arange(children, device=device).clamp(max=RANKS - 1)
-    return torch.from_numpy(EDGES.astype(np.float32)).to(device), ranks
+def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bounds of the bins of confidence; `[children]` ranks with bins of their own, and differences of logarithms.
+
+    These make later siblings less likely, where equal ones would have no order.
+    """
+    ranks = torch.arange(children, device=device)
+    return torch.from_numpy(EDGES.astype(np.float32)).to(device), ranks.clamp(max=RANKS - 1), -1e-4 * ranks

@@ -55,12 +55,12 @@ def draft_prompt(
         shared = {"encoder_outputs": _moved(read.outputs, draft), "past_key_values": cache, "use_cache": True}
         return input_ids, config, {"attention_mask": mask, **shared}
     start = int(input_ids[0, 0])
-    config = GenerationConfig(max_new_tokens=1, num_beams=1, num_return_sequences=1, decoder_start_token_id=start)
+    settings = {"max_new_tokens": 1, "num_beams": 1, "num_return_sequences": 1, "decoder_start_token_id": start}
     given = _encoder_arguments(draft, call, read, share_encoder)
     if not bool(mask.all()):
         given["decoder_attention_mask"] = mask
     moved = {name: _moved(value, draft) for name, value in given.items()}
-    return compat.prepared_call(draft, generation_config=config, decoder_input_ids=input_ids, **moved)
+    return compat.prepared_call(draft, decoder_input_ids=input_ids, **settings, **moved)
 
 
 def embedding_size(model: PreTrainedModel) -> int:

@@ -134,10 +134,11 @@ class Growth:
         reached = np.concatenate([limits > 0, values[:, count + self.frontier :]], axis=1)
         return Snapshot(values[:, :count], opened, reached)
 
-    def best(self, nodes: int, expanded_first: bool = False) -> tuple[GrownTree, Tensor]:
+    def best(self, nodes: int, expanded_first: bool = False, with_expanded: bool = False) -> tuple[GrownTree, Tensor]:
         """The best trees of at most `nodes` nodes, and `[rows, nodes]` the number of each node's parent.
 
-        With `expanded_first` expanded nodes come first, whatever their probability.
+        With `expanded_first` expanded nodes come first, whatever their probability; `with_expanded` they are among the
+        nodes, of which there must be as many.
         """
         nodes, rows = min(nodes, self.candidates), len(self.limits)
         constants = _constants(self.children, self._widths, self._open.device)
@@ -149,7 +150,7 @@ class Growth:
         features, paths = constants.root_features.expand(rows, -1), constants.root_paths.expand(rows, -1)
         values = torch.cat([*parts, features, *self._features, paths, *self._paths], dim=1).view(rows, 1 + PATH, -1)
         if self.children > 1:
-            order = self._order(values[:, PATH], ids, nodes, expanded_first)
+            order = self._order(values[:, PATH], ids, nodes, expanded_first, with_expanded)
             values = values.gather(2, order[:, None].expand(-1, 1 + PATH, -1))
         values = values[:, :, : 1 + nodes]
         integers = values[:, : 1 + PARENT].long()
@@ -157,12 +158,13 @@ class Growth:
         shown: Any = {"drafting_rows": self.rows, "keeps_all": expanded_first, "inputs": integers[:, TOKEN]}
         return GrownTree(integers[:, TOKEN, 1:], structure, values, **shown), integers[:, PARENT, 1:]
 
-    def _order(self, paths: Tensor, ids: Tensor, nodes: int, expanded_first: bool) -> Tensor:
+    def _order(self, paths: Tensor, ids: Tensor, nodes: int, expanded_first: bool, with_expanded: bool) -> Tensor:
         """`[rows, 1 + nodes]` each row's last token and the candidates of its tree, parents before their children."""
-        if not expanded_first:
+        if not expanded_first and not with_expanded:
             return paths.topk(1 + nodes, dim=1).indices
         rest = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
-        return torch.cat([ids, rest], dim=1)
+        order = torch.cat([ids, rest], dim=1)
+        return order if expanded_first else order.gather(1, paths.gather(1, order).argsort(dim=1, descending=True))
 
 
 def _structure(nodes: Tensor) -> TreeStructure:

@@ -132,14 +132,14 @@ class JoinedRow(DraftSession):
     Attributes:
         tree: its draft.
         result: the outcome of the step, once there is one.
+        is_active, has_joined: whether the request has not ended, and whether it is a row of the common session.
     """
 
     def __init__(self, call: DraftCall, drafter: JoinedCandidates):
         super().__init__(call)
-        self._drafter, self.tree, self.result = drafter, DraftTree.empty(1), None
+        self._drafter, self.tree = drafter, DraftTree.empty(1)
+        self.result: VerificationResult | None = None
         self.is_active, self.has_joined = True, False
-
-    result: VerificationResult | None
 
     def plan(self, max_depths: Sequence[int]) -> None:
         self._drafter.plan(self, max_depths[0])

@@ -87,7 +87,7 @@ class OnePassSession(CalibratedSession):
         size = tree_size(default_size(self.call, self._size), self.call, depths)
         trees = [best_combinations(*pair, size, self.wants_q) for pair in zip(rows, depths, strict=True)]
         drafting = 0.0 if size.latency is None else size.latency.drafter.draft(self.passes or ())
-        nodes = size.best_size([tree.probability for tree in trees], drafting)
+        nodes = size.best_size([tree.probability for tree in trees], drafting, self.wants_q)
         draft, places = draft_of(trees, nodes), [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
         self._features = [
             (place[:, 2], confidence[row][tuple(place.T)], 1 + place[:, 0]) for row, place in enumerate(places)

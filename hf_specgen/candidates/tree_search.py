@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from math import isqrt
 from typing import Any, Generic, TypeVar
 
@@ -120,13 +120,20 @@ class TreeSize:
             self._snapshot = growth.read()
         return self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
 
-    def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0) -> int:
-        """How many nodes of complete trees are verified."""
+    def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
+        """How many nodes of complete trees are verified.
+
+        With `is_sampled` the first local maximum of the speed, so that no node is left out because of those after it.
+        """
         if not self.is_fastest or self._rows_differ:
             return self.max_nodes
         gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
         tokens = accumulate(gains, initial=float(self._rows))
         rates = [count / (seconds + drafting) for count, seconds in zip(tokens, self._target.tolist(), strict=False)]
+        if is_sampled:
+            return next(
+                (count for count, (one, next_one) in enumerate(pairwise(rates)) if next_one < one), len(rates) - 1
+            )
         return rates.index(max(rates))
 
 

@@ -260,9 +260,9 @@ def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows:
     mask = torch.ones_like(input_ids)
     if rows > 1:
         mask[0, : min(2, input_ids.shape[1] - 1)] = 0
-    config = GenerationConfig(max_new_tokens=STEPS, do_sample=False, num_return_sequences=1, pad_token_id=0)
+    settings = {"max_new_tokens": STEPS, "do_sample": False, "num_return_sequences": 1, "pad_token_id": 0}
     with _positions_kept(model), torch.random.fork_rng(devices=[]):
-        arguments = {"input_ids": input_ids, "attention_mask": mask, "generation_config": config}
+        arguments = {"input_ids": input_ids, "attention_mask": mask, **settings}
         prepared_ids, prepared_config, model_kwargs = compat.prepared_call(model, **arguments)
         model_kwargs.pop("past_key_values", None)
         compare(model, requirements, prepared_ids, prepared_config, model_kwargs)

@@ -7,6 +7,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -21,8 +22,11 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
+from hf_specgen.candidates.acceptance import CENTERS, RANKS, Calibration
+from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
+from hf_specgen.grown_tree import NUMBER, PARENT, RANK
 from hf_specgen.heads import ExitHead, load_head, save_head
 from hf_specgen.heads.exit_head import exit_layer_of, save_exit_head
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
@@ -254,6 +258,34 @@ def test_trees_rejection_sampling_has_the_distribution_of_the_target(tree: Any) 
     target, draft = small_llama(6, 0), small_llama(6, 3)
     candidates = DraftModelCandidates(draft, k=2, tree=tree, policy=AdaptiveDepth(LATENCY) if tree == "auto" else None)
     assert fit_of_two_tokens(target, torch.tensor([[2, 3, 4]]), candidates, calls=12) > 1e-3
+
+
+def test_trees_rejection_sampling_keeps_draws_in_order_and_expanded_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: siblings in another order than they were drawn in, nodes left out because of what follows them.
+
+    Less confident tokens count as more acceptable here, and what follows an expanded node as unlikely.
+    """
+    trees: list[tuple[Any, int]] = []
+    grow = AutoregressiveSession._grow
+
+    def recorded(session: Any, *arguments: Any, **settings: Any) -> Any:
+        tree = grow(session, *arguments, **settings)
+        if tree.nodes:
+            trees.append((tree.node_values[0], session._expanded))
+        return tree
+
+    monkeypatch.setattr(AutoregressiveSession, "_grow", recorded)
+    monkeypatch.setattr(Calibration, "table", lambda self: np.tile(np.linspace(0.5, 0.01, len(CENTERS)), (RANKS, 1)))
+    steep = LatencyModel.from_curves(CostCurve((1, 65), (1.0, 9.0), 256, 1), draft_token=0.01)
+    candidates = DraftModelCandidates(small_llama(6, 3), k=4, tree="auto", policy=AdaptiveDepth(steep))
+    arguments = {"max_new_tokens": 30, "do_sample": True, "verification": "rejection"}
+    small_llama(6, 0).generate(torch.tensor([[2, 3, 4]]), candidate_generator=candidates, **arguments)
+    assert max(len(nodes) for nodes, _ in trees) > 2
+    for nodes, expanded in trees:
+        assert set(range(1, 1 + expanded)) <= set(nodes[:, NUMBER].tolist())
+        for parent in set(nodes[:, PARENT].tolist()):
+            ranks = nodes[nodes[:, PARENT] == parent][:, RANK].tolist()
+            assert ranks == list(range(len(ranks)))
 
 
 # One strategy object on several models, and several objects of one kind on one model

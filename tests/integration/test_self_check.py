@@ -61,6 +61,12 @@ def test_generation_config_of_the_model_is_not_that_of_the_self_check(name: str)
     assert torch.equal(plain, model.generate(torch.tensor([[5, 6, 7]]), **call, candidate_generator=NgramCandidates()))
 
 
+def test_first_call_on_a_model_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Would catch: a warning of Transformers about arguments of the self-check, which the user did not give."""
+    fresh_model("llama").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, candidate_generator=NgramCandidates())
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_logits_that_are_not_finite_for_a_while_refuse_no_later_call(value: float) -> None:
     """Would catch: a model that is refused for ever because one call had faulty logits."""
