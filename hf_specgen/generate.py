@@ -361,6 +361,7 @@ def _check_call(
         raise ValueError(
             "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
         )
+    _check_mask(model_kwargs.get(mask_name(model)), input_ids.shape[1], model_kwargs.get("past_key_values"))
     position_ids = model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
         check_cache(model_kwargs.get("past_key_values"), type(model).__name__)
@@ -369,4 +370,15 @@ def _check_call(
         raise ValueError(
             "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "
             f"[axes, batch, tokens], got {'none' if position_ids is None else tuple(position_ids.shape)}"
+        )
+
+
+def _check_mask(mask: Any, tokens: int, cache: Any) -> None:
+    """Raise for a mask with further columns, which plain `generate` takes for those of generated tokens."""
+    if mask is None or mask.dim() != 2:
+        return
+    cached = 0 if cache is None else cache.get_seq_length()
+    if mask.shape[1] not in (tokens, tokens + cached):
+        raise ValueError(
+            f"the attention mask has {mask.shape[1]} columns for a prompt of {tokens} tokens; give one for each token"
         )
