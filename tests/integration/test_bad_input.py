@@ -236,7 +236,10 @@ INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"inputs": torch.empty(1, 0, dtype=torch.long)}, "prompt is empty"),
     (lambda: {"inputs": torch.empty(0, 4, dtype=torch.long)}, "prompt is empty"),
     (lambda: {"inputs_embeds": torch.randn(1, 5, 64)}, "not as inputs_embeds"),
-    (lambda: {**prompts(1), "attention_mask": torch.ones(1, 40).triu(1)}, "attention mask has 40 columns for a prompt of"),
+    (
+        lambda: {**prompts(1), "attention_mask": torch.ones(1, 40).triu(1)},
+        "attention mask has 40 columns for a prompt of",
+    ),
     (
         lambda: {"past_key_values": StaticCache(config=tiny_model("llama").config, max_cache_len=32), **prompts(1)},
         "not with StaticCache",
