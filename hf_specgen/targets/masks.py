@@ -79,7 +79,7 @@ def chunked_mask(layout: StepLayout, chunk_size: int) -> torch.Tensor:
     """`full_mask`, limited to keys in the query's own chunk; chunks are counted from the first token after padding."""
     key, query = _logical_indices(layout)
     if layout.visible is not None:
-        padding = layout.visible.int().argmax(dim=1)[:, None, None, None]
+        padding = (layout.visible.cumsum(dim=1) == 0).sum(dim=1)[:, None, None, None]
         key, query = key - padding, query - padding
     same_chunk = key.div(chunk_size, rounding_mode="floor") == query.div(chunk_size, rounding_mode="floor")
     return full_mask(layout) & same_chunk

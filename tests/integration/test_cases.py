@@ -125,9 +125,11 @@ CASES: dict[str, list[Case]] = {
         *every(replace(PARTLY, eos_ids=END, draft_tree=8), strategy=STATE_STRATEGIES, architecture=STATE_TARGETS),
         *every(replace(PARTLY, strategy="combined", members=("ngram_tree", "draft_other")), architecture=STATE_TARGETS),
     ],
-    # First layers of a draft in the prefill that read the end of the prompt, though it counts as padding.
+    # First layers of a draft in the prefill that read the end of the prompt, though it counts as padding; chunks that
+    # begin at the first token of a row of padding.
     "masked end": [
-        Case(seed=180860, architecture="olmo2", lengths=(6, 5), pad_id=7, give_mask=False, strategy="skip_adapter")
+        Case(seed=180860, architecture="olmo2", lengths=(6, 5), pad_id=7, give_mask=False, strategy="skip_adapter"),
+        Case(seed=873608, architecture="llama4_text", lengths=(1, 2), pad_in_prompt=True, give_mask=False),
     ],
     # Plain steps in between that a drafter does not learn of.
     "plain steps": every(replace(PARTLY, policy="random"), strategy=["native", "skip"], lengths=BATCHES[:1]),
