@@ -218,7 +218,7 @@ class _Depth(PolicySession):
         return None if depth is None else depth.known
 
     def depths(self, limits: Sequence[int]) -> list[int]:
-        """Not asked for: each request has a policy of its own."""
+        """Not used: each request has its own policy."""
         return list(limits)
 
 
@@ -237,8 +237,8 @@ class _Verification(VerificationSession):
         sessions = [row.call.verification for row in self._drafter.rows]
         ids = [None] * len(sessions) if tokens is None else tokens.split(1)
         rows = zip(sessions, scores.split(1), steps, ids, strict=True)
-        return torch.cat([one.draft_weights(part, [at], own) for one, part, at, own in rows if one is not None])
+        return torch.cat([one.draft_weights(part, [at], columns) for one, part, at, columns in rows if one is not None])
 
     def choose(self, *_: Any) -> torch.Tensor:
-        """Not asked for: each request is verified by a session of its own."""
+        """Not used: each request is verified by its own session."""
         raise NotImplementedError
