@@ -69,8 +69,6 @@ class AdaptiveDepth(Policy):
     packed_loss: DraftingLoss | None = None
     """In packed steps, where one budget cuts the drafts of all calls, what they have lost together, a call on average.
     Whoever makes the steps counts it."""
-    drafts_together = False
-    """Whether the rows of all calls that share the target's passes share those of the drafter too."""
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
@@ -112,7 +110,7 @@ class AdaptiveSession(PolicySession):
         if known is None or not rows or self._is_alone:
             return known
         if self._share[0] is not known or self._share[1] != rows:
-            shared = known.shared(rows + self._call.state.batch, self._policy.drafts_together)
+            shared = known.shared(rows + self._call.state.batch, self._call.state.drafts_together)
             self._share = known, rows, shared
         return self._share[2]
 

@@ -34,6 +34,7 @@ STRATEGIES = {
     "recycling": lambda model: RecyclingCandidates(k=3, policy=MovingWindow()),
     "draft trees": lambda model: DraftModelCandidates(shared_draft(model), k=4, tree=6),
     "layer skip": lambda model: LayerSkipCandidates(exit_layer=1, k=3),
+    "llama draft": lambda model: DraftModelCandidates(tiny_model("llama"), k=3),
 }
 
 
@@ -66,7 +67,9 @@ def test_strategies_same_tokens_as_alone(architecture: str) -> None:
     model, prompts = tiny_model(architecture), some_prompts()
     greedy, sampled = alone(model, prompts, **GREEDY), alone(model, prompts, seed=5, **SAMPLED)
     assert len({len(tokens) for tokens in greedy}) > 1
-    names = {"qwen3_next": ["ngram"], "llama": list(STRATEGIES)}.get(architecture, ["auto", "draft trees"])
+    names = {"qwen3_next": ["ngram", "llama draft"], "llama": list(STRATEGIES)}.get(
+        architecture, ["auto", "draft trees"]
+    )
     for name in names:
         strategy = STRATEGIES[name](model)
         assert many(model, prompts, strategy, **GREEDY) == greedy, name
@@ -93,6 +96,7 @@ def test_heads_read_the_hidden_states_of_their_row(reference_model: Any, tokeniz
     found = many(reference_model, prompts, strategy, max_rows=3, policy=FixedDepth(4), **arguments)
     assert found == alone(reference_model, prompts, **arguments)
     assert strategy.speculation.acceptance_rate > 0.1
+    assert all(len(step.passes) <= 6 for step in strategy.speculation.passes), "rows share the passes of the drafter"
 
 
 class EndsAt(StoppingCriteria):
