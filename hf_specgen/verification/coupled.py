@@ -47,9 +47,6 @@ class _CoupledSession(VerificationSession):
     ) -> torch.Tensor:
         if not self.call.do_sample:
             return argmax(scores)
-        if self._noise is not None and self._noise.vocab != scores.shape[2]:
-            self._noise.rewind(0)  # drawn by drafting at the prefill, for a draft vocabulary of another size
-            self._noise = None
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device, self.call.seed)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
@@ -60,8 +57,7 @@ class _CoupledSession(VerificationSession):
         """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
             return super().draft_weights(scores, steps, tokens)
-        if self._noise is None:
-            self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device, self.call.seed)
+        assert self._noise is not None, "the prefill chooses before anything is drafted"
         buffered = [[max(step, self._confirmed) for step in row] for row in steps]
         noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
         noise = noise if tokens is None else noise.gather(2, tokens)
@@ -93,7 +89,6 @@ class NoiseBuffer:
         check_multinomial(device)
         self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
         """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
-        self.vocab = vocab
         self._shape, self._device = (batch, vocab), device
         self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         self._drawn = 0
