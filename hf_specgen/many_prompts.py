@@ -1,12 +1,13 @@
 """`generate_many`: answers any number of prompts, several at a time; a row that ends is replaced by the next prompt.
 
-Every prompt is a `generate` call of its own, with its own state, verification, criteria and drafter; so its tokens do
-not depend on the others. Only the forward pass of the target is common: each step processes the pending token and the
-draft of every row at once.
+Every prompt is a `generate` call of its own, with its own state, verification and criteria; so its tokens do not depend
+on the others. The forward passes are common: each step processes the pending token and the draft of every row at once,
+in one target whose rows are replaced, and drafters with a forward pass draft for all rows together.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from hf_specgen.candidates.joined import joined
 from hf_specgen.candidates.tree_search import TreeSize
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop, checked_target
+from hf_specgen.depth import AdaptiveDepth
+from hf_specgen.depth.adaptive import DraftingLoss
 from hf_specgen.depth.latency import StepLatency
 from hf_specgen.generate import Settings, Speculation, settings_in
 from hf_specgen.outputs import OutputCollector
@@ -64,7 +67,7 @@ def generate_many(
     """Generate for any number of prompts, `max_rows` at a time; a row that ends is replaced by the next prompt.
 
     The tokens are those of plain `generate` for each prompt alone. Rows that cannot be joined (recurrent states, images
-    beside the text, FlashAttention, layer skip) are answered one after the other.
+    beside the text, FlashAttention, layer skip, Gemma 4 assistants) are answered one after the other.
 
     Args:
         model: the target.
@@ -120,8 +123,8 @@ def _of_common_width(drafts: list[tuple[DraftTree, list[int]]], latency: StepLat
     trees = [tree for tree, _ in drafts]
     if latency is None or not all(tree.probability for tree in trees if tree.nodes):
         return drafts
-    shares = [[value / len(trees) for value in tree.probability[0]] for tree in trees if tree.probability]
-    width = TreeSize(None, latency=latency).best_size(shares) if shares else 0
+    probability = [tree.probability[0] for tree in trees if tree.probability]
+    width = TreeSize(None, latency=latency, rows=len(trees)).best_size(probability) if probability else 0
     return [(tree.first_nodes(width), pending) for tree, pending in drafts]
 
 
@@ -147,7 +150,10 @@ class _Batch:
         streamer: Callable[[int], BaseStreamer] | None,
         arguments: dict[str, Any],
     ):
-        self._model, self._settings, self._seed = model, settings, seed
+        policy = copy.copy(settings.policy or settings.candidates.policy)
+        if isinstance(policy, AdaptiveDepth):
+            policy.common_loss = DraftingLoss()
+        self._model, self._settings, self._seed, self._policy = model, replace(settings, policy=policy), seed, policy
         self._streamer, self._arguments = streamer, arguments
         self._candidates, self._drafters = joined(settings.candidates, rows_differ=False)
         self._rows: list[_Row] = []
@@ -221,7 +227,9 @@ class _Batch:
             loop.plan_step()
         for drafter in self._drafters:
             drafter.draft()
-        drafts = _of_common_width([loop.draft_step() for loop in loops], loops[0].policy.latency(1))
+        known = loops[0].policy.pass_latency
+        latency = None if known is None else known.at(len(loops), max(self._target.cache.lengths))
+        drafts = _of_common_width([loop.draft_step() for loop in loops], latency)
         trees, width = [tree for tree, _ in drafts], max(tree.nodes for tree, _ in drafts)
         parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
         begin = perf_counter()
@@ -233,16 +241,19 @@ class _Batch:
             loop.target.take_states(self._target, place, 1 + tree.nodes)
             loop.end_step(tree, logits[place : place + 1, : 1 + tree.nodes])
         self._target.commit_rows([loop.target for loop in loops])
-        self._record([loop.statistics.passes[-1] for loop in loops])
+        step = self._common_step([loop.statistics.passes[-1] for loop in loops])
+        self.statistics.passes.append(step)
+        if isinstance(self._policy, AdaptiveDepth) and self._policy.common_loss and latency and step.has_draft:
+            self._policy.common_loss.count(step, latency)
 
-    def _record(self, steps: Sequence[StepRecord]) -> None:
-        """Count a step of all rows."""
+    def _common_step(self, steps: Sequence[StepRecord]) -> StepRecord:
+        """The record of a step of all rows."""
         passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
         if not all(drafter.is_joined for drafter in self._drafters):
             passes += [tokens for step in steps for tokens in step.passes]
         requested, rows = [step.requested[0] for step in steps], [step.rows[0] for step in steps]
         context, tokens_per_row = max(step.context for step in steps), max(step.tokens_per_row for step in steps)
-        self.statistics.passes.append(StepRecord(requested, rows, tokens_per_row, {}, passes, context))
+        return StepRecord(requested, rows, tokens_per_row, {}, passes, context)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:

@@ -349,10 +349,10 @@ class PackedSteps:
     def _count_loss(self, accepted: int) -> None:
         """Count what a step with drafts has lost, in plain steps: its time, less that of plain steps for its tokens."""
         seconds, policy = self._seconds_of_drafts, self._settings.policy
-        if seconds is not None and isinstance(policy, AdaptiveDepth) and policy.packed_loss is not None:
+        if seconds is not None and isinstance(policy, AdaptiveDepth) and policy.common_loss is not None:
             passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
             took = seconds[self._drafted] + self._latency.drafter.draft(passes)
-            policy.packed_loss.add(took / seconds[0] - 1 - accepted / self._decoding)
+            policy.common_loss.add(took / seconds[0] - 1 - accepted / self._decoding)
 
     def _pass_states_on(self, scheduled: Sequence[Any], requests: Sequence[Request], steps: Sequence[int]) -> None:
         """Give each request the hidden states of its tokens; those of the output matrix are of the logit rows alone."""

@@ -21,6 +21,7 @@ from hf_specgen import (
     RecyclingCandidates,
     generate_many,
 )
+from hf_specgen.depth import CostCurve, LatencyModel
 from tests.helpers import shared_draft, tiny_model
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
 from tests.helpers.processors import RecordingStreamer
@@ -170,6 +171,15 @@ def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
     assert many(model, prompts, strategy, policy=GPU_LIKE, **GREEDY) == alone(model, prompts, **GREEDY)
     assert strategy.speculation.drafted > 0
     assert max(step.batch * step.tokens_per_row for step in strategy.speculation.passes) <= 4 * 65
+
+
+def test_rows_pause_together_once_drafting_has_lost_time() -> None:
+    """Would catch: every prompt that loses as much again as those before it, or rows that each pay for all passes."""
+    model, prompts = tiny_model("llama"), some_prompts(12)
+    latency = LatencyModel.from_curves(CostCurve((1, 64), (1.0, 2.0), context=64, batch=4), draft_token=0.5)
+    strategy = DraftModelCandidates(shared_draft(model, 9.0), policy=AdaptiveDepth(latency))
+    assert many(model, prompts, strategy, **GREEDY) == alone(model, prompts, **GREEDY)
+    assert 0 < sum(step.has_draft for step in strategy.speculation.passes) <= 3
 
 
 @pytest.mark.parametrize(
