@@ -191,7 +191,7 @@ class Chat:
 
 def show(settings: ChatSettings) -> None:
     """Load the models and chat on the terminal."""
-    model, tokenizer = workloads.load_model(settings.model, settings.dtype, settings.device)
+    model, tokenizer = workloads.load(settings.model, settings.dtype, settings.device)
     choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: default_candidates()}
     named = workloads.strategies(settings.draft, tokenizer=tokenizer)[1:]
     choices |= {strategy.name: strategy.candidates for strategy in named}

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from hf_specgen import AutoCandidates, NgramCandidates
 from hf_specgen.cli import checkpoints, doctor
 from hf_specgen.cli.__main__ import app
-from hf_specgen.cli.doctor import Report, Speed, blueprint, examine
+from hf_specgen.cli.doctor import Report, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
 from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation import measure
-from hf_specgen.evaluation.measure import Sample
+from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
@@ -166,7 +166,9 @@ MACHINES = {
     ],
 )
 def test_recommendation_is_the_fastest_of_what_was_measured(machine: str, fastest: str, reason: str) -> None:
-    speeds = {name: Speed.of(measured, PLAIN) for name, measured in MACHINES[machine].items()}
+    measured = Comparison([Variant("plain", dict)])
+    measured.samples = {"plain": PLAIN, **MACHINES[machine]}
+    speeds = {name: measured.speed(name) for name in MACHINES[machine]}
     found, why = doctor.recommend(speeds)
     assert found == fastest and reason in why
 
