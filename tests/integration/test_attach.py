@@ -29,6 +29,7 @@ from hf_specgen import (
     compat,
     speculate,
 )
+from hf_specgen.compat import CACHE
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
 
 NEW = 16
@@ -249,7 +250,7 @@ def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) ->
     def run() -> tuple[Any, RecordingStreamer]:
         streamer = RecordingStreamer()
         cache = StaticCache(config=model.config, max_cache_len=40)
-        return generate(model, 1, past_key_values=cache, streamer=streamer), streamer
+        return generate(model, 1, **{CACHE: cache}, streamer=streamer), streamer
 
     expected, seen = run()
     hf_specgen.attach(model, NgramCandidates())

@@ -30,6 +30,7 @@ from hf_specgen import (
     prepacked,
     speculate,
 )
+from hf_specgen.compat import CACHE
 from hf_specgen.depth import DisableWhen
 from hf_specgen.verification import TypicalVerifier
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
@@ -241,7 +242,7 @@ INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
         "attention mask has 40 columns for a prompt of",
     ),
     (
-        lambda: {"past_key_values": StaticCache(config=tiny_model("llama").config, max_cache_len=32), **prompts(1)},
+        lambda: {CACHE: StaticCache(config=tiny_model("llama").config, max_cache_len=32), **prompts(1)},
         "not with StaticCache",
     ),
     (

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.compat import CACHE
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets import graphs, target
 from hf_specgen.targets.cache import StepLayer
@@ -57,7 +58,7 @@ def test_captured_target_returns_cache_for_next_turn(captures: list[Any]) -> Non
     settings = {"candidate_generator": NgramCandidates(k=3), "compile": "graphs", "return_dict_in_generate": True}
     first = model.generate(**inputs, max_new_tokens=8, **settings)
     longer = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
-    second = model.generate(longer, past_key_values=first.past_key_values, max_new_tokens=8, **settings)
+    second = model.generate(longer, **{CACHE: first[CACHE]}, max_new_tokens=8, **settings)
     assert torch.equal(second.sequences, model.generate(longer, max_new_tokens=8))
 
 

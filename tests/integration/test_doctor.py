@@ -15,6 +15,7 @@ from hf_specgen.cli import checkpoints, doctor
 from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.doctor import Report, blueprint, examine
 from hf_specgen.cli.settings import DoctorSettings
+from hf_specgen.compat import CACHE
 from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
@@ -109,7 +110,7 @@ def test_memory_estimate_equals_the_bytes_of_weights_and_cache() -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     assert plan.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
     output = model(torch.ones(3, 20, dtype=torch.long), use_cache=True)
-    layers = output.past_key_values.layers
+    layers = output[CACHE].layers
     assert plan.cache_bytes(3, 20) == sum(t.numel() * t.element_size() for x in layers for t in (x.keys, x.values))
     tight = checkpoints.memory([plan], 1, 20, "cpu", available=int(1.05 * plan.weight_bytes))
     assert tight.result == "warning" and "tight" in tight.meaning

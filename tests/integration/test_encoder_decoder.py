@@ -20,6 +20,7 @@ from hf_specgen import (
     attach,
     statistics,
 )
+from hf_specgen.compat import CACHE
 from hf_specgen.heads import MedusaConfig, MedusaHeads
 from tests.helpers import SAMPLING, PrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.comparison import SEED, plain_and_speculative
@@ -78,7 +79,7 @@ def test_outputs_are_those_of_plain_generate(kind: str, make_processors: Any) ->
     for expected, got in zip(plain.scores + plain.logits, ours.scores + ours.logits, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     for part in ("self_attention_cache", "cross_attention_cache"):
-        caches = [getattr(output.past_key_values, part).layers for output in (plain, ours)]
+        caches = [getattr(output[CACHE], part).layers for output in (plain, ours)]
         for expected, got in zip(*caches, strict=True):
             torch.testing.assert_close(got.keys, expected.keys, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(got.values, expected.values, atol=1e-4, rtol=1e-4)
@@ -197,7 +198,7 @@ HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "cache": (lambda: {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}, "past_key_values"),
+    "cache": (lambda: {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, CACHE),
     "static": (lambda: {"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
     "beams": (lambda: {"num_beams": 2}, "set num_beams=1"),
     "attentions": (lambda: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

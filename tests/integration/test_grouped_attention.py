@@ -12,6 +12,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.compat import CACHE
 from hf_specgen.targets.attention import fold_mask, grouped_attention, grouped_sdpa
 from tests.fuzz.models import tiny_model as tiny_model_of_fuzz
 from tests.helpers import Oracle, fresh_model, plain_and_speculative, prompts, reference, tiny_model
@@ -256,10 +257,10 @@ def test_given_cache_with_whole_prompt_same_tokens() -> None:
     model, inputs = tiny_model("llama"), prompts(1)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     for cache in caches:
-        model(input_ids=inputs["input_ids"], past_key_values=cache)
+        model(input_ids=inputs["input_ids"], **{CACHE: cache})
     oracle = ALWAYS(model.generate(**inputs, max_new_tokens=8)[:, 12:])
-    plain = model.generate(**inputs, max_new_tokens=8, past_key_values=caches[0])
-    ours = model.generate(**inputs, max_new_tokens=8, past_key_values=caches[1], candidate_generator=oracle)
+    plain = model.generate(**inputs, max_new_tokens=8, **{CACHE: caches[0]})
+    ours = model.generate(**inputs, max_new_tokens=8, **{CACHE: caches[1]}, candidate_generator=oracle)
     assert torch.equal(plain, ours)
 
 

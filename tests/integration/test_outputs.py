@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import hf_specgen
 from hf_specgen import DraftModelCandidates, Monitor, NgramCandidates, SpeculationMonitor
+from hf_specgen.compat import CACHE
 from hf_specgen.depth import CostCurve
 from hf_specgen.monitoring import PREFIX, AcceptanceRates, plot_monitor, plot_speedup, speedup
 from hf_specgen.targets.cache import RaggedCache
@@ -28,12 +29,12 @@ def test_second_turn_reads_only_what_is_new() -> None:
     model, candidates = tiny_model("llama"), NgramCandidates(k=4, tree=8)
     arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "candidate_generator": candidates}
     first = model.generate(**prompts(3), **arguments)
-    assert isinstance(first, GenerateDecoderOnlyOutput) and type(first.past_key_values) is RaggedCache
+    assert isinstance(first, GenerateDecoderOnlyOutput) and type(first[CACHE]) is RaggedCache
     ids = torch.cat([first.sequences, torch.full((3, 3), 17)], dim=1)
     mask = torch.cat([prompts(3)["attention_mask"], torch.ones(3, 12, dtype=torch.long)], dim=1)
     read: list[int] = []
     handle = model.register_forward_pre_hook(lambda m, a, kw: read.append(kw["input_ids"].shape[1]), with_kwargs=True)
-    model.generate(input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values, **arguments)
+    model.generate(input_ids=ids, attention_mask=mask, **{CACHE: first[CACHE]}, **arguments)
     handle.remove()
     assert 4 <= read[0] <= 4 + 4  # the second prompt, the last token of the first turn, and tokens drafted behind them
 
@@ -47,7 +48,7 @@ def test_cache_made_in_inference_mode_continues_outside() -> None:
     ids = first.sequences.clone()
     mask = {"attention_mask": torch.ones_like(ids)}  # the padding id is also a real token
     expected = model.generate(ids, max_new_tokens=8, **mask)
-    cache = {"past_key_values": first.past_key_values, **mask}
+    cache = {CACHE: first[CACHE], **mask}
     ours = model.generate(ids, max_new_tokens=8, **cache, candidate_generator=NgramCandidates())
     assert torch.equal(ours, expected)
 

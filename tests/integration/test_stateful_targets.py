@@ -16,6 +16,7 @@ from transformers.masking_utils import flash_attention_mask
 
 import hf_specgen
 from hf_specgen import CombinedCandidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
+from hf_specgen.compat import CACHE
 from hf_specgen.targets.state_cache import ReplayQueue
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
@@ -89,13 +90,13 @@ def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:
     given = prompts(1)["input_ids"]
     call = {"max_new_tokens": 90, "candidate_generator": NgramCandidates(k=3), "return_dict_in_generate": True}
     output = model.generate(given, **call)
-    cache, length = output.past_key_values, output.past_key_values.get_seq_length()
+    cache, length = output[CACHE], output[CACHE].get_seq_length()
     unchanged = copy.deepcopy(cache)
     cache.crop(-5)
     text = torch.cat([output.sequences[:, : length - 5], torch.tensor([[7]])], dim=1)
     arguments = {"max_new_tokens": 10, "candidate_generator": NgramCandidates(k=3)}
     expected = model.generate(text, max_new_tokens=10)
-    assert torch.equal(model.generate(text, past_key_values=cache, **arguments), expected)
+    assert torch.equal(model.generate(text, **{CACHE: cache}, **arguments), expected)
     with pytest.raises(RuntimeError, match="80 tokens cannot be removed"):
         unchanged.crop(-80)
 
@@ -158,7 +159,7 @@ def test_second_turn_with_image_same_tokens() -> None:
         types = torch.zeros_like(ids)
         types[:, :16] = inputs["mm_token_type_ids"]
         second = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
-        return model.generate(**second, past_key_values=first.past_key_values, max_new_tokens=8, **more)
+        return model.generate(**second, **{CACHE: first[CACHE]}, max_new_tokens=8, **more)
 
     assert torch.equal(two_turns(candidate_generator=NgramCandidates(k=3)), two_turns())
 

@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 import hf_specgen
 from hf_specgen import compat
+from hf_specgen.compat import CACHE
 from tests.helpers import prompts, tiny_model
 from tests.helpers.models import fresh_model
 
@@ -41,7 +42,7 @@ METHODS = [
 ]
 SET_BY_GENERATE = {
     "GenerationConfig._pad_token_tensor": lambda seen: int(seen["generation_config"]._pad_token_tensor) == 0,
-    "Cache._is_user_defined": lambda seen: seen["past_key_values"]._is_user_defined is True,
+    "Cache._is_user_defined": lambda seen: seen[CACHE]._is_user_defined is True,
 }
 PRIVATE = {
     *(name for _, name, _ in METHODS if name.startswith("_")),
@@ -68,7 +69,7 @@ def seen() -> dict[str, Any]:
         arguments.update(kwargs)
         return input_ids
 
-    inputs = {**prompts(1), "past_key_values": DynamicCache()}
+    inputs = {**prompts(1), CACHE: DynamicCache()}
     original = inspect.unwrap(GenerationMixin.generate)
     original(tiny_model("llama"), **inputs, max_new_tokens=4, custom_generate=record)
     return arguments
