@@ -128,6 +128,15 @@ def test_copied_figures_are_those_of_the_record(page: str, head: str, record: st
     assert shown <= {tuple(f"{row[column]:.2f}" for column in columns) for row in recorded}
 
 
+def test_projected_speedups_of_situations_are_those_of_the_record() -> None:
+    """Would catch: a choice of strategy that a new record contradicts."""
+    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    table = text[text.index("| situation |") :].split("\n\n")[0]
+    report = json.loads((RESULTS / "projected" / "report.json").read_text(encoding="utf-8"))
+    recorded = {f"{value:.2f}" for row in report["tables"]["projected by domain"] for value in list(row.values())[1:]}
+    assert set(re.findall(r"\b\d+\.\d\d\b", table)) <= recorded
+
+
 def best_depth(rate: float, latency: Any = None, draft_pass: float = 0.0) -> str:
     """The k with the highest speedup, and that speedup."""
     gains = {k: speedup(rate, k, latency, draft_pass) for k in range(1, 17)}
