@@ -109,13 +109,8 @@ class EndsAt(StoppingCriteria):
 
 def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:
     model, prompts = tiny_model("llama"), some_prompts(7)
-    arguments = {
-        **GREEDY,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "repetition_penalty": 1.3,
-        "stopping_criteria": [EndsAt()],
-    }
+    arguments = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    arguments |= {"repetition_penalty": 1.3, "stopping_criteria": [EndsAt()]}
     streamers = [RecordingStreamer() for _ in prompts]
     completions = generate_many(
         model, (torch.tensor(one) for one in prompts), NgramCandidates(), streamer=streamers.__getitem__, **arguments
