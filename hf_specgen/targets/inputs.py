@@ -138,9 +138,8 @@ class RowLayout:
         self.prompt_slots = tuple(self.prompt_slots[index] for index in indices)
 
     def add_rows(self, other: RowLayout) -> None:
-        """Number the rows anew, those of another layout after them."""
+        """Add the rows of another layout after those of this one."""
         self.offsets, self.prompt_slots = self.offsets + other.offsets, self.prompt_slots + other.prompt_slots
-        self.rows = list(range(len(self.offsets)))
 
 
 def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:

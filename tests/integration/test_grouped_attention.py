@@ -141,9 +141,8 @@ def test_grouped_attention_in_one_thread_is_not_seen_by_another(folded_calls: li
     arguments = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
     before = model.generate(**inputs, **arguments)
     others: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: others.append((threading.get_ident(), model.generate(**inputs, **arguments)))
-    )
+    generate = lambda: others.append((threading.get_ident(), model.generate(**inputs, **arguments)))  # noqa: E731
+    thread = threading.Thread(target=generate)
     with torch.no_grad(), grouped_attention():
         thread.start()
         while thread.is_alive() or not folded_calls:
