@@ -1,6 +1,6 @@
 """`hf-specgen doctor`: checks whether speculation works and is faster with these models on this machine.
 
-Checks that load no weights come first: support, tokenizers, sizes, heads, memory. If they find no problem, every
+Checks that load no weights come first: support, tokenizers, sizes, heads. If they find no problem, every
 strategy is timed on a few prompts, and the fastest one is recommended as a line of code. `hf-specgen tune` measures
 latencies alone, and writes them to a file.
 """
@@ -30,7 +30,6 @@ from hf_specgen.cli.checkpoints import (
     Finding,
     blueprint,
     heads,
-    memory,
     size_ratio,
     support,
     tokenizers,
@@ -105,18 +104,17 @@ def examine(settings: DoctorSettings) -> Report:
     device = workloads.usable_device(settings.device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
-    named, models = strategies(settings.draft, dtype=settings.dtype), [target]
+    named = strategies(settings.draft, dtype=settings.dtype)
     report.findings.append(support(target, "target"))
     for name in settings.draft:
         candidates = AutoCandidates.from_pretrained(name)
         if isinstance(candidates, DraftModelCandidates):
-            models.append(draft := blueprint(name, settings.dtype))
+            draft = blueprint(name, settings.dtype)
             found = [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
         else:
             found = heads(candidates, name, target)
         label = f"{name}: " if len(settings.draft) > 1 else ""
         report.findings += [replace(finding, found=label + finding.found) for finding in found]
-    report.findings.append(memory(models, settings.batch_size, settings.length, device))
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
