@@ -17,6 +17,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from hf_specgen.compat import CACHE
+
 T = TypeVar("T")
 
 
@@ -206,7 +208,7 @@ class EncoderInput:
         # In place of ids that were not given, `generate` fills in -100.
         if values is None or outputs is None or (not values.is_floating_point() and bool((values < 0).any())):
             return None
-        others = ("encoder_outputs", "past_key_values", "use_cache", "logits_to_keep")
+        others = ("encoder_outputs", CACHE, "use_cache", "logits_to_keep")
         arguments = {
             name: value
             for name, value in model_kwargs.items()

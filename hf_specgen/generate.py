@@ -361,10 +361,10 @@ def _check_call(
         raise ValueError(
             "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
         )
-    _check_mask(model_kwargs.get(mask_name(model)), input_ids.shape[1], model_kwargs.get("past_key_values"))
+    _check_mask(model_kwargs.get(mask_name(model)), input_ids.shape[1], model_kwargs.get(compat.CACHE))
     position_ids = model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
-        check_cache(model_kwargs.get("past_key_values"), type(model).__name__)
+        check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
         return
     if position_ids is None or position_ids.dim() not in (2, 3):
         raise ValueError(

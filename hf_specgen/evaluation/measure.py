@@ -125,7 +125,7 @@ def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:
     if int(text[0, -1]) == int(followup[0, 0]):
         followup = followup[:, 1:]
     ids = torch.cat([text, followup], dim=1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": output.past_key_values}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), compat.CACHE: output[compat.CACHE]}
 
 
 class _FirstToken(BaseStreamer):

@@ -33,7 +33,7 @@ class PassOutput(NamedTuple):
 def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
     """One forward pass of a model, or of its decoder, which has no logits."""
     with grouped_attention():
-        outputs = model(**{**arguments, "past_key_values": cache, "use_cache": True, "return_dict": True})
+        outputs = model(**{**arguments, compat.CACHE: cache, "use_cache": True, "return_dict": True})
     return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
 
 
@@ -67,12 +67,12 @@ class Target:
         self.device = compat.input_device(model)
         reads_encoder = "encoder_outputs" in model_kwargs
         self._inputs = StepInputs(model, input_ids, model_kwargs)
-        given: Any = model_kwargs.get("past_key_values")
+        given: Any = model_kwargs.get(compat.CACHE)
         text = given.self_attention_cache if reads_encoder else given
         self.cache = call_cache(text, self._config, generation_config, keeps_all=bool(graphs))
-        self._past_key_values: Any = self.cache
+        self._model_cache: Any = self.cache
         if reads_encoder:
-            self._past_key_values = EncoderDecoderCache(self.cache, given.cross_attention_cache)
+            self._model_cache = EncoderDecoderCache(self.cache, given.cross_attention_cache)
         self.returns_cache = compat.is_user_defined(given)
         """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
         self._given = text if reads_encoder or self.returns_cache else None
@@ -130,7 +130,7 @@ class Target:
     def prefill(self) -> torch.Tensor:
         """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
         before = max(self.cache.lengths, default=0)
-        logits = self.prompt.run(self.model, self._past_key_values)[:, -1:]
+        logits = self.prompt.run(self.model, self._model_cache)[:, -1:]
         slots = self.cache.lengths
         self.prompt.check_cached(slots[0] - before if slots else 0)
         self._layout.place_prompt(slots, self.first_positions)
@@ -225,10 +225,10 @@ class Target:
             lengths = tuple(length - cached for length in lengths)
         positions = self._layout.positions(tree, lengths, active, cached).to(self.device)
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
-        arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
+        arguments = self._inputs.arguments(inputs, mask, positions, self._model_cache)
         with without_cudnn_attention(self.device):
             if graphs is None:
-                return self._pass(module, arguments, self._past_key_values)
+                return self._pass(module, arguments, self._model_cache)
             return self._replayed(graphs, arguments, new)
 
     def _replayed(self, graphs: CapturedFunctions, arguments: dict[str, Any], new: int) -> PassOutput:
@@ -278,7 +278,7 @@ class Target:
 
     def leave(self, common: Target, row: int) -> None:
         """Continue alone, with the cache of this row of the common target."""
-        self.cache = self._past_key_values = common.cache.shared_copy()
+        self.cache = self._model_cache = common.cache.shared_copy()
         self.cache.batch_select_indices(torch.tensor([row]))
         self.has_common = False
 
@@ -350,10 +350,10 @@ class Target:
         if self._graphs is not None:
             self._graphs.release(self.cache)
         cache = return_cache(self.cache, self._given)
-        if self._past_key_values is self.cache:
+        if self._model_cache is self.cache:
             return cache
-        self._past_key_values.self_attention_cache = cache
-        return self._past_key_values
+        self._model_cache.self_attention_cache = cache
+        return self._model_cache
 
 
 def _agree(eager: PassOutput, captured: PassOutput) -> bool:

@@ -21,6 +21,7 @@ from hf_specgen import (
     RecyclingCandidates,
     generate_many,
 )
+from hf_specgen.compat import CACHE
 from hf_specgen.depth import CostCurve, LatencyModel
 from tests.helpers import shared_draft, tiny_model
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
@@ -109,13 +110,8 @@ class EndsAt(StoppingCriteria):
 
 def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:
     model, prompts = tiny_model("llama"), some_prompts(7)
-    arguments = {
-        **GREEDY,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "repetition_penalty": 1.3,
-        "stopping_criteria": [EndsAt()],
-    }
+    arguments = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    arguments |= {"repetition_penalty": 1.3, "stopping_criteria": [EndsAt()]}
     streamers = [RecordingStreamer() for _ in prompts]
     completions = generate_many(
         model, (torch.tensor(one) for one in prompts), NgramCandidates(), streamer=streamers.__getitem__, **arguments
@@ -127,8 +123,8 @@ def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:
         assert torch.equal(output.sequences, expected.sequences)
         for one, other in zip(output.scores, expected.scores, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-        keys, length = expected.past_key_values.layers[1].keys, expected.past_key_values.get_seq_length()
-        found = output.past_key_values.layers[1].keys[:, :, :length]
+        keys, length = expected[CACHE].layers[1].keys, expected[CACHE].get_seq_length()
+        found = output[CACHE].layers[1].keys[:, :, :length]
         torch.testing.assert_close(found, keys, atol=1e-4, rtol=1e-4)
         streamed = streamers[completion.index]
         prompt, *tokens = streamed.chunks

@@ -109,9 +109,7 @@ def recorded_drafts(monkeypatch: pytest.MonkeyPatch, of: Any) -> list[DraftTree]
 @pytest.mark.parametrize(
     "name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", "dflash_zlab", LAYERED.folder.name]
 )
-def test_path_head_rejection_gives_q_of_every_node(
-    name: str, tree: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None, monkeypatch: Any) -> None:
     """q is the corrected distribution: of each node's own path, and zero where the head never proposes."""
     fixture = FIXTURES[name]
     drafts = recorded_drafts(monkeypatch, type(strategy(fixture)))
@@ -236,10 +234,8 @@ def test_domino_of_early_specforge_is_the_same_head(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["dflash_config"]["projector_type"]
     tensors = load_file(folder / "model.safetensors")
-    early = {
-        f"logit_head.{name}" if name.startswith(("prefix_gru", "embed_proj")) else name: tensor
-        for name, tensor in tensors.items()
-    }
+    moved = [name for name in tensors if name.startswith(("prefix_gru", "embed_proj"))]
+    early = tensors | {f"logit_head.{name}": tensors.pop(name) for name in moved}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(early, tmp_path / "model.safetensors")
     head, original = load_head(tmp_path), load_head(folder)

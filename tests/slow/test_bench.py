@@ -91,10 +91,8 @@ def test_difference_is_explained_by_what_decides_it(sampled: bool) -> None:
     inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
 
     def judge(our_token: int, plain_token: int = order[0], seed: int = seed) -> Any:
-        plain, ours = (
-            Sample(1, 1.0, torch.cat([prompt, torch.tensor([[token]])], dim=1), None)
-            for token in (plain_token, our_token)
-        )
+        texts = (torch.cat([prompt, torch.tensor([[token]])], dim=1) for token in (plain_token, our_token))
+        plain, ours = (Sample(1, 1.0, text, None) for text in texts)
         return measure.first_difference(model, plain, ours, generation, seed, inputs)
 
     far = judge(order[-1])
