@@ -35,6 +35,11 @@ def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationC
     return cast(Any, model)._prefill(input_ids, config, kwargs)
 
 
+def default_generation_settings() -> dict[str, Any]:
+    """The values of settings that are not given. Symbol: `GenerationConfig._get_default_generation_params()`."""
+    return cast(Any, GenerationConfig)._get_default_generation_params()
+
+
 def continued(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the next plain step. Symbol: `GenerationMixin._update_model_kwargs_for_generation`."""
     update = cast(Any, model)._update_model_kwargs_for_generation

@@ -274,8 +274,12 @@ def unsupported_argument(arguments: dict[str, Any]) -> str | None:
 def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
     """Name in one warning the settings of Transformers' own assistants that this call has and that have no effect."""
     config = arguments.get("generation_config")  # that of the checkpoint may hold them for other callers
-    places = [arguments, {} if config is None else vars(config)]
-    given = [name for name in ASSISTANT_SETTINGS if any(place.get(name) is not None for place in places)]
+    defaults = compat.default_generation_settings()  # which the `generate` of Whisper writes into its config
+    given = [
+        name
+        for name in ASSISTANT_SETTINGS
+        if arguments.get(name) is not None or getattr(config, name, None) not in (None, defaults.get(name))
+    ]
     if given:
         remedies = "; ".join(f"{name}: {ASSISTANT_SETTINGS[name]}" for name in given)
         warnings.warn(

@@ -212,7 +212,7 @@ def test_generate_unsupported_argument_raises(arguments: dict[str, Any], words: 
 @pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
 def test_settings_of_assistants_are_named_in_one_warning(place: str, is_attached: bool) -> None:
     """Would catch: a migrated script whose settings are ignored without a word, or that falls back to plain."""
-    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant", "speculation_type": "dflash"}
+    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "heuristic", "speculation_type": "dflash"}
     model, arguments = fresh_model("llama"), {**prompts(1), "max_new_tokens": 4}
     plain = model.generate(**arguments)
     if place == "arguments":

@@ -22,10 +22,9 @@ HEADS += ["mtp_transformers_glm4_moe_2layers"]
 @pytest.mark.parametrize("batch", [1, 3])
 def test_window_that_is_exceeded_again_and_again_same_tokens(name: str, batch: int) -> None:
     """Would catch: features of other tokens after a restart, rows that restart together by mistake."""
-    fixture = FIXTURES[name]
-    for mode in SAMPLING.values():
-        candidates = AutoCandidates.from_pretrained(fixture.checkpoint_folder, k=3, draft_window=(2, 5))
-        assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=24, **mode)
+    fixture, mode = FIXTURES[name], SAMPLING["sampled" if batch == 1 else "greedy"]
+    candidates = AutoCandidates.from_pretrained(fixture.checkpoint_folder, k=3, draft_window=(2, 5))
+    assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=24, **mode)
 
 
 def drafted(draft: Any, text: list[int], **settings: Any) -> list[int]:

@@ -273,6 +273,7 @@ WHISPER: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("error:settings of assistant_model")  # of which none is given
 @pytest.mark.parametrize("case", WHISPER)
 def test_transcriptions_are_those_of_whispers_generate(case: str) -> None:
     """Would catch: processors of Whisper out of step, prompts of segments with padding, a cache of another form."""

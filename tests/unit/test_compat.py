@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -39,6 +39,7 @@ METHODS = [
     (ContinuousBatchingIOs, "prepare_batch_update", "self"),
     (ModelRunner, "compute_batch", "self model batch_data"),
     (ModelRunner, "_sample", "self scores output_ids"),
+    (GenerationConfig, "_get_default_generation_params", ""),
 ]
 SET_BY_GENERATE = {
     "GenerationConfig._pad_token_tensor": lambda seen: int(seen["generation_config"]._pad_token_tensor) == 0,
