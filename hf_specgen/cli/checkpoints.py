@@ -1,4 +1,4 @@
-"""Draft models and heads for a target: which the Hub has (`hf-specgen find`), and whether they fit, without weights.
+"""Draft models and heads for a target: which exist (`hf-specgen find`), and whether they fit; no weights are loaded.
 
 The checks of `hf-specgen doctor`: support, tokenizers, sizes, heads.
 """
@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound, HfHubHTTPError
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import (
-    Candidates,
-    LayerSkipCandidates,
-    MTPCandidates,
-)
+from hf_specgen.candidates import AutoCandidates, Candidates, DraftModelCandidates, LayerSkipCandidates, MTPCandidates
 from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
@@ -170,24 +167,36 @@ class Draft:
     name: str
     kind: str
     size: float | None
-    downloads: int
+    downloads: int = 0
 
     @property
     def rank(self) -> tuple[int, float, int]:
         """Heads first, by format; then the smaller ones, and those that are used more."""
-        return list(KINDS).index(self.kind), inf if self.size is None else self.size, -self.downloads
+        return (
+            [*KINDS, workloads.ASSISTANT, workloads.SKIP].index(self.kind),
+            inf if self.size is None else self.size,
+            -self.downloads,
+        )
 
 
 def find(settings: FindSettings) -> bool:
-    """Print what was found on the Hub, best first; returns False if that is nothing."""
-    console = terminal()
-    found = sorted(on_hub(settings.model, settings.limit), key=lambda draft: draft.rank)[: settings.limit]
+    """Print what was found on the Hub, or else in the local cache, best first; returns False if that is nothing."""
+    console, place = terminal(), "the local cache"
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            place, found = "the Hub", on_hub(settings.model, settings.limit)
+    except (HfHubHTTPError, OSError) as error:
+        console.print(f"the Hub cannot be reached ({type(error).__name__}); looking in the local cache")
+        place = "the local cache"
+    if place != "the Hub":
+        found = in_cache(settings.model)
+    found = sorted(found, key=lambda draft: draft.rank)[: settings.limit]
     if not found:
-        console.print(f"nothing was found for {settings.model!r} on the Hub; the presets need no checkpoint")
+        console.print(f"nothing was found for {settings.model!r} in {place}; the presets need no checkpoint")
         return False
     view = Table("checkpoint", "format", "of the target's size", "downloads", box=SIMPLE, pad_edge=False)
     for one in found:
-        view.add_row(one.name, one.kind, "" if one.size is None else f"{one.size:.1%}", str(one.downloads))
+        view.add_row(one.name, one.kind, "" if one.size is None else f"{one.size:.1%}", str(one.downloads or ""))
     console.print(view)
     options = " ".join(f"--draft {one.name}" for one in found[:3])
     console.print(f"measure them: hf-specgen doctor {settings.model} {options}", highlight=False)
@@ -212,6 +221,30 @@ def on_hub(target: str, limit: int) -> list[Draft]:
         if size is not None and size <= MAX_RATIO and (repo.config or {}).get("model_type") == family:
             found.append(Draft(repo.id, DRAFT, size, repo.downloads or 0))
     return list({draft.name: draft for draft in reversed(found)}.values())
+
+
+def in_cache(target: str) -> list[Draft]:
+    """Cached checkpoints that fit the target: heads by their tensors, draft models by size and tokenizer."""
+    plan, found = blueprint(target, "auto"), []
+    try:
+        names = {repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"}
+    except CacheNotFound:
+        return []
+    for name in names - {target}:
+        try:
+            candidates = AutoCandidates.from_pretrained(name)
+            tensors = open_checkpoint(Source(name)).tensors.values()
+            if is_model := isinstance(candidates, DraftModelCandidates):
+                draft = blueprint(name, "auto")
+                checks = [support(draft, "draft"), *tokenizers(plan, draft)]
+            else:
+                checks = heads(candidates, name, plan)
+        except (OSError, ValueError, ImportError):
+            continue  # neither a head nor a draft model
+        size = sum(prod(info.shape) for info in tensors) / plan.model.num_parameters()
+        if all(check.result != BAD for check in checks) and (size <= MAX_RATIO or not is_model):
+            found.append(Draft(name, workloads.STRATEGY_NAMES[type(candidates).__name__], size))
+    return found
 
 
 def _ratio(safetensors: object, total: int | None) -> float | None:

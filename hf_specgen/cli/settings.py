@@ -75,12 +75,12 @@ class DoctorSettings(ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class FindSettings:
-    """List draft models and heads of the Hub for a target, which is named as their base model or is of their family.
+    """List draft models and heads for a target: on the Hub, or in the local cache where that cannot be reached.
 
     Exit code 1 if nothing is found.
     """
 
-    model: Annotated[str, Argument(help="Hub id of the target.")]
+    model: Annotated[str, Argument(help="Hub id or folder of the target.")]
     limit: Annotated[int, Option(help="Checkpoints to list.", min=1)] = 10
 
 

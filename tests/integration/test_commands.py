@@ -22,7 +22,7 @@ from tests.helpers import prompts, tiny_model
 from tests.helpers.cli import run
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
-from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
+from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
 EAGLE_HEAD = str(REFERENCE_LM.parent / "eagle3-head")
@@ -53,7 +53,6 @@ BAD_INPUT = [
     (["generate", MODEL, "none.jsonl", "a.jsonl"], "cannot use 'none.jsonl': No such file or directory; name another"),
     (["export", EAGLE_HEAD, "--to", "tgi", "--output", "out"], "Eagle3Head cannot be written for 'tgi'; choose eagle"),
     (["export", str(DRAFT_LM), "--to", "vllm", "--output", "out"], "a whole model drafts as"),
-    (["find", "org/none"], "Cannot reach https"),
     (["demo", "--model", MODEL], "No such option: --model"),
 ]
 
@@ -161,6 +160,7 @@ class Hub:
 def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: fine-tuned models listed as drafts, formats read from the names of base models."""
     monkeypatch.setattr(checkpoints, "HfApi", Hub)
+    monkeypatch.setattr(checkpoints.constants, "HF_HUB_OFFLINE", False)
     found = sorted(checkpoints.on_hub("org/target-8B", 10), key=lambda one: one.rank)
     assert [(one.name[0], one.kind, one.size) for one in found] == [
         ("c", "EAGLE", 0.05),
@@ -174,6 +174,19 @@ def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch
     assert "hf-specgen doctor org/target-8B --draft c/target-8B-speculator.eagle3" in printed
     monkeypatch.setattr(checkpoints, "on_hub", lambda *_: [])
     assert "nothing was found" in run("find", "org/target-8B", exit_code=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: heads of another target, draft models of half its size, folders that hold neither."""
+    other_head = next(HEAD_FIXTURES.glob("eagle3_original")) / "head"
+    names = [str(REFERENCE_LM), str(EAGLE_HEAD), str(DRAFT_LM), str(other_head), str(Path(__file__).parent)]
+    repos = [SimpleNamespace(repo_id=name, repo_type="model") for name in names]
+    monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
+    monkeypatch.setattr(checkpoints.constants, "HF_HUB_OFFLINE", True)
+    assert [one.kind for one in checkpoints.in_cache(str(REFERENCE_LM))] == ["EAGLE"]
+    monkeypatch.setattr(checkpoints, "MAX_RATIO", 0.9)
+    assert run("find", str(REFERENCE_LM)).endswith(f"--draft {EAGLE_HEAD} --draft {DRAFT_LM}")
 
 
 # `hf-specgen generate`: the answers of plain generation, resumable, in the order of the source
