@@ -185,9 +185,9 @@ def speculate(
         streamer: receives the prompt, then every emitted column, as a streamer given to `generate` does.
         policy: chooses the draft depth of this call, step by step; the strategy's own policy if left out.
         monitor: receives every step.
-        compile: "auto" captures forward passes as CUDA graphs on a GPU, after the first steps and where it works, in
-            about a second for each of a few shapes; "graphs" captures from the first step on, and raises where it does
-            not work; False or None runs all passes eagerly.
+        compile: "auto" captures forward passes as CUDA graphs on a GPU, after the first steps and where it works;
+            "graphs" captures from the first step on, and raises where it does not work; False or None runs all passes
+            eagerly.
         pack_weights: run the call inside `hf_specgen.prepacked(model)`: on a CPU, linear layers that were timed to be
             faster with prepacked weights use them. They may round differently from plain decoding.
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of
