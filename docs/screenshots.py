@@ -54,14 +54,13 @@ def chat() -> Path:
     import torch
 
     from hf_specgen import Candidates, DraftModelCandidates
-    from hf_specgen.cli.chat import Chat, Conversation
+    from hf_specgen.cli.chat import Chat
     from hf_specgen.evaluation.cost import widen
     from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, PLAIN, load
 
     model, tokenizer = load()
     draft = DraftModelCandidates(str(EMBEDDED_DRAFT), dtype=model.dtype)
     model = widen(model, 300 * 10**6)
-    generation = {"max_new_tokens": 64, "do_sample": False}
     settings: dict[str, Any] = {"candidate_generator": draft}
     cast(Any, model).generate(torch.tensor([[1, 2]]), max_new_tokens=24, **settings)  # loads and checks
     console = terminal()
@@ -73,7 +72,7 @@ def chat() -> Path:
         return line
 
     choices: dict[str, Candidates | None] = {PLAIN: None, "draft model": draft}
-    Chat(Conversation(model, tokenizer, generation), choices, console).run(read)
+    Chat(model, tokenizer, choices, console, max_new_tokens=64, do_sample=False).run(read)
     return save(console, "hf-specgen chat", "chat.svg")
 
 

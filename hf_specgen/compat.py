@@ -39,16 +39,6 @@ def supports_logits_to_keep(model: PreTrainedModel) -> bool:
     return bool(cast(Any, model)._supports_logits_to_keep())
 
 
-def mask_length(config: GenerationConfig) -> int:
-    """Columns of the attention mask that `generate` built, not passed on; else -1. Symbol: `_mask_length`."""
-    return int(getattr(config, "_mask_length", -1))
-
-
-def set_mask_length(config: GenerationConfig, columns: int) -> None:
-    """Counterpart of `mask_length`."""
-    cast(Any, config)._mask_length = columns
-
-
 def is_user_defined(cache: Any) -> bool:
     """Whether the caller passed this cache to `generate`. Symbol: `Cache._is_user_defined`, set by `generate`."""
     return bool(getattr(cache, "_is_user_defined", False))

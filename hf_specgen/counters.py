@@ -37,8 +37,7 @@ class StepRecord:
         requested: `[rows]` maximum draft depth of each row, after it was cut to what the row can use.
         rows: `[rows]` drafted, accepted and emitted tokens; None for a row that took no part.
         tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
-        seconds: wall time by part: "draft", "forward", "verify". No "forward" where drafts were verified together
-            with the prompt.
+        seconds: wall time by part: "draft", "forward", "verify".
         drafter_passes: tokens in each forward pass of the drafter, over all rows, without its prefill. None if unknown:
             then one pass with one token per row is assumed for each level of the deepest draft.
         context: tokens in the longest row, prompt included.
@@ -106,7 +105,7 @@ class Counts(ABC):
 
     @property
     def emitted_in_steps(self) -> int:
-        """Tokens in the output without first tokens from a prefill that verified no draft."""
+        """Tokens in the output without the first ones, which the prefill gives."""
         return self._sum(lambda step: step.emitted)
 
     @property
@@ -154,12 +153,11 @@ class Statistics(Counts):
     """Counters of one `generate` call.
 
     A *step* of a row is one verification (a forward pass of the target) in which the row took part; a *draft* is a step
-    in which at least one token was proposed for it. The prefill is a step for the rows whose draft was verified in it.
-    Tokens cut off by a stop do not count as accepted.
+    in which at least one token was proposed for it. Tokens cut off by a stop do not count as accepted.
 
     Args:
         rows: the steps of each row, in order.
-        lengths: generated tokens of each row in the output, including a first token from a prefill without a draft.
+        lengths: generated tokens of each row in the output, including the first token, from the prefill.
         seconds: wall time in `prefill`, `draft`, `forward`, `verify`, `policy` (choosing draft depths), `total`.
         passes: the steps of the batch, in order, with their forward passes.
         strategy: what drafted, as a Python expression.
@@ -186,28 +184,23 @@ class Statistics(Counts):
         """Tokens in the output, over all rows."""
         return sum(self.lengths)
 
-    def record(self, tree: DraftTree, result: VerificationResult, is_prefill: bool = False) -> list[RowStep | None]:
+    def record(self, tree: DraftTree, result: VerificationResult) -> list[RowStep | None]:
         """Count one verification; returns the outcome of each row, None for a row that took no part."""
         steps: list[RowStep | None] = [None] * len(self.rows)
         for row, path in enumerate(result.paths):
             parents = tree.parents[row]
-            if path is not None and (parents or not is_prefill):
+            if path is not None:
                 depth = max(depths(parents), default=0)
                 step = RowStep(len(parents), depth, result.accepted[row], len(result.tokens[row]))
                 self.rows[row].append(step)
                 steps[row] = step
         return steps
 
-    def finish(self, lengths: Sequence[int], without_step: Sequence[int]) -> None:
-        """Set the final length of each row, and remove tokens beyond it from the counts.
-
-        Args:
-            lengths: generated tokens of each row.
-            without_step: how many of them no step emitted: 1 where the first came from a prefill without a draft.
-        """
+    def finish(self, lengths: Sequence[int]) -> None:
+        """Set the number of generated tokens of each row, and remove tokens beyond it from the counts."""
         self.lengths = list(lengths)
-        for steps, length, uncounted in zip(self.rows, lengths, without_step, strict=True):
-            remaining = length - uncounted
+        for steps, length in zip(self.rows, lengths, strict=True):
+            remaining = length - 1  # the first token is of the prefill
             for step in steps:
                 step.emitted = max(0, min(step.emitted, remaining))
                 step.accepted = min(step.accepted, step.emitted)

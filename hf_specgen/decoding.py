@@ -1,7 +1,5 @@
 """The speculative decoding loop: propose, score, verify, commit. A step emits 1 to `1 + draft depth` tokens per row.
 
-The prefill is a step like the others: tokens drafted from the prompt alone are verified in the same forward pass.
-
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1; Miao et al.,
 "SpecInfer" (2023), section 4, for trees.
 """
@@ -26,7 +24,7 @@ from hf_specgen.depth import Policy, PolicySession
 from hf_specgen.depth.latency import LatencyModel, StepLatency
 from hf_specgen.monitoring import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, MAX_PREFILL_DRAFT
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import check_computation, make_target
 from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import Target
@@ -105,7 +103,6 @@ class DecodingLoop:
         self.timer, self.target = StepTimer(), target
         self.state, self.outputs, self._candidates = call.state, outputs, candidates
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
-        self._tokens_from_prefill = [1] * call.state.batch
         self.verification = verifier.start(call)
         stack.callback(lambda: self.verification.end(outputs.columns))
         depth = policy.start(call)
@@ -123,27 +120,18 @@ class DecodingLoop:
         self.padding = Padding(call, self.target, self.verification, outputs)
 
     def prefill(self) -> None:
-        """Run the prompt through the target, with draft tokens that are proposed from the prompt alone."""
-        active, tree = [True] * self.state.batch, DraftTree.empty(self.state.batch)
-        # What plain decoding computes for a row of padding only depends on the number of columns.
-        if self.target.supports_prefill_drafts and all(self.state.prompts):
-            max_depths = self._depths(active)
-            with self.timer.part("draft"):
-                tree = self.drafter.draft_at_prefill(max_depths).leftmost_chain()
+        """Run the prompt through the target, and choose the first tokens."""
         with self.timer.part("prefill"):
-            logits = self.target.prefill(tree)
-        self.end_prefill(tree, logits)
+            logits = self.target.prefill()
+        self.end_prefill(logits)
 
-    def end_prefill(self, tree: DraftTree, logits: torch.Tensor) -> None:
-        """Verify what was drafted from the prompt, and choose the first tokens."""
+    def end_prefill(self, logits: torch.Tensor) -> None:
+        """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""
         with self.timer.part("verify"):
-            result = self._verify(tree, logits, [True] * self.state.batch)
+            result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
             self._commit(result)
-        self._tokens_from_prefill = [int(not parents) for parents in tree.parents]
-        if tree.nodes or self.drafter.top_tokens:
+        if self.drafter.top_tokens:
             self.drafter.observe(result)
-        if tree.nodes:
-            self.policy.observe(tree, self.statistics.record(tree, result, is_prefill=True), self.drafter.passes)
         if not self.state.all_stopped:
             self.policy.prefilled()
 
@@ -197,7 +185,7 @@ class DecodingLoop:
     def finished_statistics(self) -> Statistics:
         """The statistics of a call, completed."""
         lengths = [len(tokens) for tokens in self.state.generated]
-        self.statistics.finish(lengths, self._tokens_from_prefill)
+        self.statistics.finish(lengths)
         self.statistics.seconds = self.timer.stop()
         return self.statistics
 
@@ -268,7 +256,7 @@ class PolicyRunner:
         for row, tokens in enumerate(state.generated):
             pending = target.first_positions[row] + len(tokens) - 1
             positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
-            most = min(state.remaining(row) - 1, positions, UNLIMITED if tokens else MAX_PREFILL_DRAFT)
+            most = min(state.remaining(row) - 1, positions)
             limits.append(int(max(0, most)) if may_draft[row] else 0)
         return limits
 

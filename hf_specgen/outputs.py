@@ -28,6 +28,7 @@ from hf_specgen.counters import Statistics
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession
+from hf_specgen.verification.processors import checked
 
 BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 """Criteria that are not called: `GenerationState.stop_ids` and `max_length` have the same effect."""
@@ -133,7 +134,8 @@ class OutputCollector:
             return [False] * self._state.batch
         scores: Any = tuple(self.kept["scores"]) if "scores" in self.kept else None
         ids = self._state.prefix(self._state.prompt_length + self.columns)
-        return self._custom(ids, scores).tolist()
+        with checked(self._custom, ids, self._call.do_sample):
+            return self._custom(ids, scores).tolist()
 
 
 def _next_column(rows: list[deque[torch.Tensor]]) -> torch.Tensor:

@@ -54,7 +54,7 @@ class PackedTarget(HiddenStateTarget):
     """
 
     batch, rows = 1, [0]
-    verifies_chains_only = supports_prefill_drafts = False
+    verifies_chains_only = False
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], prompt: int, positions: int, chains_only: bool):
         self.device, self.verifies_chains_only = compat.input_device(model), chains_only
@@ -145,7 +145,7 @@ class Request:
         if before:
             self.loop.end_step(self.tree, scores[None])
         else:
-            self.loop.end_prefill(self.tree, scores[None])
+            self.loop.end_prefill(scores[None])
         return self.text[before:]
 
     def end(self) -> Statistics:

@@ -20,6 +20,7 @@ from hf_specgen import (
     Policy,
 )
 from hf_specgen.candidates.base import Depth
+from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.workloads import (
@@ -29,7 +30,7 @@ from hf_specgen.evaluation.workloads import (
     EMBEDDED_EAGLE,
     EMBEDDED_HEADS,
     EMBEDDED_MODEL,
-    HEAD_NAMES,
+    STRATEGY_NAMES,
 )
 from hf_specgen.heads.exit_head import exit_layer_of
 
@@ -156,10 +157,10 @@ def _layer_skip(source: str, model: PreTrainedModel) -> Strategy:
 def _heads(source: str, model: PreTrainedModel, name: str = "") -> Strategy:
     """Medusa, EAGLE, P-EAGLE, DFlash, DSpark or JetSpec heads; for MTP the target's own checkpoint."""
     kind: Any = type(AutoCandidates.from_pretrained(source))
-    if kind.__name__ not in HEAD_NAMES:
+    if not issubclass(kind, HeadCandidates):
         raise StrategyError(f"{source} holds no head that reads the target's hidden states, but {kind.__name__}")
     return Strategy(
-        name or HEAD_NAMES[kind.__name__],
+        name or STRATEGY_NAMES[kind.__name__],
         f"{kind.__name__}({source!r}, {{}})",
         lambda k, policy: kind(source, k, policy=policy),
         HEAD_DEPTHS,

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates
-from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, chat_text, domain_prompts, load
+from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_EAGLE, domain_prompts, load, prompt_text
 
 LENGTHS, NEW_TOKENS, TREE = (200, 1000, 1800), 48, 32
 DOMAINS = ("math", "code", "json", "prose")
@@ -31,10 +31,10 @@ def draft_window(repeats: int, quick: bool) -> list[dict[str, Any]]:
         answered, prompts = _conversations(), []
         for question in (questions[domain][number] for number in range(2) for domain in DOMAINS):
             messages = [{"role": "user", "content": question}]
-            ids: Any = tokenizer(chat_text(tokenizer, messages), return_tensors="pt")["input_ids"]
+            ids: Any = tokenizer(prompt_text(tokenizer, messages), return_tensors="pt")["input_ids"]
             while True:
                 longer = [*next(answered), *messages]
-                more: Any = tokenizer(chat_text(tokenizer, longer), return_tensors="pt")["input_ids"]
+                more: Any = tokenizer(prompt_text(tokenizer, longer), return_tensors="pt")["input_ids"]
                 if more.shape[1] > length:
                     break
                 messages, ids = longer, more

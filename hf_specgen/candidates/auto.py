@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 from hf_specgen.candidates import draft_heads
 from hf_specgen.candidates.base import Candidates
@@ -87,9 +91,9 @@ def _strategy(source: Source) -> Build:
         strategy: Build = getattr(draft_heads, head_format(checkpoint).strategy)
         return strategy
     except ValueError:
-        if _is_causal_model(checkpoint):
+        if _is_language_model(checkpoint):
             return DraftModelCandidates
-        known = "; ".join(("exit adapters", *(format.name for format in FORMATS), "causal language models"))
+        known = "; ".join(("exit adapters", *(format.name for format in FORMATS), "language models"))
         raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
 
 
@@ -115,10 +119,11 @@ def other_chat_format(source: Source, tokenizer: Any, chat_template_kwargs: Mapp
     return f"it was trained with chat_template_kwargs {trained}, not {given}: fewer draft tokens are accepted"
 
 
-def _is_causal_model(checkpoint: Checkpoint) -> bool:
+def _is_language_model(checkpoint: Checkpoint) -> bool:
     """Whether it is a whole model: heads name the class of their layers too, but hold no model of that class."""
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
+    known |= set(MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values())
     classes = checkpoint.config.get("architectures")
     named = isinstance(classes, list) and any(isinstance(name, str) and name in known for name in classes)
-    has_embeddings = any(part in name for name in checkpoint.tensors for part in ("embed", "wte"))
+    has_embeddings = any(part in name for name in checkpoint.tensors for part in ("embed", "wte", "shared"))
     return named and has_embeddings and speculators_type(checkpoint) is None

@@ -25,7 +25,7 @@ from hf_specgen.candidates.acceptance import (
 )
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
+from hf_specgen.candidates.tree_search import TreeSize, tree_size
 from hf_specgen.grown_tree import FEATURE, NUMBER, RANK, GrownTree
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -62,9 +62,9 @@ class AutoregressiveSession(CalibratedSession):
         """How deep a row's draft can be at most."""
         return self._k
 
-    def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
+    def tree_size(self, depths: Sequence[int]) -> TreeSize:
         """How large the trees of the next step become."""
-        return tree_size(tree, self.call, depths, children)
+        return tree_size(self._size, self.call, depths)
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
@@ -80,13 +80,6 @@ class AutoregressiveSession(CalibratedSession):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was computed for these nodes of the last tree, and drop the others."""
 
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._grow(max_depths, self._size)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        # The prefill pass verifies chains.
-        return self._grow(max_depths, "auto" if self._size == "auto" else None, children=1)
-
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance, and keep what was computed for accepted nodes."""
         tree = self._tree
@@ -101,13 +94,13 @@ class AutoregressiveSession(CalibratedSession):
             self.commit([[number - 1 for number in row if 0 < number <= self._expanded] for row in numbers])
 
     @torch.no_grad()
-    def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self.max_depths, self.passes, self._qs, self._expanded = max_depths, [], [], 0
         depths = [min(self._k, depth, self.max_draft_tokens(row)) for row, depth in enumerate(max_depths)]
         active = sum(depth > 0 for depth in depths)
         if not active:
             return self.not_drafted(len(depths))
-        size = self.tree_size(tree, depths, children)
+        size = self.tree_size(depths)
         logits = self.first_scores()[:, None]
         last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
         table = np.log(self.calibrations[0].table()).ravel()

@@ -65,7 +65,7 @@ class DraftSession(ABC):
     one token per row."""
     top_tokens: int = 0
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
-    `VerificationResult.top_tokens`; if not 0, `observe` is called after a prefill without a draft too."""
+    `VerificationResult.top_tokens`; if not 0, `observe` is called after the prefill too."""
 
     rows_can_change = False
     """Whether rows can join and leave between steps, see `keep_rows`."""
@@ -101,14 +101,6 @@ class DraftSession(ABC):
             max_depths: `[batch]` maximum depth of each row's draft; a row with 0 gets no nodes.
         """
 
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        """Propose the first tokens, before the target has read the prompt; they are verified in the prefill pass.
-
-        By default nothing. A session that needs nothing from the target can return `self.draft(max_depths)` if `draft`
-        works while no token has been generated yet. Only the leftmost chain of a tree is used.
-        """
-        return DraftTree.empty(len(max_depths))
-
     def observe(self, result: VerificationResult) -> None:
         """Receive the outcome of the last draft; `call.state` holds the new tokens already."""
 
@@ -125,7 +117,7 @@ class WrappedSession(DraftSession):
         self.top_tokens = session.top_tokens
 
     @abstractmethod
-    def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+    def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
         """The draft to verify instead of the session's."""
 
     def plan(self, max_depths: Sequence[int]) -> None:
@@ -134,12 +126,7 @@ class WrappedSession(DraftSession):
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self._own_draft = self._session.draft(max_depths)
         self.passes = self._session.passes
-        return self.change(self._own_draft, max_depths, is_prefill=False)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        self._own_draft = self._session.draft_at_prefill(max_depths)
-        self.passes = self._session.passes
-        return self.change(self._own_draft, max_depths, is_prefill=True)
+        return self.change(self._own_draft, max_depths)
 
     def observe(self, result: VerificationResult) -> None:
         self._session.observe(result_for(result, self._own_draft))
@@ -151,7 +138,7 @@ class WrappedSession(DraftSession):
 class ChainSession(WrappedSession):
     """Reduces the drafts of a session to the leftmost chain of each row."""
 
-    def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+    def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
         return tree.leftmost_chain()
 
 

@@ -133,12 +133,6 @@ class _CombinedSession(DraftSession):
         self._needs_networks = False
         self.passes: list[int] = []
 
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._combine(max_depths, is_prefill=False)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._combine(max_depths, is_prefill=True)
-
     def observe(self, result: VerificationResult) -> None:
         """Pass the outcome on to every member as one of its own draft."""
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
@@ -155,46 +149,45 @@ class _CombinedSession(DraftSession):
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Draft with the members that have no forward pass, and choose how deep the others draft."""
-        self._draft_without_pass(max_depths, is_prefill=False)
+        self._draft_without_pass(max_depths)
         for session, k in self._members[self._first_network :]:
             session.plan([min(depth, k) if self._needs_networks else 0 for depth in max_depths])
 
-    def _draft_without_pass(self, max_depths: Sequence[int], is_prefill: bool) -> None:
+    def _draft_without_pass(self, max_depths: Sequence[int]) -> None:
         self._drafts, self.passes = [], []
         for session, k in self._members[: self._first_network]:
-            self._draft_member(session, 0 if session is self._recycling else k, max_depths, is_prefill)
-        self._tree = self._search(max_depths, is_prefill)
+            self._draft_member(session, 0 if session is self._recycling else k, max_depths)
+        self._tree = self._search(max_depths)
         self._needs_networks = self._uses_networks and (self._draws or not _expects(self._tree, ENOUGH_TOKENS))
 
-    def _combine(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The members' drafts in one tree."""
-        if self._tree is None or is_prefill:
-            self._draft_without_pass(max_depths, is_prefill)
+        if self._tree is None:
+            self._draft_without_pass(max_depths)
         tree, drafts = self._tree or DraftTree.empty(len(max_depths)), self._needs_networks
         self._tree = None
         for session, k in self._members[self._first_network :]:
-            draft = self._draft_member(session, k if drafts else 0, max_depths, is_prefill)
+            draft = self._draft_member(session, k if drafts else 0, max_depths)
             self.passes += _passes(session, draft)
             if draft.nodes and (self._draws or self._exits_early):
                 drafts = False
                 tree = draft if self._exits_early else union(tree, draft)
         if drafts and any(draft.nodes for draft in self._drafts[self._first_network :]):
-            tree = self._search(max_depths, is_prefill, self.passes)
+            tree = self._search(max_depths, self.passes)
         return tree
 
-    def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
-        draft = session.draft_at_prefill if is_prefill else session.draft
-        self._drafts.append(draft([min(depth, k) for depth in max_depths]))
+    def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int]) -> DraftTree:
+        self._drafts.append(session.draft([min(depth, k) for depth in max_depths]))
         return self._drafts[-1]
 
-    def _search(self, max_depths: Sequence[int], is_prefill: bool, passes: Sequence[int] | None = None) -> DraftTree:
+    def _search(self, max_depths: Sequence[int], passes: Sequence[int] | None = None) -> DraftTree:
         """The most probable tree of what the members proposed, extended by Token Recycling."""
 
         def search(row: int, limits: SearchLimits) -> SearchTree[_Origin]:
             one = _RowSearch(self._drafts, self._first_network, row, self.call.state.last_token(row), self._recycling)
             return best_first(one.root, one.children, max_depths[row], limits)
 
-        tree, self._trees = draft_rows(self.call, self._size, max_depths, search, is_prefill, passes)
+        tree, self._trees = draft_rows(self.call, self._size, max_depths, search, passes)
         return tree
 
 

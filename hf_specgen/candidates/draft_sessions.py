@@ -59,7 +59,7 @@ class DraftRunner:
         self._state, self._texts, self._read, self._window = call.state, texts, read, window
         self._embedded, self._max_positions = embedding_size(draft), position_table(text_config(draft))
         self._begin([text.tokens for text in texts])
-        self._after_prompt: torch.Tensor | None = None
+        self._has_prompt = False
         self.rows_can_change = not self.reader.verifies_chains_only and all(type(one) is DraftText for one in texts)
         self.drafts, self.passes = [True] * call.state.batch, list[int]()
 
@@ -77,15 +77,15 @@ class DraftRunner:
         prompts = self._state.prompts[len(kept) :]
         self._texts = [*(self._texts[row] for row in kept), *map(DraftText, prompts)]
         self.drafts = [True] * len(self._texts)
-        if self._after_prompt is None or not kept:
-            self._after_prompt = None
+        if not self._has_prompt or not kept:
+            self._has_prompt = False
             self._begin([text.tokens for text in self._texts])
             return
         reader, *counts = self.reader, self._prompt_lengths, self._num_cached, self._num_extended
         kept_counts = [[count[row] for row in kept] for count in counts]
         if prompts:
             self._begin(prompts)
-            self.reader.prefill(DraftTree.empty(new))
+            self.reader.prefill()
             kept_counts[0] += self._prompt_lengths
             kept_counts[1] += self._num_cached
             kept_counts[2] += self._num_extended
@@ -108,7 +108,7 @@ class DraftRunner:
         generated = self._state.generated[row]
         is_complete = self._texts[row].extend(generated)
         # Nothing is known of the text after a prompt to which tokens without text were added.
-        has_text = not generated or len(self._texts[row].tokens) > self._num_cached[row] - self._num_extended[row]
+        has_text = len(self._texts[row].tokens) > self._num_cached[row] - self._num_extended[row]
         slots = max(map(self._length, range(len(self._texts)))) + MAX_DRAFT_SLOTS
         if not is_complete or not has_text or slots > self.reader.slot_limit:
             return 0
@@ -116,15 +116,13 @@ class DraftRunner:
 
     def prefill(self) -> None:
         """Read the prompts, before the first draft, so that a call that never drafts does not."""
-        if self._after_prompt is None:
-            self._after_prompt = self.reader.prefill(DraftTree.empty(len(self._texts)))[:, -1]
+        if not self._has_prompt:
+            self.reader.prefill()
+            self._has_prompt = True
 
     def first_logits(self, max_depths: Sequence[int]) -> torch.Tensor:
         """`[batch, vocab]` logits after the texts of the rows that draft."""
         self.prefill()
-        if not any(self._state.generated):
-            assert self._after_prompt is not None
-            return self._after_prompt
         uncached = self.uncached(max_depths)
         return last_of(self.extend(uncached), [len(tokens) for tokens in uncached])
 
@@ -144,7 +142,7 @@ class DraftRunner:
         window, rows = self._window, range(len(self._texts))
         if window and any(self.drafts[row] and window.is_exceeded_by(self._cache_length(row)) for row in rows):
             self._begin([text.tokens[:-1] for text in self._texts], restarts=True)
-            self.reader.prefill(DraftTree.empty(len(self._texts)))
+            self.reader.prefill()
             self.passes.append(sum(self._prompt_lengths))
 
     def _drop_changed(self) -> None:

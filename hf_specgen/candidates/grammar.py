@@ -239,7 +239,7 @@ class GrammarSession(WrappedSession):
         rows, texts = zip(self.call.state.prompts, states, strict=True), _Texts(session.call.model)
         self._rows, self._size = [_Row(prompt, state, texts) for prompt, state in rows], size
 
-    def change(self, tree: DraftTree, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
+    def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
         """The most probable tree of what the session drafted and the grammar allows, and of what the grammar forces."""
         if tree.q is not None:  # a sampled node must not be left out because of its token
             return tree
@@ -252,7 +252,7 @@ class GrammarSession(WrappedSession):
         def search(row: int, limits: SearchLimits) -> SearchTree[_Node]:
             return self._rows[row].search(node_children(tree, row), max_depths[row], limits)
 
-        return draft_rows(self.call, size, max_depths, search, is_prefill)[0]
+        return draft_rows(self.call, size, max_depths, search)[0]
 
 
 class _Row:

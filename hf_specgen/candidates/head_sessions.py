@@ -19,7 +19,7 @@ from hf_specgen.candidates.acceptance import CalibratedSession
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.draft_window import DraftWindow
-from hf_specgen.candidates.tree_search import MAX_CHILDREN, TreeSize, tree_size
+from hf_specgen.candidates.tree_search import TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
@@ -172,10 +172,6 @@ class HeadSession(CalibratedSession):
         super().__init__(call, k, tree, vocabulary_size(call.model))  # type: ignore[call-arg]  # that of the next class
         self.target, self.runner, self.window = target, runner, window
 
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        """An empty draft: the target has not computed any hidden states yet."""
-        return self.not_drafted(len(max_depths))
-
     def next_scores(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree."""
         logits: torch.Tensor = self.runner.next_logits(tree)
@@ -267,11 +263,11 @@ class PathSession(MeasuresLayout, AutoregressiveSession):
         self.passes.append(sum(active) * self.runner.config.block_size)
         return cast(torch.Tensor, self.runner.first_logits(features, tokens, active))
 
-    def tree_size(self, tree: str | int | None, depths: Sequence[int], children: int) -> TreeSize:
+    def tree_size(self, depths: Sequence[int]) -> TreeSize:
         """As for other drafters, but deeper levels cost nothing."""
-        return tree_size(tree, self.call, depths, children, only_pass=self.runner.config.block_size)
+        return tree_size(self._size, self.call, depths, only_pass=self.runner.config.block_size)
 
-    def _grow(self, max_depths: Sequence[int], tree: str | int | None, children: int = MAX_CHILDREN) -> DraftTree:
-        draft = super()._grow(max_depths, tree, children)
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        draft = super().draft(max_depths)
         self.passes = self.passes[:1]
         return draft

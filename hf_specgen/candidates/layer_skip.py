@@ -121,13 +121,10 @@ class _LayerSkipSession(AutoregressiveSession):
         self._target, self._head = target, head
 
     def first_scores(self) -> torch.Tensor:
-        """Run the first layers on each row's last token, or on the prompt if that has not been read."""
+        """Run the first layers on each row's last token."""
         state = self.call.state
-        texts = state.generated
-        if not any(texts):
-            return self._scores(*self._target.prefill_early())[:, -1]
         self.passes.append(sum(depth > 0 for depth in self.max_depths))
-        pending = torch.tensor([text[-1] for text in texts])
+        pending = torch.tensor([text[-1] for text in state.generated])
         active = [not state.has_ended(row) for row in range(state.batch)]
         return self._scores(*self._target.run_early(pending, active, with_logits=self._head is None))[:, -1]
 

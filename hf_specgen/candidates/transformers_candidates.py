@@ -69,9 +69,6 @@ class _TransformersSession(DraftSession):
         candidates, _ = self._generator.get_candidates(text)  # type: ignore[arg-type]
         return DraftTree.chains([candidates[0, text.shape[1] :].tolist()[: max_depths[0]]])
 
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        return self.draft(max_depths)
-
     def observe(self, result: VerificationResult) -> None:
         if self._drafted:
             accepted = len(result.paths[0] or ())

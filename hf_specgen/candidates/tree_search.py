@@ -52,17 +52,15 @@ class TreeSize:
         children: int = MAX_CHILDREN,
         latency: StepLatency | None = None,
         rows: int = 1,
-        min_probability: float = 0.0,
         rows_differ: bool = False,
     ):
         self._width = self._planned = 0  # nodes to expand in each of the next passes, and how many of these passes
         self.max_nodes, self.children, self._rows = nodes or MAX_NODES, children, rows
-        self.min_probability, self.latency, self.is_fastest = min_probability, latency, latency is not None
+        self.min_probability, self.latency, self.is_fastest = 0.0, latency, latency is not None
         self._rows_differ = rows_differ
         if latency is None:
             return
-        self._target, least = _target_seconds(latency.target, rows, self.max_nodes)
-        self.min_probability = max(min_probability, least)
+        self._target, self.min_probability = _target_seconds(latency.target, rows, self.max_nodes)
         self._pass, self._spent = _drafter_seconds(latency.drafter, rows, MAX_CHILDREN if children > 1 else 1)
         self._seen = 0
         self._child = 0.6  # P(one of a node's children is accepted | the node is), before a node was expanded
@@ -158,8 +156,6 @@ def tree_size(
     size: str | int | None,
     call: DraftCall,
     depths: Sequence[int],
-    children: int = MAX_CHILDREN,
-    is_prefill: bool = False,
     only_pass: int = 0,
 ) -> TreeSize:
     """How large the next trees of a call become, of rows with these maximum depths.
@@ -167,7 +163,7 @@ def tree_size(
     `only_pass` are the tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
     """
     if isinstance(size, int):
-        return TreeSize(size, children)
+        return TreeSize(size)
     latency = None if call.depth is None else call.depth.latency
     if size is None or latency is None:
         return TreeSize(None, children=1)
@@ -175,7 +171,7 @@ def tree_size(
     step = latency.at(rows, call.context_length)
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
-    return TreeSize(None, children, step, rows, 0.3 if is_prefill else 0.0, call.state.rows_differ)
+    return TreeSize(None, MAX_CHILDREN, step, rows, call.state.rows_differ)
 
 
 @dataclass
@@ -244,14 +240,13 @@ def draft_rows(
     size: Tree,
     depths: Sequence[int],
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
-    is_prefill: bool = False,
     passes: Sequence[int] | None = None,
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
     """Search a tree for every row and cut it to the size to verify; `passes` of a drafter were made for the trees."""
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
-    limit = tree_size(size, call, depths, is_prefill=is_prefill)
-    is_chain = is_prefill or size is None
+    limit = tree_size(size, call, depths)
+    is_chain = size is None
     if limit.is_fastest or isinstance(size, int):
         limits = SearchLimits(limit.max_nodes, limit.min_probability, is_chain)
     else:  # without a latency model, "auto" drafts what is not improbable
@@ -277,18 +272,12 @@ class SearchSession(DraftSession, Generic[Tag]):
         """The most probable tree of a row."""
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._draft(max_depths, is_prefill=False)
-
-    def draft_at_prefill(self, max_depths: Sequence[int]) -> DraftTree:
-        return self._draft(max_depths, is_prefill=True)
-
-    def _draft(self, max_depths: Sequence[int], is_prefill: bool) -> DraftTree:
         depths = [min(self._k, depth) for depth in max_depths]
 
         def search(row: int, limits: SearchLimits) -> SearchTree[Tag]:
             return self.search(row, depths[row], limits) if depths[row] else SearchTree()
 
-        draft, self._trees = draft_rows(self.call, self._size, depths, search, is_prefill)
+        draft, self._trees = draft_rows(self.call, self._size, depths, search)
         return draft
 
 

@@ -63,21 +63,20 @@ def export(
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Hub id or folder of the target.")],
-    draft: Annotated[list[str] | None, typer.Option(help="Hub id or folder of a draft model.")] = None,
-    heads: Annotated[list[str] | None, typer.Option(help="The same of heads.")] = None,
-    adapter: Annotated[str, typer.Option(help="The same of an exit adapter; without continuous batching.")] = "",
+    draft: options.Drafts = [],  # noqa: B006  (typer makes a new list)
 ) -> None:
     """Start `transformers serve` for a model that speculates; all other options are those of `transformers serve`."""
     with errors():
         from transformers.cli.transformers import app as transformers_cli
 
         from hf_specgen.attachment import attached_to_every_model
+        from hf_specgen.candidates import LayerSkipCandidates
         from hf_specgen.evaluation.workloads import chosen_strategy
 
-        batching = "--continuous-batching"
-        # An adapter speculates only in `generate`: then requests are answered one after the other.
-        batches = not (adapter or any(batching[2:] in option for option in context.args))
-        with attached_to_every_model(chosen_strategy(draft or (), heads or (), adapter)):
+        batching, strategy = "--continuous-batching", chosen_strategy(draft)
+        # Layer skip speculates only in `generate`: then requests are answered one after the other.
+        batches = not (isinstance(strategy, LayerSkipCandidates) or any(batching[2:] in one for one in context.args))
+        with attached_to_every_model(strategy):
             arguments = ["serve", model, *([batching] if batches else []), *context.args]
             transformers_cli(arguments, standalone_mode=False)
 

@@ -1,4 +1,4 @@
-"""Draft models and heads for a target: which exist (`hf-specgen find`), and whether they fit; no weights are loaded.
+"""Draft models and heads for a target: which the Hub has (`hf-specgen find`), and whether they fit, without weights.
 
 The checks, also those of `hf-specgen doctor`: support, tokenizers, sizes, heads, memory.
 """
@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
 from accelerate.utils import get_max_memory
-from huggingface_hub import HfApi, constants, scan_cache_dir
-from huggingface_hub.errors import CacheNotFound, HfHubHTTPError
+from huggingface_hub import HfApi
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import AutoCandidates, DraftModelCandidates
+from hf_specgen.candidates import (
+    Candidates,
+    LayerSkipCandidates,
+    MTPCandidates,
+)
 from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, HEAD_NAMES, MEDUSA, MTP, PEAGLE
+from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import has_mtp_layers
@@ -65,12 +68,11 @@ class Finding:
 
 @dataclass
 class Blueprint:
-    """A model without weights: its modules on the meta device, its tokenizer if there is one, its future dtype."""
+    """A model without weights: its modules on the meta device, in its future dtype, and its tokenizer if it has one."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    dtype: torch.dtype
 
     @property
     def config(self) -> Any:
@@ -80,14 +82,14 @@ class Blueprint:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters; tied ones count once."""
-        return self.model.num_parameters() * self.dtype.itemsize
+        return self.model.num_parameters() * self.model.dtype.itemsize
 
     def cache_bytes(self, batch: int, length: int) -> int:
         """Bytes of keys and values for `batch` rows of `length` tokens; sliding windows do not reduce them here."""
         config = self.config
         count = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * int(config.num_hidden_layers) * count * width * batch * length * self.dtype.itemsize
+        return 2 * int(config.num_hidden_layers) * count * width * batch * length * self.model.dtype.itemsize
 
 
 def blueprint(name: str, dtype: str) -> Blueprint:
@@ -96,13 +98,13 @@ def blueprint(name: str, dtype: str) -> Blueprint:
         config = AutoConfig.from_pretrained(name)
         chosen = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
-            model = workloads.generating_class(config)(config).eval()
+            model = workloads.generating_class(config)(config).eval().to(chosen)
         model.tie_weights()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception:  # damaged files and missing packages raise errors of many types; `tokenizers` reports it
         tokenizer = None
-    return Blueprint(name, model, tokenizer, chosen)
+    return Blueprint(name, model, tokenizer)
 
 
 def support(model: Blueprint, role: str) -> Finding:
@@ -152,23 +154,19 @@ def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
     return Finding("draft size", WARNING, found, f"{rarely}; about a tenth of the target is safe")
 
 
-def heads(name: str, target: Blueprint) -> list[Finding]:
-    """Whether heads, a folder or Hub id in any format that can be loaded, belong to the target."""
-    try:
-        if has_mtp_layers(open_checkpoint(Source(name))):
-            return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
-        head = load_head(name)
-    except (OSError, ValueError) as error:
-        return [Finding("heads", BAD, f"{name!r} cannot be read", str(error))]
-    findings, base = (
-        [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")],
-        head.config.base_model,
-    )
+def heads(candidates: Candidates, name: str, target: Blueprint) -> list[Finding]:
+    """Whether the heads or the exit adapter of a strategy belong to the target."""
+    if isinstance(candidates, LayerSkipCandidates):
+        return [Finding("exit adapter", GOOD, f"drafts with the first {candidates.exit_layer} layers")]
+    if isinstance(candidates, MTPCandidates) and has_mtp_layers(open_checkpoint(Source(name))):
+        return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
+    head = load_head(name)
+    findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")]
     try:
         head.bind(target.model)
     except ValueError as error:
         findings.append(Finding("heads' target", BAD, "not this target", str(error)))
-    if base and Path(base).name != Path(target.name).name:
+    if (base := head.config.base_model) and Path(base).name != Path(target.name).name:
         meaning = "draft tokens are accepted only if the heads were trained on this very model"
         findings.append(Finding("heads' base", WARNING, f"trained on {base!r}, not {target.name!r}", meaning))
     return findings
@@ -211,7 +209,7 @@ class Draft:
     name: str
     kind: str
     size: float | None
-    downloads: int = 0
+    downloads: int
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -220,26 +218,17 @@ class Draft:
 
 
 def find(settings: FindSettings) -> bool:
-    """Print what was found, best first; returns False if that is nothing."""
-    console, place = terminal(), "the local cache"
-    if not (settings.offline or constants.HF_HUB_OFFLINE):
-        try:
-            place, found = "the Hub", on_hub(settings.model, settings.limit)
-        except (HfHubHTTPError, OSError) as error:
-            console.print(f"the Hub cannot be reached ({type(error).__name__}); looking in the local cache")
-            place = "the local cache"
-    if place != "the Hub":
-        found = in_cache(settings.model)
-    found = sorted(found, key=lambda draft: draft.rank)[: settings.limit]
+    """Print what was found on the Hub, best first; returns False if that is nothing."""
+    console = terminal()
+    found = sorted(on_hub(settings.model, settings.limit), key=lambda draft: draft.rank)[: settings.limit]
     if not found:
-        console.print(f"nothing was found for {settings.model!r} in {place}; the presets need no checkpoint")
+        console.print(f"nothing was found for {settings.model!r} on the Hub; the presets need no checkpoint")
         return False
-    titles = ("checkpoint", "format", "of the target's size", "downloads")
-    view = Table(*titles, box=SIMPLE, pad_edge=False, title=f"for {settings.model}, in {place}", title_justify="left")
+    view = Table("checkpoint", "format", "of the target's size", "downloads", box=SIMPLE, pad_edge=False)
     for one in found:
-        view.add_row(one.name, one.kind, "" if one.size is None else f"{one.size:.1%}", str(one.downloads or ""))
+        view.add_row(one.name, one.kind, "" if one.size is None else f"{one.size:.1%}", str(one.downloads))
     console.print(view)
-    options = " ".join(f"--{'draft' if one.kind == DRAFT else 'heads'} {one.name}" for one in found[:3])
+    options = " ".join(f"--draft {one.name}" for one in found[:3])
     console.print(f"measure them: hf-specgen doctor {settings.model} {options}", highlight=False)
     return True
 
@@ -267,28 +256,3 @@ def on_hub(target: str, limit: int) -> list[Draft]:
 def _ratio(safetensors: object, total: int | None) -> float | None:
     parameters = getattr(safetensors, "total", None)
     return parameters / total if parameters and total else None
-
-
-def in_cache(target: str) -> list[Draft]:
-    """Cached checkpoints that fit the target: heads by their tensors, draft models by size and tokenizer."""
-    plan, found = blueprint(target, "auto"), []
-    try:
-        names = [repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"]
-    except CacheNotFound:
-        return []
-    for name in set(names) - {target}:
-        try:
-            kind = type(AutoCandidates.from_pretrained(name)).__name__
-            tensors = open_checkpoint(Source(name)).tensors.values()
-            size = sum(prod(info.shape) for info in tensors) / plan.model.num_parameters()
-            if kind == DraftModelCandidates.__name__:
-                draft = blueprint(name, "auto")
-                checks = [support(draft, "draft"), *tokenizers(plan, draft)]
-                fits = size <= MAX_RATIO and all(check.result != BAD for check in checks)
-            else:
-                fits = kind in HEAD_NAMES and all(check.result != BAD for check in heads(name, plan))
-        except (OSError, ValueError, ImportError):
-            continue  # neither a head nor a draft model
-        if fits:
-            found.append(Draft(name, HEAD_NAMES.get(kind, DRAFT), size))
-    return found

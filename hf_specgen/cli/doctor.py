@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 import torch
+from rich.bar import Bar
 from rich.box import SIMPLE
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates import NgramCandidates
+from hf_specgen.candidates import AutoCandidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli.checkpoints import (
     BAD,
@@ -35,29 +36,28 @@ from hf_specgen.cli.checkpoints import (
     tokenizers,
 )
 from hf_specgen.cli.settings import DoctorSettings, TuneSettings, terminal
-from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
+from hf_specgen.depth import CostCurve, FixedDepth
+from hf_specgen.depth.latency import ANY_DRAFTER
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import measure_cost_curve, measure_latency
-from hf_specgen.evaluation.measure import Comparison, Speed, Variant, measure_round, throughput
+from hf_specgen.evaluation.measure import Comparison, Speed, Variant, measure_round, throughput, total_counts
 from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
 
 LINE = "model.generate(**inputs, candidate_generator={})"
 SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
+BAR = 15
+"""Width of the longest bar, in columns of the terminal."""
 
 
 @dataclass
 class Report:
-    """All findings, a recommended line of code with its reason, and what was measured.
-
-    `measured`, `codes` and `notes` hold by variant its numbers, its code, and why it is not faster.
-    """
+    """All findings, a recommended line of code with its reason, and by variant what was measured."""
 
     findings: list[Finding] = field(default_factory=list)
     recommendation: str = ""
     reason: str = ""
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    codes: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ranking: Table | None = None
 
     @property
     def bad(self) -> list[Finding]:
@@ -68,7 +68,7 @@ def show(settings: DoctorSettings) -> bool:
     """Examine, and print the report; returns False if a problem has to be solved first."""
     report = examine(settings)
     if settings.as_json:
-        print(json.dumps(asdict(report), indent=2))
+        print(json.dumps(asdict(replace(report, ranking=None)), indent=2))
         return not report.bad
     console = terminal()
     view = Table(box=SIMPLE, pad_edge=False, show_header=False)
@@ -76,30 +76,27 @@ def show(settings: DoctorSettings) -> bool:
         text = finding.found + (f"\n[dim]{finding.meaning}[/]" if finding.meaning else "")
         view.add_row(SIGNS[finding.result], f"[bold]{finding.subject}[/]", text)
     console.print(view)
-    if report.measured:
-        console.print(_ranking(report))
+    if report.ranking is not None:
+        console.print(report.ranking)
     if report.recommendation:
         console.print(f"[bold]{report.recommendation}[/]", highlight=False)
     console.print(report.reason)
     return not report.bad
 
 
-def _ranking(report: Report) -> Table:
-    """The measured variants, fastest first, with the code of each, or why it is not faster."""
-    view = Table(
-        "fastest first", "tokens/s", "over plain", "tokens per step", "accepted", "candidate_generator=",
-        box=SIMPLE, pad_edge=False,
-    )  # fmt: skip
-    for name, numbers in sorted(report.measured.items(), key=lambda item: -item[1]["tokens_per_second"]):
-        about = f"\n[dim]{report.notes[name]}[/]" if report.notes.get(name) else ""
-        view.add_row(
-            name,
-            f"{numbers['tokens_per_second']:.1f}",
-            f"{numbers['speedup']:.2f}",
-            f"{numbers.get('tokens_per_step', 1.0):.2f}",
-            f"{numbers.get('acceptance_rate', 0.0):.0%}",
-            report.codes.get(name, "") + about,
-        )
+def ranking(measured: Comparison, title: str = "", texts: Mapping[str, str] = {}) -> Table:
+    """The variants that were measured, fastest first, with a text for each, such as its code."""
+    speeds = {name: throughput(samples) for name, samples in measured.samples.items() if samples}
+    view = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
+    for column in ("", "tokens/s", "", "over plain", "tokens per step", "accepted"):
+        view.add_column(column, justify="right" if column else "left", no_wrap=True)
+    if texts:
+        view.add_column("candidate_generator=")
+    for name in sorted(speeds, key=speeds.__getitem__, reverse=True):
+        counts, speedup = total_counts(measured.samples[name]), measured.speedup(name)
+        bar = Bar(max(speeds.values()), 0, speeds[name], width=BAR, color="green" if speedup > 1 else "yellow")
+        steps = (f"{counts.tokens_per_step:.2f}", f"{counts.acceptance_rate:.0%}") if counts.steps else ("", "")
+        view.add_row(name, f"{speeds[name]:.1f}", bar, f"{speedup:.2f}", *steps, *filter(None, [texts.get(name)]))
     return view
 
 
@@ -108,42 +105,40 @@ def examine(settings: DoctorSettings) -> Report:
     device = workloads.usable_device(settings.device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
-    drafts = [blueprint(draft, settings.dtype) for draft in settings.draft]
+    named, models = strategies(settings.draft, dtype=settings.dtype), [target]
     report.findings.append(support(target, "target"))
-    for draft in drafts:
-        found = [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
-        report.findings += _labelled(found, draft.name if len(drafts) > 1 else "")
-    for name in settings.heads:
-        report.findings += _labelled(heads(name, target), name if len(settings.heads) > 1 else "")
-    report.findings.append(memory([target, *drafts], settings.batch_size, settings.length, device))
+    for name in settings.draft:
+        candidates = AutoCandidates.from_pretrained(name)
+        if isinstance(candidates, DraftModelCandidates):
+            models.append(draft := blueprint(name, settings.dtype))
+            found = [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
+        else:
+            found = heads(candidates, name, target)
+        label = f"{name}: " if len(settings.draft) > 1 else ""
+        report.findings += [replace(finding, found=label + finding.found) for finding in found]
+    report.findings.append(memory(models, settings.batch_size, settings.length, device))
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
-        _measure(settings, device, target, report)
+        _measure(settings, device, target, named, report)
     else:
-        most = strategies(settings.draft, settings.heads, settings.adapter)[-1]
-        report.recommendation = LINE.format(most.code)
+        report.recommendation = LINE.format(named[-1].code)
         report.reason = "the static checks found no problem; the speed was not measured"
     return report
 
 
-def _labelled(findings: Sequence[Finding], name: str) -> list[Finding]:
-    """The findings about one of several drafts or heads, each with its name."""
-    label = f"{name}: " if name else ""
-    return [replace(finding, found=label + finding.found) for finding in findings]
-
-
-def _measure(settings: DoctorSettings, device: str, target: Blueprint, report: Report) -> None:
+def _measure(
+    settings: DoctorSettings, device: str, target: Blueprint, named: Sequence[Strategy], report: Report
+) -> None:
     """Time T(q), and every strategy against plain `generate`; add findings and a recommendation to the report."""
-    model, tokenizer = workloads.load_model(settings.model, target.dtype, device)
+    model, tokenizer = workloads.load_model(settings.model, target.model.dtype, device)
     limit = getattr(target.config, "max_position_embeddings", None) or 2**31
     if not model.config.is_encoder_decoder:
         sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
         curve = measure_cost_curve(model, sizes, context=context, batch=settings.batch_size, repeats=5)
         report.findings.append(verification_cost(curve))
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
-    named = strategies(settings.draft, settings.heads, settings.adapter, dtype=target.dtype)
-    report.codes, variants = _variants([*_presets(model), *named], device)
+    codes, variants = _variants([*_presets(model), *named], device)
     prompts = list(settings.prompt or PROMPTS)
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
@@ -152,12 +147,15 @@ def _measure(settings: DoctorSettings, device: str, target: Blueprint, report: R
     for inputs in batches * settings.rounds:
         for _ in measured.measure(model, inputs, generation):
             pass  # the names of the variants, for a display of progress
-    report.findings += judge(measured, exact=target.dtype == torch.float32)
-    speeds = {variant.name: measured.speed(variant.name) for variant in variants[1:]}
-    report.measured = {name: speed.to_dict() for name, speed in speeds.items()}
-    report.measured[PLAIN] = {"tokens_per_second": throughput(measured.plain), "speedup": 1.0}
-    report.notes = {name: note(speed) for name, speed in speeds.items()}
-    report.recommendation, report.reason = recommend(speeds, report.codes)
+    speeds = {variant.name: measured.speed(variant.name) for variant in variants}
+    report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
+    report.measured = {
+        name: {**speed.to_dict(), "code": codes.get(name, ""), "note": note(speed)} for name, speed in speeds.items()
+    }
+    notes = {name: f"\n[dim]{note(speed)}[/]" if note(speed) else "" for name, speed in speeds.items()}
+    report.ranking = ranking(measured, texts={name: code + notes[name] for name, code in codes.items()})
+    best, report.reason = recommend({name: speeds[name] for name in codes})
+    report.recommendation = LINE.format(codes[best]) if best != PLAIN else "model.generate(**inputs)"
 
 
 def _presets(model: PreTrainedModel) -> list[Strategy]:
@@ -211,25 +209,26 @@ def note(measured: Speed) -> str:
     return "drafting and verifying take too long"
 
 
-def judge(measured: Comparison, exact: bool) -> Iterator[Finding]:
-    """Whether the tokens are those of plain `generate`, and whether the times are reliable."""
-    if differences := measured.describe_differences(list(measured.samples)[1:]):
+def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[Finding]:
+    """Whether the tokens of variants are those of plain `generate`, and whether the times are reliable."""
+    if differences := measured.describe_differences(names):
         meaning = "in float32 that must not happen: please report it, with the model's name" if exact else ""
         yield Finding("same tokens", BAD if exact else WARNING, differences, meaning)
     else:
-        yield Finding("same tokens", GOOD, "every answer is that of plain generate")
+        count = len(names) * len(measured.plain)
+        yield Finding("same tokens", GOOD, f"the tokens of all {count} answers are those of plain generate")
     if load := measured.describe_load():
         yield Finding("times", WARNING, load, "measure again when nothing else runs")
 
 
-def recommend(speeds: Mapping[str, Speed], codes: Mapping[str, str]) -> tuple[str, str]:
-    """The line of code for the fastest variant, plain `generate` included, and the reason."""
+def recommend(speeds: Mapping[str, Speed]) -> tuple[str, str]:
+    """The fastest variant, plain `generate` included, and the reason."""
     possible = {name: measured.interval.value for name, measured in speeds.items() if measured.plausible}
     best = max(possible, key=possible.__getitem__, default=PLAIN)
     if possible.get(best, 0.0) <= 1:
-        return "model.generate(**inputs)", "no strategy was faster than plain generate on these prompts"
-    doubt = "" if speeds[best].faster else "; the difference is small, more --rounds make it certain"
-    return LINE.format(codes[best]), f"the fastest in the quick benchmark: {speeds[best]}{doubt}"
+        return PLAIN, "no strategy was faster than plain generate on these prompts"
+    doubt = "" if speeds[best].faster else "; not certain yet, a longer measurement makes the interval smaller"
+    return best, f"the fastest of what was measured: {speeds[best]}{doubt}"
 
 
 def tune(settings: TuneSettings) -> None:
@@ -238,25 +237,17 @@ def tune(settings: TuneSettings) -> None:
     if settings.latency.is_dir() or not os.access(settings.latency.resolve().parent, os.W_OK):
         raise OSError(f"{str(settings.latency)!r} cannot be written; name a file in a folder that is writable")
     model, _ = workloads.load_model(settings.model, settings.dtype, settings.device)
-    candidates = [one.candidates for one in strategies(settings.draft, settings.heads, settings.adapter)]
+    candidates = [one.candidates for one in strategies(settings.draft)]
     for strategy in candidates:  # every strategy must fit the target before anything is measured
         strategy.target_requirements(model)
     with console.status("measuring latencies"):
         latency = measure_latency(model, candidates, rows=settings.batch_size, context=settings.context)
     latency.save(settings.latency)
-    console.print(_latencies(latency))
+    for curve, drafters in latency.buckets:
+        sizes = ", ".join(f"T({tokens}) {curve.relative(tokens):.2f}" for tokens in (2, 4, 8, 16, 32))
+        passes = [f", {kind} {one.seconds[0] / curve(1):.2f}" for kind, one in drafters.items() if kind != ANY_DRAFTER]
+        console.print(
+            f"{curve.batch} rows of {curve.context} tokens: a plain step takes {1000 * curve(1):.1f} ms; in plain "
+            f"steps: {sizes}{''.join(passes)}"
+        )
     console.print(f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", highlight=False)
-
-
-def _latencies(latency: LatencyModel) -> Table:
-    """Latencies relative to a plain step, a row for each number of rows."""
-    shown = (2, 4, 8, 16, 32)
-    drafters = sorted({kind for one in latency.buckets for kind in one.drafters} - {"any"})
-    titles = ["rows", "context", "plain step", *(f"T({tokens})" for tokens in shown), *drafters]
-    view = Table(*titles, box=SIMPLE, pad_edge=False, title="latency in plain steps", title_justify="left")
-    for curve, kinds in latency.buckets:
-        cells = [str(curve.batch), str(curve.context), f"{1000 * curve(1):.1f} ms"]
-        cells += [f"{curve.relative(tokens):.2f}" for tokens in shown]
-        cells += [f"{kinds[kind].seconds[0] / curve(1):.2f}" for kind in drafters]
-        view.add_row(*cells)
-    return view

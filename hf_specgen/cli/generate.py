@@ -20,11 +20,11 @@ from hf_specgen.candidates import Candidates
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.workloads import chat_text, chosen_strategy, load_model, maybe_prepacked, read_rows
+from hf_specgen.evaluation.workloads import chosen_strategy, load_model, maybe_prepacked, prompt_text, read_rows
 from hf_specgen.many_prompts import Completion, generate_many
 
 Row = dict[str, Any]
-RESUMABLE = ("plain", "draft", "heads", "adapter", "device")
+RESUMABLE = ("plain", "draft", "device")
 """Settings that may differ when a run is resumed: in float32 they do not change the answers."""
 
 
@@ -39,8 +39,8 @@ def show(settings: GenerateSettings) -> None:
         _begin(parts, settings)
     processes.wait_for_everyone()
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device or str(processes.device))
-    texts = [_text(row[settings.column], tokenizer, settings.chat) for row in rows]
-    strategy, counts = chosen_strategy(settings.draft, settings.heads, settings.adapter, tokenizer), list[int]()
+    texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
+    strategy, counts = chosen_strategy(settings.draft, tokenizer), list[int]()
 
     def answers(numbers: list[int]) -> Iterator[tuple[int, str]]:
         for found in answer(model, tokenizer, [texts[number] for number in numbers], numbers, strategy, settings):
@@ -161,13 +161,6 @@ def _begin(parts: Path, settings: GenerateSettings) -> None:
         file.write_text(json.dumps(run, indent=2), encoding="utf-8")
     elif (before := file.read_text(encoding="utf-8")) != json.dumps(run, indent=2):
         raise ValueError(f"{parts} belongs to a run with other settings, {before}; delete the folder to begin anew")
-
-
-def _text(prompt: Any, tokenizer: PreTrainedTokenizerBase, chat: bool) -> str:
-    """A prompt as the model reads it."""
-    if isinstance(prompt, str) and not (chat and tokenizer.chat_template):
-        return prompt
-    return chat_text(tokenizer, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
 
 def _dataset(settings: GenerateSettings) -> list[Row]:

@@ -18,8 +18,11 @@ from rich.markup import escape
 from typer import Argument, Option
 
 Target = Annotated[str, Argument(help="Hub id or folder of the target.")]
-Drafts = Annotated[list[str], Option(help="Hub id or folder of a draft model; may be given several times.")]
-Heads = Annotated[list[str], Option(help="The same of heads: Medusa, EAGLE, P-EAGLE, DFlash, DSpark, speculators.")]
+Drafts = Annotated[
+    list[str],
+    Option("--draft", "--heads", "--adapter", help="Hub id or folder of what drafts: a draft model, heads of any "
+        "format, an exit adapter; may be given several times."),
+]  # fmt: skip
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Prompts = Annotated[list[str], Option(help="A prompt like yours; may be given several times.")]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 for greedy decoding.", min=0)]
@@ -31,11 +34,10 @@ Device = Annotated[str, Option(help="cpu, cuda:1, mps …; auto for several; the
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """What strategies need beside the target."""
+    """A target, and what drafts for it."""
 
+    model: Target
     draft: Drafts = field(default_factory=list)
-    heads: Heads = field(default_factory=list)
-    adapter: Annotated[str, Option(help="Hub id or folder of an exit adapter.")] = ""
     dtype: Annotated[Dtype, Option(help="Data type of the models; auto for that of the checkpoint.")] = "auto"
     device: Device = ""
 
@@ -62,7 +64,6 @@ class DoctorSettings(ModelSettings):
     Exit code 1 if a problem has to be solved first.
     """
 
-    model: Target
     prompt: Prompts = field(default_factory=list)
     batch_size: BatchSize = 1
     length: Annotated[int, Option(help="Tokens per row, prompt included, that must fit into memory.", min=1)] = 2048
@@ -75,13 +76,12 @@ class DoctorSettings(ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class FindSettings:
-    """List draft models and heads for a target: of the Hub by its base_model relation, or of the local cache.
+    """List draft models and heads of the Hub for a target, which is named as their base model or is of their family.
 
     Exit code 1 if nothing is found.
     """
 
-    model: Annotated[str, Argument(help="Hub id of the target; a folder too, for the local cache.")]
-    offline: Annotated[bool, Option(help="Look in the local cache, and check what fits the target.")] = False
+    model: Annotated[str, Argument(help="Hub id of the target.")]
     limit: Annotated[int, Option(help="Checkpoints to list.", min=1)] = 10
 
 
@@ -89,7 +89,6 @@ class FindSettings:
 class TuneSettings(ModelSettings):
     """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths."""
 
-    model: Target
     latency: Annotated[Path, Option(help="File to write, for AdaptiveDepth(latency=...).")] = Path("latency.json")
     batch_size: BatchSizes = field(default_factory=lambda: [1])
     context: Annotated[int, Option(help="Cached tokens per row.", min=1)] = 256
@@ -99,7 +98,6 @@ class TuneSettings(ModelSettings):
 class AnswerSettings(ModelSettings):
     """Options of `hf-specgen chat` and `generate`."""
 
-    model: Target
     temperature: Temperature = 0.0
     pack_weights: Annotated[bool, Option(help="Prepack the weights, where that is faster on this CPU.")] = False
 
@@ -110,7 +108,6 @@ class ChatSettings(AnswerSettings):
 
     system: Annotated[str, Option(help="System prompt.")] = ""
     max_new_tokens: NewTokens = 512
-    seed: Annotated[int, Option(help="Seed of every answer, so that all strategies give the same one.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

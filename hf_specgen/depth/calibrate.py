@@ -64,7 +64,7 @@ def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand(len(tokens), -1)
     arguments = {"attention_mask": torch.ones_like(tokens), "position_ids": positions, "use_cache": True}
     target = Target(model, tokens, GenerationConfig(), arguments)
-    target.prefill(DraftTree.empty(len(tokens)))
+    target.prefill()
     return target
 
 

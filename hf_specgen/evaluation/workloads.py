@@ -27,12 +27,11 @@ from hf_specgen.candidates import (
     Candidates,
     CombinedCandidates,
     DraftModelCandidates,
-    LayerSkipCandidates,
     NgramCandidates,
 )
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.heads.checkpoint import check_source, source_errors
+from hf_specgen.heads.checkpoint import source_errors
 from hf_specgen.prepacked_weights import prepacked
 
 
@@ -59,7 +58,9 @@ PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "
 EAGLE, PEAGLE, BLOCK, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "block head", "MTP", "Gemma assistant"
 COMBINED, DEFAULT = "n-grams + draft", "auto"
 """Names of variants in tables; PEER is the prompt lookup of Transformers, DEFAULT is `candidate_generator="auto"`."""
-HEAD_NAMES = {
+STRATEGY_NAMES = {
+    "DraftModelCandidates": DRAFT,
+    "LayerSkipCandidates": SKIP,
     "MedusaCandidates": MEDUSA,
     "EagleCandidates": EAGLE,
     "PEagleCandidates": PEAGLE,
@@ -152,21 +153,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], batch_size: int
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], batch_size: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches of prompts, in the model's chat format if it has one."""
+    """Batches of prompts, texts or messages, in the model's chat format if it has one."""
     for first in range(0, len(prompts), batch_size):
-        texts = list(prompts[first : first + batch_size])
-        if tokenizer.chat_template:
-            texts = [chat_text(tokenizer, [{"role": "user", "content": text}]) for text in texts]
+        texts = [prompt_text(tokenizer, prompt) for prompt in prompts[first : first + batch_size]]
         encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=not tokenizer.chat_template)
         yield {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> str:
-    """Messages in the model's chat format, to be continued by an answer."""
+def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Any, chat: bool = True) -> str:
+    """A text, in the model's chat format if it has one, or messages in that format, to be continued by an answer."""
+    if isinstance(prompt, str):
+        if not (chat and tokenizer.chat_template):
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
     try:
-        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates raise what their author chose, of many types
         reason = str(error).split("\n", 1)[0]
         raise ValueError(f"the chat template of {tokenizer.name_or_path!r} cannot format a chat: {reason}") from error
@@ -197,46 +200,32 @@ class Strategy:
         return Variant(self.name, partial(dict, candidate_generator=self.candidates, **settings))
 
 
-def strategies(
-    drafts: Sequence[str] = (),
-    heads: Sequence[str] = (),
-    adapter: str = "",
-    *,
-    dtype: Any = "auto",
-    tokenizer: Any = None,
-) -> list[Strategy]:
-    """Every strategy that can be built, in order of draft cost: n-grams always, the others if their files are named.
+def strategies(drafts: Sequence[str] = (), *, dtype: str = "auto", tokenizer: Any = None) -> list[Strategy]:
+    """N-grams, then the strategy of each checkpoint that drafts; a draft model also together with n-grams.
 
-    With the target's tokenizer a warning says which heads were trained with another chat template.
+    `dtype` is that of draft models. With the target's tokenizer a warning says which checkpoints were trained with
+    another chat template.
     """
-    for source in filter(None, (*drafts, *heads, adapter)):
-        check_source(source)
-    found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates()), *(head_strategy(one, tokenizer) for one in heads)]
-    if adapter:
-        code = f"LayerSkipCandidates.from_pretrained({adapter!r})"
-        found.append(Strategy(SKIP, code, LayerSkipCandidates.from_pretrained(adapter)))
-    for draft in drafts:
-        model = Strategy(DRAFT, f"DraftModelCandidates({draft!r})", DraftModelCandidates(draft, dtype=dtype))
-        combined = CombinedCandidates([NgramCandidates(), model.candidates])
-        found += [model, Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {model.code}])", combined)]
-    names = Counter(one.name for one in found)
-    files = [Path(one.code.partition("('")[2].partition("'")[0]).name for one in found]
+    found, sources = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates())], [""]
+    for source in drafts:
+        candidates = AutoCandidates.from_pretrained(source, tokenizer=tokenizer)
+        code = f"AutoCandidates.from_pretrained({source!r})"
+        if isinstance(candidates, DraftModelCandidates) and dtype != "auto":
+            candidates = DraftModelCandidates(source, dtype=dtype)
+            code = f"DraftModelCandidates({source!r}, dtype={dtype!r})"
+        own = Strategy(STRATEGY_NAMES[type(candidates).__name__], code, candidates)
+        found.append(own)
+        if own.name == DRAFT:
+            both = CombinedCandidates([NgramCandidates(), candidates])
+            found.append(Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {code}])", both))
+        sources += [Path(source).name] * (len(found) - len(sources))
+    counts = Counter(one.name for one in found)
     return [
-        replace(one, name=f"{one.name} {file}") if names[one.name] > 1 else one
-        for one, file in zip(found, files, strict=True)
+        replace(one, name=f"{one.name} {source}") if counts[one.name] > 1 else one
+        for one, source in zip(found, sources, strict=True)
     ]
 
 
-def chosen_strategy(drafts: Sequence[str], heads: Sequence[str], adapter: str, tokenizer: Any = None) -> Candidates:
-    """The last strategy whose files are named, in the order of `strategies`; the default one if none is."""
-    named = strategies(drafts, heads, adapter, tokenizer=tokenizer)[1:]
-    return named[-1].candidates if named else default_candidates()
-
-
-def head_strategy(heads: str, tokenizer: Any = None) -> Strategy:
-    """The strategy for heads of any known format."""
-    candidates = AutoCandidates.from_pretrained(heads, tokenizer=tokenizer)
-    kind = type(candidates).__name__
-    if kind not in HEAD_NAMES:
-        raise ValueError(f"{heads!r} holds no heads, but what {kind} drafts with; name it as such")
-    return Strategy(HEAD_NAMES[kind], f"{kind}({heads!r})", candidates)
+def chosen_strategy(drafts: Sequence[str], tokenizer: Any = None) -> Candidates:
+    """The strategy of the last checkpoint that drafts, a draft model together with n-grams; without one the default."""
+    return strategies(drafts, tokenizer=tokenizer)[-1].candidates if drafts else default_candidates()

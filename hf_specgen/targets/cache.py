@@ -18,9 +18,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 MIN_SPARE_SLOTS = 64
 """A buffer that grows gets so many spare slots, or a 32nd of its length: peak memory then is at most 1.05 times that of
 a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
-MAX_PREFILL_DRAFT, MAX_ROLLBACK = 256, 64
-"""Tokens that may be removed again: drafted ones in the prefill pass; in later steps, besides their own, accepted ones
-that a stopping criterion cuts off."""
+MAX_ROLLBACK = 64
+"""Accepted tokens that may be removed again, besides a step's own, where a stopping criterion cuts them off."""
 MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""
 
@@ -84,7 +83,7 @@ class RaggedLayer(CacheLayerMixin):
             self.values[rows, :, slots] = value_states.transpose(1, 2)
         self.lengths = tuple(length + new for length in self.lengths)
         keys, values = self.keys[:, :, :width], self.values[:, :, :width]
-        self._drop_invisible(min(self.lengths) - MAX_PREFILL_DRAFT if self.committed is None else self.committed)
+        self._drop_invisible(min(self.lengths) if self.committed is None else self.committed)
         return keys, values
 
     def reserve(self, width: int) -> None:

@@ -48,35 +48,7 @@ class EarlyExitTarget(Target):
         self._first, self._last = range(exit_layer), range(exit_layer, len(self._layers))
         self._replaceable = ReplaceableLayers(self._layers)
         self._states: list[torch.Tensor] = []
-        self._active: Sequence[bool] | None = None  # in this step; all rows during prefill
-        self._before_prompt: tuple[int, ...] = ()
-
-    @property
-    def supports_prefill_drafts(self) -> bool:
-        """As for `Target`; not after a masked token at the end of a prompt, which the first layers would read."""
-        ends = None if self.prompt.padding is None else self.prompt.padding[:, -1]
-        return super().supports_prefill_drafts and (ends is None or bool(ends.all()))
-
-    def prefill_early(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the first layers on the prompt; returns the exit state and the logits of the last token."""
-        self._before_prompt = self.cache.lengths or (0,) * self.batch
-        with self._replaceable.replaced(self._last):
-            logits = self.prompt.run(self.model, self.cache, DraftTree.empty(self.batch))
-        self._prompt_was_cached(self._before_prompt[0], 0)
-        seen = self._exit_state()
-        self._states.append(seen)
-        return seen[:, -1:], logits[:, -1:]
-
-    def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """`Target.prefill`, starting from the states that `prefill_early` and drafting have kept, if any."""
-        if not self._states:
-            return super().prefill(draft)
-        states = self._take_states(draft)  # [batch, prompt + nodes, hidden]
-        self.cache.set_lengths(self._before_prompt)
-        kwargs = {**self.prompt.kwargs, "past_key_values": self.cache, **self.prompt.longer(draft.nodes)}
-        kwargs["position_ids"] = kwargs["position_ids"][..., -states.shape[1] :]
-        with self._replaceable.replaced(self._first, states):
-            return self.model(inputs_embeds=states, return_dict=True, **kwargs).logits[:, -1 - draft.nodes :]
+        self._active: Sequence[bool] | None = None  # in this step
 
     def run_early(
         self, tokens: torch.Tensor, active: Sequence[bool] | None = None, with_logits: bool = True

@@ -45,13 +45,13 @@ class HiddenStateTarget(Target):
         super().__init__(model, input_ids, generation_config, model_kwargs, graphs)
         self._pass = HookedPass(self._indices)
 
-    def prefill(self, draft: DraftTree) -> torch.Tensor:
+    def prefill(self) -> torch.Tensor:
         with captured_states(self.model, self._indices) as captured:
-            logits = super().prefill(draft)
+            logits = super().prefill()
         states = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in captured]
         positions = min(state.shape[1] for state in states)
         self.pass_states = torch.cat([state[:, -positions:] for state in states], dim=-1)
-        self._step_states = self.pass_states[:, -1 - draft.nodes :]
+        self._step_states = self.pass_states[:, -1:]
         self.states = self._step_states[:, 0].clone()
         return logits
 

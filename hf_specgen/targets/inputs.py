@@ -6,9 +6,9 @@ Rotary positions may have several axes: after the prompt all advance by one with
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,42 +40,25 @@ def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
 class Prompt:
-    """The prompt of a call, which the model can process together with draft tokens."""
+    """The prompt of a call, with the arguments that `generate` prepared for it."""
 
-    def __init__(
-        self,
-        input_ids: torch.Tensor,
-        config: GenerationConfig,
-        kwargs: dict[str, Any],
-        last_position: int,
-        mask: str = "attention_mask",
-    ):
-        self.input_ids, self.config, self.kwargs, self.last_position = input_ids, config, kwargs, last_position
-        self._mask = mask
+    input_ids: torch.Tensor
+    config: GenerationConfig
+    kwargs: dict[str, Any]
+    mask: str = "attention_mask"
 
     @property
     def padding(self) -> torch.Tensor | None:
         """`[batch, slots]` bool, False for padding; None if there is none."""
-        mask = self.kwargs.get(self._mask)
+        mask = self.kwargs.get(self.mask)
         return None if mask is None or bool((mask != 0).all()) else mask != 0
 
-    def takes_drafts(self, cached: int) -> bool:
-        """Whether draft tokens can follow it: not in chunks, and if there is a token that is not cached."""
-        mask = self.kwargs.get(self._mask)
-        width = compat.mask_length(self.config) if mask is None else mask.shape[1]
-        is_cached = width == self.input_ids.shape[1] <= cached
-        return self.config.prefill_chunk_size is None and not is_cached
-
-    def run(self, model: PreTrainedModel, cache: Any, draft: DraftTree) -> torch.Tensor:
-        """The logits of a pass over the prompt and the columns of draft tokens after it."""
-        kwargs = {**self.kwargs, "past_key_values": cache, **self.longer(draft.nodes)}
-        input_ids = torch.cat([self.input_ids, draft.input_tokens(self.input_ids.device)], dim=1)
-        config: Any = copy.copy(self.config)
-        if kwargs.get("attention_mask") is None and draft.nodes:
-            # By this length `generate` decides whether the prompt begins in the cache.
-            compat.set_mask_length(config, compat.mask_length(config) + draft.nodes)
-        outputs = compat.prefill(model, input_ids, config, kwargs)
+    def run(self, model: PreTrainedModel, cache: Any) -> torch.Tensor:
+        """The logits of a pass over the prompt."""
+        kwargs = {**self.kwargs, "past_key_values": cache}
+        outputs = compat.prefill(model, self.input_ids, self.config, kwargs)
         return cast(torch.Tensor, outputs.logits)
 
     def check_cached(self, positions: int) -> None:
@@ -86,22 +69,6 @@ class Prompt:
                 f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
                 "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
             )
-
-    def longer(self, columns: int) -> dict[str, Any]:
-        """Positions, attention mask and `logits_to_keep` of a decoder-only prompt, with columns for draft tokens."""
-        longer: dict[str, Any] = {}
-        if columns == 0:
-            return longer
-        mask, positions = self.kwargs.get("attention_mask"), self.kwargs["position_ids"]
-        more = positions[..., -1:] + torch.arange(1, columns + 1, device=positions.device)
-        within_table = positions[..., -1:] <= self.last_position
-        more = torch.where(within_table, more.clamp(max=self.last_position), more)
-        longer["position_ids"] = torch.cat([positions, more], dim=-1)
-        if mask is not None:
-            longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), columns)], dim=1)
-        if "logits_to_keep" in self.kwargs:
-            longer["logits_to_keep"] = 1 + columns
-        return longer
 
 
 class RowLayout:
@@ -203,8 +170,6 @@ class StepInputs:
             self._axes, last = last - last[:1], last[0]
         self.first_positions: tuple[int, ...] = tuple(position + 1 for position in last.tolist())
         """The position of each row's first generated token, on the first axis."""
-        self.accompanies_text = bool(accompanying_inputs(model_kwargs))
-        """Whether the prompt has inputs beside text."""
         self._extra: dict[str, Any] | None = None
 
     def is_text(self, cache: Any) -> bool:

@@ -297,8 +297,6 @@ def compare(
     def target(requirements: TargetRequirements) -> Target:
         return make_target(requirements, model, input_ids, config, {**kwargs, "past_key_values": copy.deepcopy(given)})
 
-    if requirements.exit_layer is not None and not _division_agrees(target(TargetRequirements()), target(requirements)):
-        raise DifferenceError("running its layers in two parts gives other scores than running them at once")
     cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
     random_state = _random_state(input_ids.device)
     plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, "past_key_values": cache})
@@ -313,17 +311,6 @@ def compare(
         raise DifferenceError(
             f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
         )
-
-
-def _division_agrees(whole: Target, divided: Target) -> bool:
-    """Whether a prefill that stops at the exit layer and goes on from there equals one in a single pass."""
-    if not divided.supports_prefill_drafts:
-        return True
-    assert isinstance(divided, EarlyExitTarget)
-    divided.prefill_early()
-    empty = DraftTree.empty(divided.batch)
-    # The same operations on the same shapes: equal to the last bit.
-    return torch.equal(whole.prefill(empty), divided.prefill(empty))
 
 
 def _random_state(device: torch.device) -> torch.Tensor:
@@ -349,7 +336,7 @@ def _decode_plainly(
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits `[batch, vocab]` of the same steps, from two verification steps."""
     batch = len(tokens)
-    logits = [target.prefill(DraftTree.empty(batch))[:, -1]]
+    logits = [target.prefill()[:, -1]]
     wrong = [(row[1] + 1) % 2 for row in tokens]  # token 0 or 1, another one than t1
     first, parents = 1, Parents((-1, -1, 1))  # the node of t1
     rows: list[tuple[Sequence[int], Parents]] = [

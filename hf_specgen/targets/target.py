@@ -86,7 +86,7 @@ class Target:
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
         self._layout = RowLayout(len(input_ids), self.last_position)
-        self.prompt = Prompt(input_ids, generation_config, model_kwargs, self.last_position, mask_name(model))
+        self.prompt = Prompt(input_ids, generation_config, model_kwargs, mask_name(model))
         self._masks = StepMasks(model, self.prompt.padding, required=bool(graphs))
 
     @property
@@ -110,12 +110,6 @@ class Target:
         return self._queue is not None or self._masks.chains_only
 
     @property
-    def supports_prefill_drafts(self) -> bool:
-        """Whether a draft can be verified together with the prompt."""
-        plain = not self._inputs.accompanies_text and self._queue is None
-        return plain and self.prompt.takes_drafts(max(self.cache.lengths, default=0))
-
-    @property
     def _active_graphs(self) -> CapturedFunctions | None:
         """The captured functions of the model, unless there are none or capturing has failed."""
         return self._graphs if self._graphs is not None and self._graphs.failure is None else None
@@ -131,22 +125,15 @@ class Target:
         needed = self._queue is not None and (self._queue.common_start or self.cache.has_recurrent_state)
         return self._queue if needed else None
 
-    def prefill(self, draft: DraftTree) -> torch.Tensor:
-        """Run the model on the prompt, and on chains of draft tokens that were proposed from the prompt alone.
-
-        Returns `[batch, 1 + nodes, vocab]` logits: after the last prompt token, then after each node.
-        """
+    def prefill(self) -> torch.Tensor:
+        """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
         before = max(self.cache.lengths, default=0)
-        logits = self.prompt.run(self.model, self._past_key_values, draft)[:, -1 - draft.nodes :]
-        self._prompt_was_cached(before, draft.nodes)
-        return logits
-
-    def _prompt_was_cached(self, before: int, columns: int) -> None:
-        """Record the prompt's slots in the cache, which held `before` slots; its last token counts as pending."""
-        slots = [length - columns for length in self.cache.lengths]
+        logits = self.prompt.run(self.model, self._past_key_values)[:, -1:]
+        slots = self.cache.lengths
         self.prompt.check_cached(slots[0] - before if slots else 0)
         self._layout.place_prompt(slots, self.first_positions)
-        self._starts = tuple(slot - 1 for slot in slots)
+        self._starts = tuple(slot - 1 for slot in slots)  # the last token counts as pending
+        return logits
 
     def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the model on the pending tokens, which are not cached yet, and a draft.

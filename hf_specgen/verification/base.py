@@ -46,7 +46,7 @@ class VerificationSession(ABC):
     """
 
     def __init__(self, call: Call):
-        self.call, self.processors = call, LogitsPipeline(call.logits_processor, call.state)
+        self.call, self.processors = call, LogitsPipeline(call.logits_processor, call.state, call.do_sample)
         self.processes_padding = call.keeps_scores and self.processors.lockstep and call.state.pad_id is not None
 
     @abstractmethod

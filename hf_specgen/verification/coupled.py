@@ -22,6 +22,7 @@ import torch
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential_race
+from hf_specgen.verification.processors import rng_state
 
 MAX_NOISE_BYTES = 256 * 2**20
 """Memory of buffered noise; limits how far rows may be apart: 64 steps for 8 rows and a vocabulary of 131,072."""
@@ -47,9 +48,6 @@ class _CoupledSession(VerificationSession):
     ) -> torch.Tensor:
         if not self.call.do_sample:
             return argmax(scores)
-        if self._noise is not None and self._noise.vocab != scores.shape[2]:
-            self._noise.rewind(0)  # drawn by drafting at the prefill, for a draft vocabulary of another size
-            self._noise = None
         if self._noise is None:
             self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device, self.call.seed)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
@@ -60,8 +58,7 @@ class _CoupledSession(VerificationSession):
         """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
             return super().draft_weights(scores, steps, tokens)
-        if self._noise is None:
-            self._noise = NoiseBuffer(scores.shape[0], scores.shape[-1], self.call.state.device, self.call.seed)
+        assert self._noise is not None, "the prefill chooses before anything is drafted"
         buffered = [[max(step, self._confirmed) for step in row] for row in steps]
         noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
         noise = noise if tokens is None else noise.gather(2, tokens)
@@ -93,7 +90,6 @@ class NoiseBuffer:
         check_multinomial(device)
         self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
         """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
-        self.vocab = vocab
         self._shape, self._device = (batch, vocab), device
         self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         self._drawn = 0
@@ -104,7 +100,7 @@ class NoiseBuffer:
         """`[batch, steps, vocab]` the noise of each row at its own steps; drawn as needed."""
         while self._drawn <= max(map(max, steps)):
             if self._generator is None:
-                self._states[self._drawn] = _rng_state(self._device)
+                self._states[self._drawn] = rng_state(self._device)
             noise = torch.empty(self._shape, device=self._device)
             self._noise[self._drawn] = noise.exponential_(generator=self._generator)
             self._drawn += 1
@@ -126,27 +122,21 @@ class NoiseBuffer:
 @lru_cache(maxsize=8)
 def check_multinomial(device: torch.device) -> None:
     """Raise unless `torch.multinomial` on `device` is argmax(p / exponential noise); leaves the generator untouched."""
-    before = _rng_state(device)
+    before = rng_state(device)
     try:
         probabilities = torch.full((3, 64), 1 / 64, device=device)
         sampled = torch.multinomial(probabilities, 1)
-        after = _rng_state(device)
+        after = rng_state(device)
         _set_rng_state(device, before)
         noise = torch.empty_like(probabilities).exponential_()
         argmax = torch.argmax(probabilities / noise, dim=-1, keepdim=True)
-        if not torch.equal(sampled, argmax) or not torch.equal(after, _rng_state(device)):
+        if not torch.equal(sampled, argmax) or not torch.equal(after, rng_state(device)):
             raise RuntimeError(
                 f"torch.multinomial on {device.type} does not draw as it does on CPU and CUDA, so sampling cannot "
                 "repeat the text of plain generate(); use do_sample=False, or keep the inputs on the CPU"
             )
     finally:
         _set_rng_state(device, before)
-
-
-def _rng_state(device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
 
 
 def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:

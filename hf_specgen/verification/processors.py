@@ -12,6 +12,8 @@ Processors fall into three kinds:
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any, cast
 
@@ -39,12 +41,40 @@ ROW_WISE = _classes(
 )
 
 
+@contextmanager
+def checked(functions: Sequence[Any], ids: torch.Tensor, do_sample: bool) -> Iterator[None]:
+    """Inside, a user's functions receive `ids`, `[batch, columns]`; raise if they do what cannot be repeated exactly.
+
+    Plain `generate` would go on with ids that were changed in place. Its samples would come after numbers that a
+    function drew from the same generator, where here the noise of several steps is drawn at once.
+    """
+    before, random_state = ids.clone(), rng_state(ids.device) if do_sample else None
+    yield
+    names = ", ".join(type(function).__name__ for function in functions)
+    if not torch.equal(ids, before):
+        raise ValueError(
+            f"{names} changed input_ids in place, which plain generate() goes on with; return new scores instead, or "
+            "leave candidate_generator= out"
+        )
+    if random_state is not None and not torch.equal(random_state, rng_state(ids.device)):
+        raise ValueError(
+            f"{names} drew from PyTorch's global random generator, which samples the tokens too; use a torch.Generator "
+            "of its own, or leave candidate_generator= out"
+        )
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's default random generator."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
 class LogitsPipeline:
     """Applies the processors of one call."""
 
-    def __init__(self, processors: LogitsProcessorList, state: GenerationState):
+    def __init__(self, processors: LogitsProcessorList, state: GenerationState, do_sample: bool):
         self._processors: Any = processors
-        self._state = state
+        self._state, self._do_sample = state, do_sample
+        self._own = [one for one in processors if not type(one).__module__.startswith("transformers.")]
         kinds = [type(processor) for processor in processors]
         self.score_only = all(kind in SCORE_ONLY for kind in kinds)
         """Whether `all_nodes` may be used."""
@@ -76,7 +106,9 @@ class LogitsPipeline:
 
     def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of one generated column, `[batch, vocab]`; rows that have not reached it are ignored."""
-        return self._apply(self._state.prefix(self._state.prompt_length + step), logits)
+        text = self._state.prefix(self._state.prompt_length + step)
+        with checked(self._own, text, self._do_sample) if self._own else nullcontext():
+            return self._apply(text, logits)
 
     def _apply(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """What `LogitsProcessorList` computes; it takes longer, as it inspects every processor at every call."""

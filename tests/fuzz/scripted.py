@@ -35,9 +35,6 @@ class _ScriptedSession(DraftSession):
             [self._script(row, generated, depth) if depth else ([], ()) for row, (generated, depth) in rows]
         )
 
-    def draft_at_prefill(self, budget: Sequence[int]) -> DraftTree:
-        return self.draft(budget)
-
 
 class RandomDepths(Policy):
     """Any depth in any row at any step, plain steps included."""

@@ -61,22 +61,19 @@ def raise_in_drafter(candidates: Candidates, call: int, error: BaseException) ->
     """Raise `error` in a drafter's `call`-th draft, after it has done its work."""
     start, calls = candidates.start, 0
 
-    def counted(draft: Callable[[Sequence[int]], DraftTree]) -> Callable[[Sequence[int]], DraftTree]:
-        def count(budget: Sequence[int]) -> DraftTree:
+    def start_and_count(made_call: Call) -> DraftSession:
+        session = start(made_call)
+        draft = session.draft
+
+        def counted(budget: Sequence[int]) -> DraftTree:
             nonlocal calls
             calls += 1
-            number = calls  # a draft at the prefill may call the other method
             tree = draft(budget)
-            if number == call:
+            if calls == call:
                 raise error
             return tree
 
-        return count
-
-    def start_and_count(made_call: Call) -> DraftSession:
-        session = start(made_call)
-        at_prefill = counted(session.draft_at_prefill)
-        vars(session).update(draft=counted(session.draft), draft_at_prefill=at_prefill)
+        vars(session).update(draft=counted)
         return session
 
     with mock.patch.object(candidates, "start", start_and_count):

@@ -154,14 +154,21 @@ def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 def fit_of_two_tokens(target: Any, ids: torch.Tensor, candidates: Any, calls: int) -> float:
-    """The p-value of the first two tokens that rejection sampling generates in calls with 500 texts each."""
+    """The p-value of the first two tokens that rejection sampling verifies, in calls with 500 texts each.
+
+    They are the second and third of a text, as the prefill gives the first.
+    """
     vocab = target.config.vocab_size
     with torch.no_grad():
         first = target(ids).logits[0, -1].softmax(-1)
-        texts = torch.cat([ids.expand(vocab, -1), torch.arange(vocab)[:, None]], dim=1)
-        expected = (first[:, None] * target(texts).logits[:, -1].softmax(-1)).flatten()
+        two = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab))
+        logits = target(torch.cat([ids.expand(len(two), -1), two], dim=1)).logits.softmax(-1)
+        second, third = logits[::vocab, -2].repeat_interleave(vocab, 0), logits[:, -1]
+        second = second.gather(1, two[:, 1:])  # [vocab**2, 1] the probability of the second token after the first
+        joint = first[two[:, :1]] * second * third  # [vocab**2, vocab] of all three
+        expected = joint.view(vocab, vocab**2).sum(dim=0)
     torch.manual_seed(11)
-    counts, arguments = torch.zeros(vocab**2), {"max_new_tokens": 3, "do_sample": True, "verification": "rejection"}
+    counts, arguments = torch.zeros(vocab**2), {"max_new_tokens": 4, "do_sample": True, "verification": "rejection"}
     for _ in range(calls):
         ids_of_call = target.generate(ids, num_return_sequences=500, candidate_generator=candidates, **arguments)
         counts += torch.bincount(ids_of_call[:, -3] * vocab + ids_of_call[:, -2], minlength=vocab**2)

@@ -343,3 +343,36 @@ def test_generate_attention_without_tree_mask_raises() -> None:
 
 
 # After an exception
+
+
+class UsersFunction:
+    """A logits processor or stopping criterion that draws random numbers, or changes the text that it is given."""
+
+    def __init__(self, action: str, stops: bool):
+        self._action, self._stops = action, stops
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        if self._action == "draws":
+            torch.rand(1)
+        elif len(input_ids[0]) > 14:
+            input_ids[:, 0] = 3
+        return torch.zeros(len(input_ids), dtype=torch.bool) if self._stops else scores
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize(
+    ("action", "words"), [("draws", "drew from PyTorch's global"), ("edits", "input_ids in place")]
+)
+def test_users_function_that_cannot_be_repeated_raises(action: str, words: str, stops: bool) -> None:
+    """Would catch: another text, silently. Without sampling a function may draw: it is called equally often."""
+    model, name = tiny_model("llama"), "stopping_criteria" if stops else "logits_processor"
+    settings: dict[str, Any] = {**prompts(1), "max_new_tokens": 8, name: [UsersFunction(action, stops)]}
+    with pytest.raises(ValueError, match=words):
+        model.generate(**settings, do_sample=True, candidate_generator=NgramCandidates(k=3))
+    if action == "draws":
+        states = []
+        for candidates in ({}, {"candidate_generator": NgramCandidates(k=3)}):
+            torch.manual_seed(0)
+            model.generate(**settings, **candidates)
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz.__main__ import run_safely
-from tests.fuzz.cases import BROKEN_LOGITS, CRITERIA, ENTRIES, FAULTS, OPTIONS, PROCESSORS, Case
+from tests.fuzz.cases import BROKEN_LOGITS, ENTRIES, FAULTS, OPTIONS, PROCESSORS, Case
 from tests.helpers.models import SPEC
 
 PARTLY = Case(accuracy=0.7, k=4, lengths=(12, 8, 4), max_new_tokens=16, seed=7)
@@ -41,17 +41,21 @@ def every(case: Case, **values: Sequence[Any]) -> list[Case]:
 CASES: dict[str, list[Case]] = {
     # Tokens after EOS inside an accepted draft; wrong padding after it; ended rows that change places.
     "end token": [
-        *every(PARTLY, eos_columns=[(0,), (5,), (10,), (15,)], lengths=BATCHES, repetition_penalty=[1.0, 1.2]),
-        *every(SAMPLED, eos_columns=[(0,), (7,)], lengths=BATCHES),
+        *every(PARTLY, eos_columns=[(1,), (5,), (10,), (15,)], lengths=BATCHES, repetition_penalty=[1.0, 1.2]),
+        *every(SAMPLED, eos_columns=[(1,), (7,)], lengths=BATCHES),
         *every(replace(TREES, eos_ids=END, max_new_tokens=30), do_sample=[False, True], lengths=[(3, 9, 5, 2, 7, 4)]),
         *every(replace(PARTLY, eos_ids=END), min_new_tokens=[5], strategy=["oracle", "skip", "draft"]),
     ],
     # A criterion, or a time limit, that is evaluated per draft instead of per column. Without EOS rows are not padded.
     "stopping criterion": [
-        *every(replace(OUTPUTS, accuracy=1.0), criteria=[(name,) for name in CRITERIA], eos_ids=[(), (98,)]),
-        *every(replace(PARTLY, accuracy=1.0), criteria=[(name,) for name in CRITERIA if name != "scores"]),
+        *every(replace(OUTPUTS, accuracy=1.0), criteria=[("after",), ("any_row",), ("scores",)], eos_ids=[(), (98,)]),
+        *every(replace(PARTLY, accuracy=1.0), criteria=[("after",), ("any_row",)]),
         *every(replace(PARTLY, accuracy=1.0, max_new_tokens=24), stop_string_column=[0, 9], lengths=BATCHES),
         *every(replace(PARTLY, architecture="qwen3_5_text"), criteria=[("after",), ("any_row",)], eos_ids=[(), (98,)]),
+    ],
+    "time limit": [
+        *every(replace(OUTPUTS, accuracy=1.0, criteria=("max_time",)), eos_ids=[(), (98,)]),
+        replace(PARTLY, accuracy=1.0, criteria=("max_time",)),
     ],
     # Columns behind the stop, several columns in one chunk, a stream without its prompt or end.
     "streamer": every(replace(PARTLY, streamer=True, eos_ids=END), entry=ENTRIES, lengths=BATCHES, return_dict=[True]),
@@ -125,14 +129,13 @@ CASES: dict[str, list[Case]] = {
         *every(replace(PARTLY, eos_ids=END, draft_tree=8), strategy=STATE_STRATEGIES, architecture=STATE_TARGETS),
         *every(replace(PARTLY, strategy="combined", members=("ngram_tree", "draft_other")), architecture=STATE_TARGETS),
     ],
-    # First layers of a draft in the prefill that read the end of the prompt, though it counts as padding; chunks that
-    # begin at the first token of a row of padding.
+    # A prompt whose end counts as padding; chunks that begin at the first token of a row of padding.
     "masked end": [
         Case(seed=180860, architecture="olmo2", lengths=(6, 5), pad_id=7, give_mask=False, strategy="skip_adapter"),
         Case(seed=873608, architecture="llama4_text", lengths=(1, 2), pad_in_prompt=True, give_mask=False),
     ],
     # Plain steps in between that a drafter does not learn of.
-    "plain steps": every(replace(PARTLY, policy="random"), strategy=["native", "skip"], lengths=BATCHES[:1]),
+    "plain steps": every(replace(PARTLY, policy="random", seed=8), strategy=["native", "skip"], lengths=BATCHES[:1]),
     # Noise drawn ahead that is not given back, a cache of the caller or a model that is left changed.
     "fault": [
         *every(
@@ -142,7 +145,7 @@ CASES: dict[str, list[Case]] = {
     ],
 }
 """By what they show; the comment names the bugs that they would catch."""
-NEVER_DRAFT = ("fault", "broken logits", "position table", "outputs")
+NEVER_DRAFT = ("fault", "time limit", "broken logits", "position table", "outputs")
 """Where some case ends before a draft."""
 
 

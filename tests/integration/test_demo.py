@@ -12,17 +12,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
-from hf_specgen.cli import demo
+from hf_specgen.cli import demo, doctor
 from hf_specgen.cli.__main__ import app
-from hf_specgen.cli.chat import AnswerWriter, Chat, Conversation
+from hf_specgen.cli.chat import AnswerWriter, Chat
 from hf_specgen.cli.settings import DemoSettings
+from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers.cli import run
 
-OURS = ("auto", "n-grams", "EAGLE", "draft model", "n-grams + draft")
+SHOWN = ("plain", "prompt lookup", "auto", "n-grams  ", "EAGLE", "draft model", "n-grams + draft")
 
 
 def test_demo_shows_two_targets_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,46 +35,57 @@ def test_demo_shows_two_targets_in_80_columns(monkeypatch: pytest.MonkeyPatch) -
     lines, text = result.output.splitlines(), " ".join(result.output.split())
     assert max(map(len, lines)) <= 80 and "…" not in result.output
     rows = [line for line in lines if "█" in line]
-    assert [row.split("  ")[0].strip() for row in rows[:2]] == ["plain", "HF prompt lookup"]
-    assert len(rows) == 2 + len(OURS) and all(any(row.startswith(name) for row in rows) for name in OURS)
-    assert f"16M float32: the tokens of all {len(OURS)} answers are those of plain generate" in text
+    assert len(rows) == 2 * len(SHOWN) and all(sum(row.startswith(name) for row in rows) == 2 for name in SHOWN)
+    assert "16M float32" in text and ("18M bfloat16" in text or "18M float32" in text)
+    assert f"the tokens of all {len(SHOWN) - 2} answers are those of plain generate" in text
     assert text.count("(1 prompt, up to 4 new tokens each)") == 2 and "All variants run eagerly" in text
-    assert "a latency model of a larger target" in text and ("18M bfloat16" in text or "18M float32" in text)
+    assert "a latency model of a larger target" in text
 
 
-def target_with(seconds: dict[str, float], calls: int = 1) -> demo.MeasuredTarget:
-    """A target on which every call of a variant took so many seconds for ten tokens."""
-    target = demo.MeasuredTarget("8B", "bfloat16", Comparison([Variant(name, dict) for name in seconds]), length=5)
-    target.measured.samples = {
-        name: [Sample(10, s, torch.ones(1), None, thread_seconds=0.9)] * calls for name, s in seconds.items()
+def measured_with(seconds: dict[str, float], calls: int = 1) -> Comparison:
+    """A comparison in which every call of a variant took so many seconds for ten tokens."""
+    measured = Comparison([Variant(name, dict) for name in seconds])
+    counts = Statistics([[RowStep(4, 4, 3, 5)] * 2])
+    measured.samples = {
+        name: [Sample(10, s, torch.ones(1), counts, thread_seconds=0.9)] * calls for name, s in seconds.items()
     }
-    target.measured.device = "cpu"
-    return target
+    measured.device = "cpu"
+    return measured
+
+
+def shown(table: Any) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_demo_is_level_and_honest_where_nothing_gains() -> None:
     """Would catch: graphs on our side only, a strategy that is slower than plain presented as the best."""
     assert all(one.arguments().get("compile", False) is False for one in demo.variants(DemoSettings()))
-    target = target_with({"plain": 1.0, "prompt lookup": 2.0, "x": 3.0})
-    assert "nothing is faster than plain generate here" in next(demo.closing_lines([target]))
-    target = target_with({"plain": 1.0, "prompt lookup": 2.0, "x": 0.5})
-    assert "x is [bold green]2.00x[/] as fast" in next(demo.closing_lines([target]))
+    slower = measured_with({"plain": 1.0, "prompt lookup": 2.0, "x": 3.0})
+    assert doctor.recommend({"x": slower.speed("x")}) == (
+        "plain",
+        "no strategy was faster than plain generate on these prompts",
+    )
+    faster = measured_with({"plain": 1.0, "prompt lookup": 2.0, "x": 0.5})
+    best, reason = doctor.recommend({"x": faster.speed("x")})
+    assert best == "x" and "2.00x plain" in reason
+    lines = [line.split()[0] for line in shown(doctor.ranking(faster)).splitlines() if "█" in line]
+    assert lines == ["x", "plain", "prompt"]
 
 
 def test_demo_names_rounding_and_a_busy_machine() -> None:
     """Would catch: differences without a judgement; figures of a busy machine presented like any other."""
-    target = target_with({"plain": 1.0, "x": 1.0}, calls=2)
-    target.measured.different["x"], target.measured.unexplained["x"] = 2, 1
-    text = " ".join(demo.closing_lines([target]))
-    assert "2 of 2 answers differ" in text and "rounding explains 1 of them" in text and "reliable" not in text
-    target.measured.plain.append(Sample(10, 2.0, torch.ones(1), None, thread_seconds=0.7))
-    target.measured.unexplained.clear()
-    text = " ".join(demo.closing_lines([target]))
-    assert (
-        "rounding explains all of them" in text
-        and "took 1.6 times as long as it ran" in text
-        and "not reliable" in text
-    )
+    measured = measured_with({"plain": 1.0, "x": 1.0}, calls=2)
+    measured.different["x"], measured.unexplained["x"] = 2, 1
+    (found,) = doctor.judge(measured, ["x"], exact=True)
+    assert "2 of 2 answers differ" in found.found and "rounding explains 1 of them" in found.found
+    assert found.result == "bad"
+    measured.plain.append(Sample(10, 2.0, torch.ones(1), None, thread_seconds=0.7))
+    measured.unexplained.clear()
+    same, times = doctor.judge(measured, ["x"], exact=False)
+    assert "rounding explains all of them" in same.found and same.result == "warning"
+    assert "took 1.6 times as long as it ran" in times.found and "not reliable" in times.found
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -124,7 +136,7 @@ def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_leaves_the_second_target_out_where_the_first_one_takes_all_of_the_time() -> None:
     """Would catch: a demo of minutes on a busy machine."""
     output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0.1")
-    assert "The 18M target was left out" in output and "16M float32: the tokens of all" in output
+    assert "The 18M target was left out" in output and "the tokens of all" in output
 
 
 def test_domain_prompts_come_in_the_order_of_the_domains() -> None:
@@ -138,36 +150,40 @@ def test_domain_prompts_come_in_the_order_of_the_domains() -> None:
 EDIT = "Rename `x` to `total`: def add(x, y): return x + y"
 
 
+CHOICES = {"plain": None, "n-grams": NgramCandidates(k=4)}
+
+
 @pytest.fixture
-def conversation(reference_model: Any, tokenizer: Any) -> Conversation:
-    return Conversation(reference_model, tokenizer, {"max_new_tokens": 24, "do_sample": False})
+def chat(reference_model: Any, tokenizer: Any) -> Chat:
+    console = Console(file=io.StringIO(), width=80)
+    return Chat(reference_model, tokenizer, CHOICES, console, max_new_tokens=24, do_sample=False)
 
 
-def ask(conversation: Conversation, question: str, candidates: Any) -> tuple[str, str, list[tuple[str, bool]]]:
+def ask(chat: Chat, question: str) -> tuple[str, str, list[tuple[str, bool]]]:
     """The answer, the line about it, and the pieces that were written."""
     pieces: list[tuple[str, bool]] = []
-    conversation.messages.append({"role": "user", "content": question})
-    status = conversation.answer("name", candidates, lambda *piece: pieces.append(piece))
-    return conversation.messages[-1]["content"], status, pieces
+    status = chat.generate([*chat.messages, {"role": "user", "content": question}], lambda *piece: pieces.append(piece))
+    return chat.messages[-1]["content"], status, pieces
 
 
-def test_answers_over_two_turns_same_text_as_plain_and_cache_is_kept(conversation: Conversation) -> None:
+def test_answers_over_two_turns_same_text_as_plain_and_cache_is_kept(chat: Chat) -> None:
     """Would catch: a cache that does not belong to the text, and a conversation that is read anew in every turn."""
     texts = []
-    for strategy in (None, NgramCandidates(k=4)):
-        conversation.clear()
-        first, *_ = ask(conversation, EDIT, strategy)
-        assert conversation.cache.get_seq_length() >= conversation.text.shape[1] - 1
-        texts.append((first, ask(conversation, "And now rename `y`.", strategy)[0]))
+    for chat.strategy in CHOICES:
+        chat.clear()
+        first, *_ = ask(chat, EDIT)
+        text, cache = chat.cached
+        assert cache.get_seq_length() >= text.shape[1] - 1
+        texts.append((first, ask(chat, "And now rename `y`.")[0]))
+        assert chat.cached[1] is cache
     assert texts[0] == texts[1] and all(texts[0])
 
 
-def test_streamed_pieces_are_the_answer_and_mark_accepted_draft_tokens(conversation: Conversation) -> None:
-    candidates = NgramCandidates(k=4)
-    answer, status, pieces = ask(conversation, EDIT, candidates)
+def test_streamed_pieces_are_the_answer_and_mark_accepted_draft_tokens(chat: Chat) -> None:
+    answer, status, pieces = ask(chat, EDIT)
     assert "".join(text for text, _ in pieces) == answer
     accepted = sum(is_accepted for _, is_accepted in pieces)
-    assert 0 < accepted <= candidates.speculation.accepted
+    assert 0 < accepted <= CHOICES["n-grams"].speculation.accepted
     assert "tokens/s" in status and "% accepted" in status
 
 
@@ -183,10 +199,8 @@ def test_streamer_waits_for_the_last_byte_of_a_character(tokenizer: Any) -> None
     assert "".join(piece for piece, _ in pieces) == text
 
 
-def dialogue(conversation: Conversation, *lines: str) -> str:
+def dialogue(chat: Chat, *lines: str) -> str:
     """What the chat prints for these lines."""
-    output = io.StringIO()
-    console = Console(file=output, width=80)
     waiting = iter(lines)
 
     def read() -> str:
@@ -195,17 +209,17 @@ def dialogue(conversation: Conversation, *lines: str) -> str:
         except StopIteration:
             raise EOFError from None
 
-    Chat(conversation, {"plain": None, "n-grams": NgramCandidates(k=4)}, console).run(read)
-    return output.getvalue()
+    chat.run(read)
+    return chat.console.file.getvalue()
 
 
-def test_again_with_another_strategy_gives_the_same_answer(conversation: Conversation) -> None:
-    output = dialogue(conversation, EDIT, "/plain", "/again", "/strategy n-grams", "/again")
+def test_again_with_another_strategy_gives_the_same_answer(chat: Chat) -> None:
+    output = dialogue(chat, EDIT, "/plain", "/again", "/strategy n-grams", "/again")
     status = re.findall(r"^(.*) · (\d+) tokens · .*/s", output, flags=re.M)
     assert [name for name, _ in status] == ["n-grams", "plain", "n-grams"] and len({count for _, count in status}) == 1
     answers = re.findall(r"^(def .*)$", output, flags=re.M)
     assert len(answers) == 3 and len(set(answers)) == 1
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize(
@@ -219,11 +233,11 @@ def test_again_with_another_strategy_gives_the_same_answer(conversation: Convers
         ("/", "/strategy [NAME]"),
     ],
 )
-def test_command_prints_one_answer(conversation: Conversation, line: str, message: str) -> None:
-    assert message in dialogue(conversation, line)
+def test_command_prints_one_answer(chat: Chat, line: str, message: str) -> None:
+    assert message in dialogue(chat, line)
 
 
 def test_new_forgets_the_conversation_but_not_the_system_prompt(reference_model: Any, tokenizer: Any) -> None:
-    conversation = Conversation(reference_model, tokenizer, {"max_new_tokens": 2}, system="Be brief.")
-    dialogue(conversation, "Hello", "/new", "/quit", "never read")
-    assert conversation.messages == [{"role": "system", "content": "Be brief."}] and conversation.cache is None
+    chat = Chat(reference_model, tokenizer, CHOICES, Console(file=io.StringIO()), "Be brief.", max_new_tokens=2)
+    dialogue(chat, "Hello", "/new", "/again", "/quit", "never read")
+    assert chat.messages == [{"role": "system", "content": "Be brief."}] and chat.cached is None

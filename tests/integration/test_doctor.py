@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_specgen import NgramCandidates
+from hf_specgen import AutoCandidates, NgramCandidates
 from hf_specgen.cli import checkpoints, doctor
 from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.doctor import Report, Speed, blueprint, examine
@@ -55,7 +55,7 @@ def test_doctor_measures_and_recommends_every_strategy_that_is_named(monkeypatch
     for subject in ("tokenizers", "chat template", "heads", "memory", "same tokens"):
         assert found[subject]["result"] == "good"
     assert found["draft size"]["result"] == "warning"  # half the target
-    names = ["plain", "auto", "throughput", "memory", "n-grams", "Medusa", "draft model", "n-grams + draft"]
+    names = ["plain", "auto", "throughput", "memory", "n-grams", "draft model", "n-grams + draft", "Medusa"]
     assert calls[0] == names, "a whole warm-up of every variant"
     turns = [*names, names[0], *names[2:], names[1]]
     assert calls[1:] == [[name] for name in turns], "plain first, then the others in turns"
@@ -63,7 +63,7 @@ def test_doctor_measures_and_recommends_every_strategy_that_is_named(monkeypatch
     for name in names[1:]:
         measured = report["measured"][name]
         assert measured["speedup_low"] <= measured["speedup"] <= measured["speedup_high"]
-        assert name in report["codes"] and name in report["notes"]
+        assert measured["code"] and isinstance(measured["note"], str)
     assert report["recommendation"].startswith("model.generate(**inputs, candidate_generator=")
 
 
@@ -80,7 +80,7 @@ def test_doctor_without_a_run_loads_nothing_and_recommends_what_was_named(monkey
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
     result = CliRunner().invoke(app, ["doctor", MODEL, "--heads", HEADS, "--no-run"])
     assert result.exit_code == 0, result.output
-    for text in ("✓", "target support", "memory", "MedusaCandidates(", "was not measured"):
+    for text in ("✓", "target support", "memory", f"AutoCandidates.from_pretrained('{HEADS}')", "was not measured"):
         assert text in result.output
 
 
@@ -128,10 +128,12 @@ def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path)
 @pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama", "medusa_v1"])
 def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None:
     fixture = FIXTURES[name]
-    found = checkpoints.heads(str(fixture.head_folder), blueprint(str(fixture.target_folder), "float32"))
+    head = str(fixture.head_folder)
+    candidates = AutoCandidates.from_pretrained(head)
+    found = checkpoints.heads(candidates, head, blueprint(str(fixture.target_folder), "float32"))
     assert found[0].result == "good" and "parameters" in found[0].found
     assert not any(finding.result == "bad" for finding in found)
-    others = checkpoints.heads(str(fixture.head_folder), blueprint(DRAFT, "float32"))
+    others = checkpoints.heads(candidates, head, blueprint(DRAFT, "float32"))
     assert any(one.result == "bad" and "made for a target" in one.meaning for one in others)
 
 
@@ -155,24 +157,24 @@ MACHINES = {
 
 
 @pytest.mark.parametrize(
-    ("machine", "line", "reason"),
+    ("machine", "fastest", "reason"),
     [
-        ("memory-bound", "candidate_generator=DraftModelCandidates())", "2.50x plain (2.50-2.50)"),
-        ("compute-bound", "candidate_generator=NgramCandidates())", "1.05x plain"),
-        ("hopeless", "model.generate(**inputs)", "no strategy was faster than plain generate"),
-        ("disturbed", 'candidate_generator="auto")', "1.11x plain"),
+        ("memory-bound", "draft model", "2.50x plain (2.50-2.50)"),
+        ("compute-bound", "n-grams", "1.05x plain"),
+        ("hopeless", "plain", "no strategy was faster than plain generate"),
+        ("disturbed", "auto", "1.11x plain"),
     ],
 )
-def test_recommendation_is_the_fastest_of_what_was_measured(machine: str, line: str, reason: str) -> None:
-    codes = {"auto": '"auto"', "n-grams": "NgramCandidates()", "draft model": "DraftModelCandidates()"}
+def test_recommendation_is_the_fastest_of_what_was_measured(machine: str, fastest: str, reason: str) -> None:
     speeds = {name: Speed.of(measured, PLAIN) for name, measured in MACHINES[machine].items()}
-    found, why = doctor.recommend(speeds, codes)
-    assert found.endswith(line) and reason in why
+    found, why = doctor.recommend(speeds)
+    assert found == fastest and reason in why
 
 
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
 def test_any_class_of_models_that_generate_is_checked(kind: str, tmp_path: Path) -> None:
     model = encoder_decoder(kind)
     model.save_pretrained(tmp_path)
-    report = checked(model=str(tmp_path))
-    assert report.findings[0].found.startswith(type(model).__name__) and report.findings[0].result == "good"
+    report = checked(model=str(tmp_path), draft=(str(tmp_path),))
+    assert all(one.found.startswith(type(model).__name__) and one.result == "good" for one in report.findings[:2])
+    assert report.recommendation.count(f"AutoCandidates.from_pretrained('{tmp_path}')") == 1

@@ -20,7 +20,6 @@ from hf_specgen import (
     FixedDepth,
     LayerSkipCandidates,
     MedusaCandidates,
-    NgramCandidates,
 )
 from hf_specgen.candidates.acceptance import CENTERS, RANKS, Calibration
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
@@ -54,12 +53,12 @@ def strategy(kind: str, k: int = 4) -> Candidates:
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("length", [6, 11, 16, 20])
 def test_draft_model_equal_to_target_all_tokens_accepted(batch: int, sampling: str, length: int) -> None:
-    """Every step, prefill included, yields k + 1 tokens: with common random numbers also when sampling."""
+    """Every step after the prefill yields k + 1 tokens: with common random numbers also when sampling."""
     model, k = llama(), 4
     candidates = DraftModelCandidates(model, k=k)
     statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=length, **SAMPLING[sampling])
     assert statistics.accepted == statistics.drafted
-    assert all(len(steps) == -(-length // (k + 1)) for steps in statistics.rows)
+    assert all(len(steps) == -(-(length - 1) // (k + 1)) for steps in statistics.rows)
 
 
 def test_draft_tokens_that_end_a_row_count_as_accepted() -> None:
@@ -68,7 +67,7 @@ def test_draft_tokens_that_end_a_row_count_as_accepted() -> None:
     end = int(plain_output(model, inputs, max_new_tokens=4)[0][0, -1])
     ends = {"eos_token_id": end, "pad_token_id": 0}
     statistics = assert_same_tokens(model, inputs, DraftModelCandidates(model, k=6), max_new_tokens=20, **ends)
-    assert (statistics.accepted, statistics.lengths) == (4, [4])
+    assert (statistics.accepted, statistics.lengths) == (3, [4])
 
 
 def check(model: Any, candidates: Candidates) -> None:
@@ -92,8 +91,7 @@ def test_layer_skip_runs_each_layer_once_per_token() -> None:
     for handle in handles:
         handle.remove()
     assert candidates.speculation is not None
-    steps_after_prefill = candidates.speculation.steps - 1
-    assert ran[0] == ran[2] == 12 + candidates.speculation.drafted + steps_after_prefill
+    assert ran[0] == ran[2] == 12 + candidates.speculation.drafted + candidates.speculation.steps
 
 
 def test_draft_model_does_not_read_rows_that_have_ended() -> None:
@@ -115,27 +113,6 @@ def test_draft_model_does_not_read_rows_that_have_ended() -> None:
     prompt, catching_up, *others = read
     assert prompt == (4, 12) and catching_up[1] > 2
     assert max(width for _, width in others) <= 2 and min(rows for rows, _ in others) <= 2
-
-
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("kind", ["draft", "skip", "ngram"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_first_draft_is_verified_in_prefill(kind: str, chunk: int | None, batch: int) -> None:
-    """Would catch: a pass of the target for the prompt alone; a draft lost among the chunks of a chunked prefill."""
-    model = llama()
-    candidates = {
-        "draft": DraftModelCandidates(copy.deepcopy(model), k=4),
-        "skip": LayerSkipCandidates(2, k=4),
-        "ngram": NgramCandidates(k=4, tree=8),
-    }[kind]
-    inputs = {name: tensor.repeat(1, 2) for name, tensor in prompts(batch).items()}
-    inputs["attention_mask"][:, 12:] = 1
-    statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=15, prefill_chunk_size=chunk)
-    rows = zip(statistics.rows, statistics.lengths, strict=True)
-    without_step = [length - sum(step.emitted for step in steps) for steps, length in rows]
-    assert without_step == [0 if chunk is None else 1] * batch
-    if kind == "draft" and chunk is None:
-        assert [len(steps) for steps in statistics.rows] == [3] * batch  # of 5 tokens each
 
 
 @pytest.mark.parametrize("larger", ["draft", "target"])
@@ -266,15 +243,15 @@ def test_trees_rejection_sampling_keeps_draws_in_order_and_expanded_nodes(monkey
     Less confident tokens count as more acceptable here, and what follows an expanded node as unlikely.
     """
     trees: list[tuple[Any, int]] = []
-    grow = AutoregressiveSession._grow
+    draft = AutoregressiveSession.draft
 
-    def recorded(session: Any, *arguments: Any, **settings: Any) -> Any:
-        tree = grow(session, *arguments, **settings)
+    def recorded(session: Any, max_depths: Any) -> Any:
+        tree = draft(session, max_depths)
         if tree.nodes:
             trees.append((tree.node_values[0], session._expanded))
         return tree
 
-    monkeypatch.setattr(AutoregressiveSession, "_grow", recorded)
+    monkeypatch.setattr(AutoregressiveSession, "draft", recorded)
     monkeypatch.setattr(Calibration, "table", lambda self: np.tile(np.linspace(0.5, 0.01, len(CENTERS)), (RANKS, 1)))
     steep = LatencyModel.from_curves(CostCurve((1, 65), (1.0, 9.0), 256, 1), draft_token=0.01)
     candidates = DraftModelCandidates(small_llama(6, 3), k=4, tree="auto", policy=AdaptiveDepth(steep))

@@ -64,7 +64,7 @@ class Rounds:
         state = self._call.state
         batch = state.batch
         if number == 1:
-            self._target.prefill(DraftTree.empty(batch))
+            self._target.prefill()
             self._target.commit([[]] * batch)
             for row, text in enumerate(self._texts[1]):
                 state.append(row, text[-1:])

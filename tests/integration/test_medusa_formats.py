@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_specgen import EagleCandidates, LayerSkipCandidates, MedusaCandidates
+from hf_specgen import EagleCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import MedusaConfig, MedusaHeads, export_head, load_head, save_head
@@ -276,7 +276,7 @@ def test_medusa_rejection_sampling_has_the_distribution_of_the_target() -> None:
     the distribution they were sampled from.
     """
     target = small_llama(8, 5)
-    candidates = MedusaCandidates(random_heads(target, own_outputs=True), tree=6)
+    candidates = MedusaCandidates(random_heads(target, own_outputs=True), tree=6, policy=FixedDepth())
     assert fit_of_two_tokens(target, torch.tensor([[3, 1, 7, 4]]), candidates, calls=12) > 1e-3
 
 

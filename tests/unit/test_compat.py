@@ -40,7 +40,6 @@ METHODS = [
     (ModelRunner, "_sample", "self scores output_ids"),
 ]
 SET_BY_GENERATE = {
-    "GenerationConfig._mask_length": lambda seen: seen["generation_config"]._mask_length == 12,
     "GenerationConfig._pad_token_tensor": lambda seen: int(seen["generation_config"]._pad_token_tensor) == 0,
     "Cache._is_user_defined": lambda seen: seen["past_key_values"]._is_user_defined is True,
 }
@@ -91,11 +90,6 @@ def test_private_attribute_is_set_by_generate(symbol: str, seen: dict[str, Any])
     except (AttributeError, KeyError, TypeError):
         found = False
     assert found, missing(symbol)
-
-
-def test_prefill_reads_the_whole_prompt_of_an_unset_mask_length() -> None:
-    """`_prefill` must read `_mask_length` without an attention mask: there the prompt may begin in the cache."""
-    assert "_mask_length" in inspect.getsource(GenerationMixin._prefill), missing("GenerationConfig._mask_length")
 
 
 def test_is_stateful_is_declared_by_model_classes() -> None:

@@ -141,7 +141,7 @@ def prefilled(model: torch.nn.Module) -> tuple[Target, torch.Tensor, torch.Tenso
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
     target = Target(model, ids, GenerationConfig(), kwargs)
-    target.prefill(DraftTree.empty(2))
+    target.prefill()
     return target, ids, mask
 
 

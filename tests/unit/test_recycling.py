@@ -1,5 +1,6 @@
 """Token Recycling: the table, the trees grown from it, and what a session reads from the target."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -131,8 +132,8 @@ def test_search_agrees_with_the_reference(seed: int, depth: int, count: int) -> 
 
 def test_recycling_accepts_tokens_in_later_calls() -> None:
     """Would catch: a table that is not kept from call to call: the second call repeats the text of the first."""
-    model, candidates = tiny_model("llama"), RecyclingCandidates(k=4, tree=16)
-    accepted = [assert_same_tokens(model, prompts(1), candidates, max_new_tokens=30).accepted for _ in range(2)]
+    model, candidates = copy.deepcopy(tiny_model("llama")), RecyclingCandidates(k=4, tree=16)
+    accepted = [assert_same_tokens(model, prompts(1), candidates, max_new_tokens=12).accepted for _ in range(2)]
     assert accepted[1] > accepted[0]
 
 
@@ -147,7 +148,7 @@ def test_recycling_of_a_target_whose_vocabulary_was_resized_starts_anew() -> Non
 
 def test_recycling_without_memory_drafts_alike_in_equal_calls() -> None:
     """Would catch: `memory=False` that still drafts from the table of earlier calls."""
-    model, candidates = tiny_model("llama"), RecyclingCandidates(k=4, tree=16)
+    model, candidates = copy.deepcopy(tiny_model("llama")), RecyclingCandidates(k=4, tree=16)
     accepted = []
     for _ in range(2):
         model.generate(**prompts(1), max_new_tokens=30, candidate_generator=candidates, memory=False)

@@ -83,23 +83,11 @@ def test_record_counts_nodes_depths_and_rows() -> None:
 def test_finish_removes_what_lies_behind_the_end(length: int, emitted: Any, accepted: Any, origins: str) -> None:
     """Would catch: tokens counted that a stopping criterion cut off, or the bonus token cut before a draft token."""
     stats = Statistics([steps((3, 3), (3, 1), (2, 0))])
-    stats.finish([length], [1])
+    stats.finish([length])
     assert [step.emitted for step in stats.rows[0]] == emitted
     assert [step.accepted for step in stats.rows[0]] == accepted
     assert "".join("-+"[drafted] for drafted in stats.origins()) == origins
     assert stats.emitted == length
-
-
-def test_record_of_the_prefill_counts_only_rows_with_a_draft() -> None:
-    """Would catch: the first token counted as a step of rows without a draft, or a drafted one as the target's own."""
-    stats = Statistics([[], []])
-    tree = DraftTree.chains([[5, 6], []])
-    recorded = stats.record(tree, VerificationResult([[0], []], [[5, 7], [8]], [1, 0]), is_prefill=True)
-    assert recorded == [RowStep(2, 2, 1, 2), None]
-    stats.record(DraftTree.chains([[1], [1]]), VerificationResult([[0], []], [[1, 2], [3]], [1, 0]))
-    stats.finish([4, 2], [0, 1])
-    assert stats.rows == [[RowStep(2, 2, 1, 2), RowStep(1, 1, 1, 2)], [RowStep(1, 1, 0, 1)]]
-    assert stats.origins(0) == [True, False, True, False] and stats.origins(1) == [False, False]
 
 
 def test_to_dict_survives_json() -> None:
