@@ -3,6 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Setuptools warns of every way to install a folder for editing.
 PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --quiet --disable-pip-version-check
+# On Linux without an NVIDIA GPU PyTorch's much smaller wheels for CPUs, if their index can be reached.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+CPU_WHEELS := test $$(uname) = Linux && ! command -v nvidia-smi >/dev/null && \
+	$(BIN)/python -c "from urllib.request import urlopen; urlopen('$(CPU_INDEX)/torch/', timeout=3)" 2>/dev/null && \
+	echo --extra-index-url $(CPU_INDEX) || true
 # Tests that run side by side must not fight for cores. Modules are compiled once, not by every process that a test starts.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 # Files in the order of collection: long ones first (tests/conftest.py).
@@ -14,7 +19,7 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing PyTorch, Transformers and hf_specgen into .venv; a few minutes"
 	@$(PIP) install --upgrade pip
-	@$(PIP) install --constraint constraints.txt torch==2.13.0
+	@$(PIP) install --constraint constraints.txt $$($(CPU_WHEELS)) torch==2.13.0
 	@$(PIP) install --constraint constraints.txt --editable '.[adapters,cli]'
 	@touch $@
 

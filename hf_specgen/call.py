@@ -17,6 +17,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from hf_specgen.compat import CACHE
+
 T = TypeVar("T")
 
 
@@ -34,11 +36,12 @@ class GenerationState:
         prompts: the prompt of each row, without padding.
         generated: the tokens generated so far, per row.
         other_rows: rows of other calls that share the forward passes of the target, see `generate_many`.
+        drafts_together: whether they share the passes of the drafter too.
         rows_differ: whether each row has as many draft tokens verified as it needs, as in packed steps; otherwise all
             rows of a pass are as long as the longest.
     """
 
-    other_rows, rows_differ = 0, False
+    other_rows, drafts_together, rows_differ = 0, False, False
 
     def __init__(
         self,
@@ -205,7 +208,7 @@ class EncoderInput:
         # In place of ids that were not given, `generate` fills in -100.
         if values is None or outputs is None or (not values.is_floating_point() and bool((values < 0).any())):
             return None
-        others = ("encoder_outputs", "past_key_values", "use_cache", "logits_to_keep")
+        others = ("encoder_outputs", CACHE, "use_cache", "logits_to_keep")
         arguments = {
             name: value
             for name, value in model_kwargs.items()

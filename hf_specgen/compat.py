@@ -1,6 +1,6 @@
 """Every private Transformers symbol that the package uses, one function each, checked by `tests/unit/test_compat.py`.
 
-Each docstring names the symbol, as it is in Transformers 5.23. Nothing else in the package touches an underscore
+Each docstring names the symbol, as it is in Transformers 5.24. Nothing else in the package touches an underscore
 attribute of Transformers.
 """
 
@@ -11,13 +11,21 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any, cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils
 from transformers.generation.continuous_batching import cb_logits_processors
 
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+"""The argument of models that takes the key/value cache, and the field of their outputs that holds it: `cache` from
+Transformers 5.24 on."""
 LIBRARIES = ("hf_specgen", "transformers", "torch", "contextlib", "peft", "accelerate")
 """Packages between the line that calls `generate` and a warning."""
 
@@ -25,6 +33,11 @@ LIBRARIES = ("hf_specgen", "transformers", "torch", "contextlib", "peft", "accel
 def prefill(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> Any:
     """Run the prompt through the model as `generate` does, maybe in chunks. Symbol: `GenerationMixin._prefill`."""
     return cast(Any, model)._prefill(input_ids, config, kwargs)
+
+
+def default_generation_settings() -> dict[str, Any]:
+    """The values of settings that are not given. Symbol: `GenerationConfig._get_default_generation_params()`."""
+    return cast(Any, GenerationConfig)._get_default_generation_params()
 
 
 def continued(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

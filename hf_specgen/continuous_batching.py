@@ -145,7 +145,7 @@ def _packed_policy(settings: Settings, model: Any) -> Policy:
     if not isinstance(policy, AdaptiveDepth):
         return policy
     policy = copy.copy(policy)
-    policy.packed_loss = DraftingLoss()
+    policy.common_loss = DraftingLoss()
     if policy.latency is None:
         with compat.unpaged_attention(model):
             policy.curve = model_curve(model)

@@ -179,8 +179,8 @@ class DecodingLoop:
         """Complete the statistics, cache and scores of a call whose rows have stopped; returns its output."""
         self.finished_statistics()
         self.padding.process_rest()
-        past_key_values = self.target.finish() if self.padding.is_visible else None
-        return self.outputs.returned(self.statistics, past_key_values)
+        cache = self.target.finish() if self.padding.is_visible else None
+        return self.outputs.returned(self.statistics, cache)
 
     def finished_statistics(self) -> Statistics:
         """The statistics of a call, completed."""

@@ -274,8 +274,12 @@ def unsupported_argument(arguments: dict[str, Any]) -> str | None:
 def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
     """Name in one warning the settings of Transformers' own assistants that this call has and that have no effect."""
     config = arguments.get("generation_config")  # that of the checkpoint may hold them for other callers
-    places = [arguments, {} if config is None else vars(config)]
-    given = [name for name in ASSISTANT_SETTINGS if any(place.get(name) is not None for place in places)]
+    defaults = compat.default_generation_settings()  # which the `generate` of Whisper writes into its config
+    given = [
+        name
+        for name in ASSISTANT_SETTINGS
+        if arguments.get(name) is not None or getattr(config, name, None) not in (None, defaults.get(name))
+    ]
     if given:
         remedies = "; ".join(f"{name}: {ASSISTANT_SETTINGS[name]}" for name in given)
         warnings.warn(
@@ -361,10 +365,10 @@ def _check_call(
         raise ValueError(
             "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
         )
-    _check_mask(model_kwargs.get(mask_name(model)), input_ids.shape[1], model_kwargs.get("past_key_values"))
+    _check_mask(model_kwargs.get(mask_name(model)), input_ids.shape[1], model_kwargs.get(compat.CACHE))
     position_ids = model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
-        check_cache(model_kwargs.get("past_key_values"), type(model).__name__)
+        check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
         return
     if position_ids is None or position_ids.dim() not in (2, 3):
         raise ValueError(

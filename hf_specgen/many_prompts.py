@@ -1,16 +1,18 @@
 """`generate_many`: answers any number of prompts, several at a time; a row that ends is replaced by the next prompt.
 
-Every prompt is a `generate` call of its own, with its own state, verification, criteria and drafter; so its tokens do
-not depend on the others. Only the forward pass of the target is common: each step processes the pending token and the
-draft of every row at once.
+Every prompt is a `generate` call of its own, with its own state, verification and criteria; so its tokens do not depend
+on the others. The forward passes are common: each step processes the pending token and the draft of every row at once,
+in one target whose rows are replaced, and drafters with a forward pass draft for all rows together.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from time import perf_counter
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -18,19 +20,19 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call
+from hf_specgen.candidates import Candidates
+from hf_specgen.candidates.joined import joined
 from hf_specgen.candidates.tree_search import TreeSize
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop, checked_target
+from hf_specgen.depth import AdaptiveDepth
+from hf_specgen.depth.adaptive import DraftingLoss
 from hf_specgen.depth.latency import StepLatency
 from hf_specgen.generate import Settings, Speculation, settings_in
 from hf_specgen.outputs import OutputCollector
-from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache, RaggedLayer
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier
-
-SPARE_SLOTS = 4 * MAX_DRAFT_SLOTS
-"""Slots that new buffers have beyond the longest row: each copy of the buffers is for as many tokens of the longest."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def generate_many(
     """Generate for any number of prompts, `max_rows` at a time; a row that ends is replaced by the next prompt.
 
     The tokens are those of plain `generate` for each prompt alone. Rows that cannot be joined (recurrent states, images
-    beside the text, FlashAttention, layer skip) are answered one after the other.
+    beside the text, FlashAttention, layer skip, Gemma 4 assistants) are answered one after the other.
 
     Args:
         model: the target.
@@ -121,8 +123,8 @@ def _of_common_width(drafts: list[tuple[DraftTree, list[int]]], latency: StepLat
     trees = [tree for tree, _ in drafts]
     if latency is None or not all(tree.probability for tree in trees if tree.nodes):
         return drafts
-    shares = [[value / len(trees) for value in tree.probability[0]] for tree in trees if tree.probability]
-    width = TreeSize(None, latency=latency).best_size(shares) if shares else 0
+    probability = [tree.probability[0] for tree in trees if tree.probability]
+    width = TreeSize(None, latency=latency, rows=len(trees)).best_size(probability) if probability else 0
     return [(tree.first_nodes(width), pending) for tree, pending in drafts]
 
 
@@ -137,79 +139,6 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
             following += 1
 
 
-class JoinedTargets:
-    """One forward pass for several one-row targets, whose rows join and leave between the steps.
-
-    The keys and values of all rows are in common buffers, and the cache of each target is a view of its row. So one
-    pass appends to all of them, and each target drafts, commits and rolls back on its own. When the rows change, the
-    buffers are made anew.
-
-    Attributes:
-        target: a `Target` with all rows, which may run passes as long as the rows do not change and roll back to now.
-    """
-
-    target: Target
-
-    def __init__(self) -> None:
-        self._rows: list[Target] = []
-        self._cache = RaggedCache()
-        self._capacity = 0
-
-    def set_rows(self, rows: Sequence[Target]) -> None:
-        """Process these targets from now on, all of them `is_joinable` and prefilled."""
-        if list(rows) == self._rows:
-            return
-        self._make_buffers(rows)
-        self._rows = list(rows)
-        self._update()
-
-    def forward(self, trees: Sequence[DraftTree], pending: Sequence[int]) -> list[torch.Tensor]:
-        """Run the pending token and the draft of each row; `[1, 1 + nodes, vocab]` logits of each."""
-        width = max(tree.nodes for tree in trees)
-        if max(row.cache.lengths[0] for row in self._rows) + 1 + width > self._capacity:
-            self._make_buffers(self._rows)
-        self._update()
-        parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
-        logits = self.target.forward(DraftTree.from_nodes(parts).padded(width), pending)
-        for place, (row, tree) in enumerate(zip(self._rows, trees, strict=True)):
-            row.process_joined(self.target, place, 1 + tree.nodes)
-        return [logits[place : place + 1, : 1 + tree.nodes] for place, tree in enumerate(trees)]
-
-    def release(self, row: Target) -> None:
-        """Give a target a cache of its own again."""
-        for layer in row.cache.layers:
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()  # type: ignore[union-attr]
-
-    def _update(self) -> None:
-        """Let the common cache and target begin where the rows end."""
-        self._cache.set_lengths([row.cache.lengths[0] for row in self._rows])
-        self.target = self._rows[0].join(self._rows, self._cache)
-
-    def _make_buffers(self, rows: Sequence[Target]) -> None:
-        """Copy the rows into new buffers, of which the cache of each is a view.
-
-        A layer that has dropped slots outside of its sliding window gets them back as zeros, which its mask hides.
-        """
-        self._capacity, self._cache = max(row.cache.lengths[0] for row in rows) + SPARE_SLOTS, RaggedCache()
-        for layer in rows[0].cache.layers:
-            buffers = [x.new_zeros(len(rows), x.shape[1], self._capacity, x.shape[3]) for x in _states(layer)]
-            joined = RaggedLayer()
-            joined.lazy_initialization(*buffers)
-            joined.keys, joined.values = buffers
-            self._cache.layers.append(joined)
-        for place, row in enumerate(rows):
-            for part, common in zip(cast(list[Any], row.cache.layers), self._cache.layers, strict=True):
-                views = [buffer[place : place + 1] for buffer in _states(common)]
-                for view, states in zip(views, _states(part), strict=True):
-                    view[:, :, part.first : part.lengths[0]] = states[:, :, : part.lengths[0] - part.first]
-                part.keys, part.values = views
-                part.window, part.first = None, 0
-
-
-def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return layer.keys, layer.values
-
-
 class _Batch:
     """The rows of a `generate_many` call, and what they have in common."""
 
@@ -221,34 +150,43 @@ class _Batch:
         streamer: Callable[[int], BaseStreamer] | None,
         arguments: dict[str, Any],
     ):
-        self._model, self._settings, self._seed = model, settings, seed
+        policy = copy.copy(settings.policy or settings.candidates.policy)
+        if isinstance(policy, AdaptiveDepth):
+            policy.common_loss = DraftingLoss()
+        self._model, self._settings, self._seed, self._policy = model, replace(settings, policy=policy), seed, policy
         self._streamer, self._arguments = streamer, arguments
-        self._rows: dict[int, _Row] = {}  # by their place in the batch
-        self._joined = JoinedTargets()
+        self._candidates, self._drafters = joined(settings.candidates, rows_differ=False)
+        self._rows: list[_Row] = []
+        self._joined: list[_Row] = []  # those of the common target
+        self._target: Target
         self.statistics = Statistics([])
 
     def run(self, prompts: Iterator[Any], max_rows: int) -> Iterator[Completion]:
         """Answer all prompts."""
-        waiting, places = enumerate(prompts), list(range(max_rows))
+        waiting = enumerate(prompts)
         try:
             while True:
-                while places and (following := next(waiting, None)) is not None:
-                    yield from self._admit(*following, places)
+                while len(self._rows) < max_rows and (following := next(waiting, None)) is not None:
+                    yield from self._admit(*following)
                 if not self._rows:
                     return
-                self._step()
-                for place in [place for place, row in self._rows.items() if row.loop.state.all_stopped]:
-                    row = self._rows.pop(place)
-                    places.insert(0, place)
-                    if row.loop.padding.is_visible:
-                        self._joined.release(row.loop.target)
-                    yield self._completed(row)
+                with self._decoding():
+                    self._exchange_rows()
+                    self._step()
+                for place, row in enumerate(self._joined):
+                    if row.loop.state.all_stopped:
+                        self._rows.remove(row)
+                        if row.loop.padding.is_visible:
+                            row.loop.target.leave(self._target, place)
+                        yield self._completed(row)
         finally:
-            for row in self._rows.values():
+            for row in self._rows:
                 row.stack.close()
+            for drafter in self._drafters:
+                drafter.close()
             self._settings.candidates.speculation = self.statistics
 
-    def _admit(self, index: int, prompt: Any, places: list[int]) -> Iterator[Completion]:
+    def _admit(self, index: int, prompt: Any) -> Iterator[Completion]:
         """Start a prompt and run its prefill; completes it if it ends there, or cannot be joined."""
         if isinstance(prompt, str):
             raise TypeError(f"prompts must be token ids, such as tokenizer(text)['input_ids'], got {prompt!r:.60}")
@@ -256,37 +194,66 @@ class _Batch:
         ids = ids[None] if ids.dim() == 1 else ids
         if ids.dim() != 2 or len(ids) != 1:
             raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
-        row = _Row(index, self._settings, self._streamer and self._streamer(index))
+        row = _Row(index, self._settings, self._streamer and self._streamer(index), self._candidates)
         row.seed = self._seed + index if isinstance(self._seed, int) else self._seed[index]
         with self._decoding():
             row.start(self._model, ids, self._arguments)
         if row.loop.state.all_stopped:
             yield self._completed(row)
-        elif row.loop.target.is_joinable:
-            self._rows[places.pop(0)] = row
+        elif row.is_joinable:
+            self._rows.append(row)
         else:
             with row.stack, self._decoding():
                 row.loop.decode()
                 row.stack = row.stack.pop_all()
             yield self._completed(row)
 
+    def _exchange_rows(self) -> None:
+        """Let the common target process the rows that have not ended, and new ones after them."""
+        if self._rows == self._joined:
+            return
+        kept = [place for place, row in enumerate(self._joined) if row in self._rows]
+        new = [row.loop.target for row in self._rows[len(kept) :]]
+        if not kept:
+            self._target = new.pop(0).common()
+        self._target.replace_rows(kept or [0], *new)
+        self._joined = list(self._rows)
+
     def _step(self) -> None:
         """One step of all rows."""
-        loops = [self._rows[place].loop for place in sorted(self._rows)]
+        loops = [row.loop for row in self._rows]
         for loop in loops:
             loop.state.other_rows = len(loops) - 1
-        with self._decoding():
-            self._joined.set_rows([loop.target for loop in loops])
-            drafts = _of_common_width([loop.begin_step() for loop in loops], loops[0].policy.latency(1))
-            with loops[0].timer.part("forward"):
-                logits = self._joined.forward([tree for tree, _ in drafts], [pending[0] for _, pending in drafts])
-            for loop, (tree, _), values in zip(loops, drafts, logits, strict=True):
-                loop.end_step(tree, values)
-        steps = [loop.statistics.passes[-1] for loop in loops]
+            loop.plan_step()
+        for drafter in self._drafters:
+            drafter.draft()
+        known = loops[0].policy.pass_latency
+        latency = None if known is None else known.at(len(loops), max(self._target.cache.lengths))
+        drafts = _of_common_width([loop.draft_step() for loop in loops], latency)
+        trees, width = [tree for tree, _ in drafts], max(tree.nodes for tree, _ in drafts)
+        parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
+        begin = perf_counter()
+        logits = self._target.forward(DraftTree.from_nodes(parts).padded(width), [token for _, [token] in drafts])
+        seconds = {"forward": perf_counter() - begin, "draft": sum(drafter.seconds for drafter in self._drafters)}
+        for place, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
+            for part, value in seconds.items():
+                loop.timer.add(part, value)
+            loop.target.take_states(self._target, place, 1 + tree.nodes)
+            loop.end_step(tree, logits[place : place + 1, : 1 + tree.nodes])
+        self._target.commit_rows([loop.target for loop in loops])
+        step = self._common_step([loop.statistics.passes[-1] for loop in loops])
+        self.statistics.passes.append(step)
+        if isinstance(self._policy, AdaptiveDepth) and self._policy.common_loss and latency and step.has_draft:
+            self._policy.common_loss.count(step, latency)
+
+    def _common_step(self, steps: Sequence[StepRecord]) -> StepRecord:
+        """The record of a step of all rows."""
+        passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
+        if not all(drafter.is_joined for drafter in self._drafters):
+            passes += [tokens for step in steps for tokens in step.passes]
         requested, rows = [step.requested[0] for step in steps], [step.rows[0] for step in steps]
-        passes, context = [tokens for step in steps for tokens in step.passes], max(step.context for step in steps)
-        tokens_per_row = max(step.tokens_per_row for step in steps)
-        self.statistics.passes.append(StepRecord(requested, rows, tokens_per_row, {}, passes, context))
+        context, tokens_per_row = max(step.context for step in steps), max(step.tokens_per_row for step in steps)
+        return StepRecord(requested, rows, tokens_per_row, {}, passes, context)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
@@ -311,9 +278,15 @@ class _Row(Speculation):
 
     loop: DecodingLoop
 
-    def __init__(self, index: int, settings: Settings, streamer: BaseStreamer | None):
+    def __init__(self, index: int, settings: Settings, streamer: BaseStreamer | None, candidates: Candidates):
         super().__init__(settings, streamer)
-        self.index, self.stack = index, ExitStack()
+        self.index, self.stack, self._candidates = index, ExitStack(), candidates
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether the common target can process the row."""
+        reads_cache = self.settings.candidates.target_requirements(self.loop.target.model).reads_cache
+        return self.loop.target.is_joinable and not reads_cache
 
     def start(self, model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
         """Prepare the call and run its prefill."""
@@ -327,7 +300,7 @@ class _Row(Speculation):
         if call.state.batch != 1:
             raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
         outputs = OutputCollector(call, parts["criteria"], self.streamer)
-        sessions = (parts["candidates"], parts["verifier"], parts["policy"], None)
+        sessions = (self._candidates, parts["verifier"], parts["policy"], None)
         target = checked_target(call, parts["candidates"], input_ids, model_kwargs)
         self.loop = DecodingLoop(call, target, outputs, *sessions, self.stack)
         parts["on_start"](self.loop.statistics)

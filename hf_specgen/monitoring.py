@@ -20,7 +20,6 @@ from hf_specgen.counters import RowStep, Statistics, StepRecord
 
 PREFIX = "spec_decode_num_"
 """Of the names of counters for Prometheus, as in vLLM."""
-ACCEPTED, REJECTED = "#2a7f62", "#d9d9d9"
 Latency = Callable[[float], float] | None
 """T(q) / T(1) of a target, such as `CostCurve.relative`; None for one for which draft tokens are free."""
 
@@ -61,10 +60,8 @@ class AcceptanceRates:
     @classmethod
     def of(cls, counts: Mapping[tuple[int, int], int]) -> AcceptanceRates:
         """From the number of drafts with so many (drafted, accepted) tokens."""
-        rates = np.repeat(
-            [accepted / drafted for drafted, accepted in counts or {(1, 0): 1}], [*counts.values()] or [1]
-        )
-        numbers = (rates.mean(), rates.std(), rates.min(), rates.max(), *np.percentile(rates, [50, 95]))
+        rates = np.repeat([accepted / drafted for drafted, accepted in counts] or 0.0, [*counts.values()] or 1)
+        numbers = rates.mean(), rates.std(), rates.min(), rates.max(), *np.percentile(rates, [50, 95])
         return cls(sum(counts.values()), *map(float, numbers))
 
 
@@ -121,14 +118,12 @@ class SpeculationMonitor(Monitor):
         with self._lock:
             self.window.extend(rows)
             self.drafts.update(drafts)
-        if self._counters is None:
-            return
-        of_drafts, of_drafted, of_accepted, by_position = self._counters
-        for drafted, accepted in drafts:
-            of_drafts.inc()
-            of_drafted.inc(drafted)
-            of_accepted.inc(accepted)
-            for position in range(accepted):
+        if self._counters is not None:
+            of_drafts, of_drafted, of_accepted, by_position = self._counters
+            of_drafts.inc(len(drafts))
+            of_drafted.inc(sum(drafted for drafted, _ in drafts))
+            of_accepted.inc(sum(accepted for _, accepted in drafts))
+            for position in (position for _, accepted in drafts for position in range(accepted)):
                 by_position.labels(position=str(position)).inc()
 
     def acceptance(self, over: Literal["window", "total"] = "window") -> AcceptanceRates:
@@ -201,14 +196,14 @@ def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     figure = _figure()
     newest, histogram = figure.subplots(2, 1)
     numbers = range(1, len(steps) + 1)
-    newest.bar(numbers, [step.depth for step in steps], color=REJECTED, label="depth of the draft")
-    newest.bar(numbers, [step.accepted for step in steps], color=ACCEPTED, label="accepted")
+    newest.bar(numbers, [step.depth for step in steps], color="lightgray", label="depth of the draft")
+    newest.bar(numbers, [step.accepted for step in steps], color="seagreen", label="accepted")
     newest.set(title=monitor.summary(), xlabel="step of a row", ylabel="tokens")
-    newest.legend(frameon=False)
+    newest.legend()
     accepted = [accepted for _, accepted in monitor.drafts]
-    histogram.hist(accepted, range(max(accepted, default=0) + 2), weights=monitor.drafts.values(), color=ACCEPTED)
+    histogram.hist(accepted, range(max(accepted, default=0) + 2), weights=monitor.drafts.values(), color="seagreen")
     histogram.set(xlabel="accepted tokens of a draft, over all calls", ylabel="drafts")
-    _save(figure, path)
+    figure.savefig(path)
 
 
 def speedup(acceptance: float, k: int, latency: Latency = None, draft_pass: float = 0.0) -> float:
@@ -236,13 +231,13 @@ def plot_speedup(
 ) -> None:
     """Plot `speedup` over the acceptance rate, a line for each k; where it is below 1, drafting loses."""
     figure = _figure()
-    axes, rates = figure.subplots(), [step / 100 for step in range(101)]
+    axes, rates = figure.subplots(), np.linspace(0, 1, 101)
     for k in depths:
         axes.plot(rates, [speedup(rate, k, latency, draft_pass) for rate in rates], label=f"k = {k}")
-    axes.axhline(1, color=REJECTED)
+    axes.axhline(1, color="lightgray")
     axes.set(xlabel="acceptance rate of a draft token", ylabel="speedup over plain decoding", xlim=(0, 1), ylim=0)
-    axes.legend(frameon=False)
-    _save(figure, path)
+    axes.legend()
+    figure.savefig(path)
 
 
 def _figure() -> Any:
@@ -250,10 +245,4 @@ def _figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'hf-specgen[plot]'") from error
-    return Figure(figsize=(9, 5.5), layout="constrained")
-
-
-def _save(figure: Any, path: str | Path) -> None:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    return Figure(figsize=(9, 5.5), dpi=150, layout="constrained")

@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_specgen.call import Call
+from hf_specgen.compat import CACHE
 from hf_specgen.counters import Statistics
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -87,7 +88,7 @@ class OutputCollector:
         return self._state.prefix(self._state.prompt_length + self.columns)
 
     def returned(
-        self, statistics: Statistics, past_key_values: Any
+        self, statistics: Statistics, cache: Any
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         """The return value of the call: its ids, or with `return_dict_in_generate=True` an output object."""
         call = self._call
@@ -95,7 +96,7 @@ class OutputCollector:
             return self.output_ids()
         assert call.model is not None
         fields: dict[str, Any] = {name: tuple(columns) for name, columns in self.kept.items()}
-        fields |= {"sequences": self.output_ids(), "past_key_values": past_key_values}
+        fields |= {"sequences": self.output_ids(), CACHE: cache}
         if not call.model.config.is_encoder_decoder:
             return SpeculativeOutput(**fields, speculation=statistics)
         output = EncoderDecoderSpeculativeOutput(**fields)

@@ -175,7 +175,7 @@ class PackedSteps:
         self._processor, self._model, self._config, self._settings = processor, model, config, settings
         self._seed, self._finished = seed, finished
         self._requests: dict[str, Request] = {}
-        self._candidates, self._drafters = joined(settings.candidates)
+        self._candidates, self._drafters = joined(settings.candidates, rows_differ=True)
         self._layers = settings.candidates.target_requirements(model).aux_hidden_state_layers
         self._states: list[torch.Tensor] = []  # captured in the step
         self._allocators: dict[str, Any] = processor.cache.cache_allocators
@@ -194,9 +194,6 @@ class PackedSteps:
             target = PackedTarget(self._model, self._layers, prompt, positions, self._chains_only)
             seed = (self._seed + compat.request_number(state)) % 2**63
             request = Request(state, self._model, target, self._config, self._settings, self._candidates, seed)
-            policy = self._settings.policy
-            if isinstance(policy, AdaptiveDepth):
-                policy.drafts_together = all(drafter.is_joined for drafter in self._drafters)
             self._requests[state.request_id] = request
         return self._requests[state.request_id]
 
@@ -346,18 +343,16 @@ class PackedSteps:
             if request.loop.state.has_ended(0):
                 self._finished(self._requests.pop(one.state.request_id).end())
         self._count_loss(accepted)
-        for drafter in self._drafters:
-            drafter.observe()
         compat.move_slots(self._processor.cache, moves)
         return last, last_logprobs if self._processor.return_logprobs else None
 
     def _count_loss(self, accepted: int) -> None:
         """Count what a step with drafts has lost, in plain steps: its time, less that of plain steps for its tokens."""
         seconds, policy = self._seconds_of_drafts, self._settings.policy
-        if seconds is not None and isinstance(policy, AdaptiveDepth) and policy.packed_loss is not None:
+        if seconds is not None and isinstance(policy, AdaptiveDepth) and policy.common_loss is not None:
             passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
             took = seconds[self._drafted] + self._latency.drafter.draft(passes)
-            policy.packed_loss.add(took / seconds[0] - 1 - accepted / self._decoding)
+            policy.common_loss.add(took / seconds[0] - 1 - accepted / self._decoding)
 
     def _pass_states_on(self, scheduled: Sequence[Any], requests: Sequence[Request], steps: Sequence[int]) -> None:
         """Give each request the hidden states of its tokens; those of the output matrix are of the logit rows alone."""

@@ -59,11 +59,7 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("hf_specgen")
     # pytest has a flag of this name that lists its own fixtures; here only its alias --funcargs does.
-    if hasattr(group, "_arggroup"):  # pytest 9
-        group._arggroup.conflict_handler = "resolve"
-    else:
-        for option in (option for other in parser._groups for option in other.options):
-            option._long_opts = [name for name in option._long_opts if name != "--fixtures"]
+    group._arggroup.conflict_handler = "resolve"
     group.addoption(
         "--fixtures",
         dest="head_fixtures",

@@ -40,7 +40,6 @@ from hf_specgen.evaluation.workloads import (
     domain_prompts,
     encode,
     load,
-    load_model,
 )
 from hf_specgen.targets.cache import move_captured
 from hf_specgen.targets.graphs import CapturedFunctions
@@ -93,7 +92,7 @@ def _setup(quick: bool) -> Setup:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small, tokenizer = load(device=device, dtype="bfloat16")
     model = widen(deepen(small, QUICK_LAYERS if quick else LAYERS), QUICK_PARAMETERS if quick else PARAMETERS)
-    draft, _ = load_model(str(EMBEDDED_DRAFT), small.dtype, device)
+    draft, _ = load(str(EMBEDDED_DRAFT), small.dtype, device)
     return Setup(model, draft, tokenizer, device)
 
 

@@ -8,6 +8,8 @@ import torch
 from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_specgen.compat import CACHE
+
 
 class ScriptedTarget(PreTrainedModel, GenerationMixin):
     """A model without layers whose logits always point to the next token of `script`.
@@ -45,14 +47,14 @@ class ScriptedTarget(PreTrainedModel, GenerationMixin):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **_: Any,
+        **arguments: Any,
     ) -> CausalLMOutputWithPast:
         """Logits that are 1 at the token of the script after each position, 0 elsewhere."""
         self.forwards += 1
         assert position_ids is not None
         states = torch.zeros(*input_ids.shape, 1)[:, None]
-        past_key_values.update(states, states, 0)
+        cache = arguments[CACHE]
+        cache.update(states, states, 0)
         following = self.script[(position_ids + 1).clamp(max=len(self.script) - 1)]
         logits = torch.zeros(*input_ids.shape, self.config.vocab_size).scatter_(2, following[..., None], 1.0)
-        return CausalLMOutputWithPast(logits=cast(Any, logits), past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=cast(Any, logits), **{CACHE: cache})

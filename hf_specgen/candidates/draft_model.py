@@ -184,7 +184,7 @@ class DraftModelCandidates(PretrainedCandidates):
         prompt = draft_prompt(draft, call, prompts, self.share_encoder)  # runs the draft's encoder, if it has one
         check_computation(draft, TargetRequirements(), *prompt)
         # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
-        fixed = (parallel is None or not parallel.layers) and not call.state.rows_differ
+        fixed = (parallel is None or not parallel.layers) and not call.state.drafts_together
         compile: Compile = self.compile if fixed else False
 
         def reader(texts: list[list[int]]) -> Target:

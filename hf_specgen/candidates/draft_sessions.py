@@ -89,7 +89,7 @@ class DraftRunner:
             kept_counts[0] += self._prompt_lengths
             kept_counts[1] += self._num_cached
             kept_counts[2] += self._num_extended
-        reader.replace_rows(kept, self.reader if prompts else None)
+        reader.replace_rows(kept, *[self.reader] if prompts else [])
         self.reader, (self._prompt_lengths, self._num_cached, self._num_extended) = reader, kept_counts
 
     def _cache_length(self, row: int) -> int:

@@ -52,7 +52,7 @@ def draft_prompt(
         _check_hidden_size(draft.config.hidden_size, read)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         config = GenerationConfig(pad_token_id=0)
-        shared = {"encoder_outputs": _moved(read.outputs, draft), "past_key_values": cache, "use_cache": True}
+        shared = {"encoder_outputs": _moved(read.outputs, draft), compat.CACHE: cache, "use_cache": True}
         return input_ids, config, {"attention_mask": mask, **shared}
     start = int(input_ids[0, 0])
     settings = {"max_new_tokens": 1, "num_beams": 1, "num_return_sequences": 1, "decoder_start_token_id": start}

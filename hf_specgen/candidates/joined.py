@@ -1,8 +1,8 @@
-"""Joined drafting: the requests of continuous batching as rows of one draft session, so that they share its passes.
+"""Joined drafting: calls whose target passes are common as rows of one draft session, so that they share its passes.
 
-Each request is decoded by a loop of its own, with a `JoinedRow` in place of the strategy's session. Once all requests
-have planned how deep they draft, the common session drafts for all of them at once. Requests join it with their first
-draft, and leave it when they end.
+Each call, of a prompt or request, is decoded by a loop of its own, with a `JoinedRow` in place of the strategy's
+session. Once all of them have planned how deep they draft, the common session drafts for all of them at once. Calls
+join it with their first draft, and leave it when they end.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ UNLIMITED = 2**31
 """Columns of a text: each request has a limit of its own."""
 
 
-def joined(candidates: Candidates) -> tuple[Candidates, list[JoinedCandidates]]:
-    """The strategy with its drafters that have a forward pass replaced by joined ones; and these."""
+def joined(candidates: Candidates, rows_differ: bool) -> tuple[Candidates, list[JoinedCandidates]]:
+    """The strategy with its drafters that have a forward pass replaced by joined ones; and these.
+
+    `rows_differ` as in `GenerationState`.
+    """
     if candidates.negligible_draft_cost:
         return candidates, []
     if not isinstance(candidates, CombinedCandidates):
-        drafter = JoinedCandidates(candidates)
+        drafter = JoinedCandidates(candidates, rows_differ)
         return drafter, [drafter]
-    members = [joined(member) for member in candidates.strategies]
+    members = [joined(member, rows_differ) for member in candidates.strategies]
     combined = copy.copy(candidates)
     combined.strategies = tuple(member for member, _ in members)
     return combined, [drafter for _, drafters in members for drafter in drafters]
@@ -45,43 +48,47 @@ class JoinedCandidates(Candidates):
 
     Attributes:
         rows: the requests that take part.
+        planned: how deep rows draft in the next draft.
         seconds, passes: of the last draft, if one was requested: its time, and the tokens of each pass.
     """
 
-    def __init__(self, strategy: Candidates):
+    def __init__(self, strategy: Candidates, rows_differ: bool):
         self.k, self.policy, self.tree, self._strategy = strategy.k, strategy.policy, strategy.tree, strategy
+        self._rows_differ = rows_differ
         self.is_joined: bool | None = None  # until the first call
         self.seconds, self._drafted = 0.0, DraftTree.empty(0)
         self.passes: Sequence[int] = ()
         self._session: DraftSession | None = None
         self.rows: list[JoinedRow] = []
-        self._planned: dict[JoinedRow, int] = {}
+        self.planned: dict[JoinedRow, int] = {}
 
     def start(self, call: DraftCall) -> DraftSession:
         session = self._strategy.start(call)
         if self.is_joined is None:
             self.is_joined = session.rows_can_change
+        call.state.drafts_together = self.is_joined
         return JoinedRow(call, self) if self.is_joined else session
 
     def plan(self, row: JoinedRow, depth: int) -> None:
         """Receive the maximum depth of a row in the next draft."""
-        self._planned[row] = depth
+        self.planned[row] = depth
 
     def draft(self) -> None:
-        """Draft for all rows that have planned to."""
+        """Draft for all rows that have planned to, after the outcomes of the last step were passed on."""
+        self._observe()
         self.seconds, self.passes = 0.0, ()
-        if not self._planned:
+        if not self.planned:
             return
         begin = perf_counter()
         rows = [row for row in self.rows if row.is_active]
-        kept, new = list(map(self.rows.index, rows)), [row for row in self._planned if row not in self.rows]
+        kept, new = list(map(self.rows.index, rows)), [row for row in self.planned if row not in self.rows]
         changed, self.rows = bool(new) or len(kept) < len(self.rows), [*rows, *new]
         if self._session is None:
             self._session = self._start(new[0].call)
         elif changed:
             self._texts.set_rows(self.rows)
             self._session.keep_rows(kept, len(new))
-        depths = [self._planned.get(row, 0) for row in self.rows]
+        depths = [self.planned.get(row, 0) for row in self.rows]
         self._drafted = self._session.draft(depths)
         for place, row in enumerate(self.rows):
             nodes = len(self._drafted.parents[place])
@@ -89,7 +96,7 @@ class JoinedCandidates(Candidates):
             row.passes, row.has_joined = self._session.passes, True
         if any(depths):
             self.seconds, self.passes = perf_counter() - begin, self._session.passes or ()
-        self._planned = {}
+        self.planned = {}
 
     def _tree_of(self, place: int, nodes: int) -> DraftTree:
         """The draft of one row."""
@@ -100,11 +107,12 @@ class JoinedCandidates(Candidates):
     def _start(self, call: DraftCall) -> DraftSession:
         """The common session, whose call has the texts and targets of the rows."""
         self._texts = _Texts(self.rows)
+        self._texts.rows_differ = self._rows_differ
         call = replace(call, state=self._texts, target=_Targets(self), depth=_Depth(self))
         return self._strategy.start(replace(call, verification=_Verification(call, self)))
 
-    def observe(self) -> None:
-        """Pass the outcomes of a step on to the common session."""
+    def _observe(self) -> None:
+        """Pass the outcomes of a step on to the common session, which ends once none of its rows is active."""
         results = [row.result for row in self.rows]
         if self._session is not None and any(results):
             self._session.observe(
@@ -123,7 +131,7 @@ class JoinedCandidates(Candidates):
         """End the common session."""
         if self._session is not None:
             self._session.end()
-        self._session, self.rows, self._planned = None, [], {}
+        self._session, self.rows = None, []
 
 
 class JoinedRow(DraftSession):
@@ -145,7 +153,9 @@ class JoinedRow(DraftSession):
         self._drafter.plan(self, max_depths[0])
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        """What `JoinedCandidates.draft` has drafted, as deep as planned."""
+        """What `JoinedCandidates.draft` has drafted, as deep as planned; now, for a call that is decoded alone."""
+        if self in self._drafter.planned:
+            self._drafter.draft()
         return self.tree
 
     def observe(self, result: VerificationResult) -> None:
@@ -160,7 +170,7 @@ class JoinedRow(DraftSession):
 class _Texts(GenerationState):
     """The texts of the requests, which the loop of each request appends to."""
 
-    rows_differ = True
+    drafts_together = True
 
     def __init__(self, rows: Sequence[JoinedRow]):
         super().__init__(torch.zeros(len(rows), 1, dtype=torch.long), max_length=UNLIMITED)

@@ -15,6 +15,7 @@ from hf_specgen.call import Call
 from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.settings import ChatSettings
+from hf_specgen.compat import CACHE
 from hf_specgen.counters import StepRecord
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN
@@ -135,7 +136,7 @@ class Chat:
         ids, cache = inputs["input_ids"].to(self._model.device), None
         if self.cached is not None and torch.equal(ids[:, : self.cached[0].shape[1]], self.cached[0]):
             cache = self.cached[1]  # unless the template or the tokenizer writes earlier turns in another way now
-        arguments = {**self._generation, "past_key_values": cache, "return_dict_in_generate": True}
+        arguments = {**self._generation, CACHE: cache, "return_dict_in_generate": True}
         arguments["streamer" if candidates is None else "monitor"] = writer
         torch.manual_seed(0)
         begin, generate = perf_counter(), cast(Any, self._model).generate
@@ -143,7 +144,7 @@ class Chat:
         seconds = perf_counter() - begin
         writer.end()
         tokens = output.sequences[0, ids.shape[1] :]
-        self.cached = output.sequences, output.past_key_values
+        self.cached = output.sequences, output[CACHE]
         answer = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         parts = [self.strategy, f"{len(tokens)} tokens", f"{len(tokens) / seconds:.1f} tokens/s"]
@@ -191,7 +192,7 @@ class Chat:
 
 def show(settings: ChatSettings) -> None:
     """Load the models and chat on the terminal."""
-    model, tokenizer = workloads.load_model(settings.model, settings.dtype, settings.device)
+    model, tokenizer = workloads.load(settings.model, settings.dtype, settings.device)
     choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: default_candidates()}
     named = workloads.strategies(settings.draft, tokenizer=tokenizer)[1:]
     choices |= {strategy.name: strategy.candidates for strategy in named}

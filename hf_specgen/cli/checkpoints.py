@@ -1,6 +1,6 @@
 """Draft models and heads for a target: which the Hub has (`hf-specgen find`), and whether they fit, without weights.
 
-The checks, also those of `hf-specgen doctor`: support, tokenizers, sizes, heads, memory.
+The checks of `hf-specgen doctor`: support, tokenizers, sizes, heads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from accelerate.utils import get_max_memory
 from huggingface_hub import HfApi
 from rich.box import SIMPLE
 from rich.table import Table
@@ -40,7 +39,6 @@ PROMPTS = (
     "Write a Python function that parses a CSV line, with a docstring and two examples.",
     "Tell a short story about a lighthouse keeper who collects clocks.",
 )
-GIB = 2**30
 GOOD, WARNING, BAD = "good", "warning", "bad"
 """Results of a check."""
 KINDS = {
@@ -78,18 +76,6 @@ class Blueprint:
     def config(self) -> Any:
         """The configuration of the language model."""
         return self.model.config.get_text_config()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the parameters; tied ones count once."""
-        return self.model.num_parameters() * self.model.dtype.itemsize
-
-    def cache_bytes(self, batch: int, length: int) -> int:
-        """Bytes of keys and values for `batch` rows of `length` tokens; sliding windows do not reduce them here."""
-        config = self.config
-        count = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * int(config.num_hidden_layers) * count * width * batch * length * self.model.dtype.itemsize
 
 
 def blueprint(name: str, dtype: str) -> Blueprint:
@@ -146,8 +132,8 @@ def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
 
 def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
     """Whether the draft model, which runs once per draft token, is small enough."""
-    ratio = draft.weight_bytes / target.weight_bytes
-    found = f"{_count(draft.model)} / {_count(target.model)} parameters, {ratio:.0%} of the target's bytes"
+    ratio = draft.model.num_parameters() / target.model.num_parameters()
+    found = f"{_count(draft.model)} / {_count(target.model)} parameters, {ratio:.0%}"
     if ratio <= 0.12:
         return Finding("draft size", GOOD, found)
     rarely = "faster only if most draft tokens are accepted" if ratio <= 0.35 else "rarely faster"
@@ -170,31 +156,6 @@ def heads(candidates: Candidates, name: str, target: Blueprint) -> list[Finding]
         meaning = "draft tokens are accepted only if the heads were trained on this very model"
         findings.append(Finding("heads' base", WARNING, f"trained on {base!r}, not {target.name!r}", meaning))
     return findings
-
-
-def memory(models: list[Blueprint], batch: int, length: int, device: str, available: int | None = None) -> Finding:
-    """Weights, and caches for `batch` rows of `length` tokens, compared with the free memory (`available` bytes)."""
-    weights = sum(model.weight_bytes for model in models)
-    caches = sum(model.cache_bytes(batch, length) for model in models)
-    free = free_bytes(device) if available is None else available
-    found = f"weights {weights / GIB:.2f} GiB, caches for {batch} x {length} tokens {caches / GIB:.2f} GiB"
-    if free is None:
-        return Finding("memory", WARNING, found, f"the free memory of {device} is unknown")
-    found += f"; {free / GIB:.2f} GiB free on {device}"
-    if weights + caches > free:
-        meaning = "does not fit: use a smaller batch, length, dtype or draft model, or device_map='auto'"
-        return Finding("memory", BAD, found, meaning)
-    if weights + caches > 0.85 * free:
-        return Finding("memory", WARNING, found, "a tight fit: activations need memory too")
-    return Finding("memory", GOOD, found)
-
-
-def free_bytes(device: str) -> int | None:
-    """Free memory of a device; None if unknown."""
-    free, place = get_max_memory(), torch.device("cpu" if device == "auto" else device)
-    if device == "auto":
-        return int(sum(free.values()))
-    return free.get("cpu" if place.type == "cpu" else place.index or 0)
 
 
 def _count(model: nn.Module) -> str:

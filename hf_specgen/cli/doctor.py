@@ -1,6 +1,6 @@
 """`hf-specgen doctor`: checks whether speculation works and is faster with these models on this machine.
 
-Checks that load no weights come first: support, tokenizers, sizes, heads, memory. If they find no problem, every
+Checks that load no weights come first: support, tokenizers, sizes, heads. If they find no problem, every
 strategy is timed on a few prompts, and the fastest one is recommended as a line of code. `hf-specgen tune` measures
 latencies alone, and writes them to a file.
 """
@@ -30,7 +30,6 @@ from hf_specgen.cli.checkpoints import (
     Finding,
     blueprint,
     heads,
-    memory,
     size_ratio,
     support,
     tokenizers,
@@ -105,18 +104,17 @@ def examine(settings: DoctorSettings) -> Report:
     device = workloads.usable_device(settings.device)
     report = Report()
     target = blueprint(settings.model, settings.dtype)
-    named, models = strategies(settings.draft, dtype=settings.dtype), [target]
+    named = strategies(settings.draft, dtype=settings.dtype)
     report.findings.append(support(target, "target"))
     for name in settings.draft:
         candidates = AutoCandidates.from_pretrained(name)
         if isinstance(candidates, DraftModelCandidates):
-            models.append(draft := blueprint(name, settings.dtype))
+            draft = blueprint(name, settings.dtype)
             found = [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
         else:
             found = heads(candidates, name, target)
         label = f"{name}: " if len(settings.draft) > 1 else ""
         report.findings += [replace(finding, found=label + finding.found) for finding in found]
-    report.findings.append(memory(models, settings.batch_size, settings.length, device))
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
@@ -131,7 +129,7 @@ def _measure(
     settings: DoctorSettings, device: str, target: Blueprint, named: Sequence[Strategy], report: Report
 ) -> None:
     """Time T(q), and every strategy against plain `generate`; add findings and a recommendation to the report."""
-    model, tokenizer = workloads.load_model(settings.model, target.model.dtype, device)
+    model, tokenizer = workloads.load(settings.model, target.model.dtype, device)
     limit = getattr(target.config, "max_position_embeddings", None) or 2**31
     if not model.config.is_encoder_decoder:
         sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
@@ -149,11 +147,20 @@ def _measure(
             pass  # the names of the variants, for a display of progress
     speeds = {variant.name: measured.speed(variant.name) for variant in variants}
     report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
-    report.measured = {
-        name: {**speed.to_dict(), "code": codes.get(name, ""), "note": note(speed)} for name, speed in speeds.items()
-    }
-    notes = {name: f"\n[dim]{note(speed)}[/]" if note(speed) else "" for name, speed in speeds.items()}
-    report.ranking = ranking(measured, texts={name: code + notes[name] for name, code in codes.items()})
+    notes = {name: note(speed) for name, speed in speeds.items() if name != PLAIN}
+    for name, speed in speeds.items():
+        report.measured[name] = {
+            "tokens_per_second": throughput(measured.samples[name]),
+            "speedup": speed.value,
+            "speedup_low": speed.low,
+            "speedup_high": speed.high,
+            "tokens_per_step": speed.counts.tokens_per_step,
+            "acceptance_rate": speed.counts.acceptance_rate,
+            "code": codes.get(name, ""),
+            "note": notes.get(name, ""),
+        }
+    about = {name: f"{code}\n[dim]{notes[name]}[/]".removesuffix("\n[dim][/]") for name, code in codes.items()}
+    report.ranking = ranking(measured, texts=about)
     best, report.reason = recommend({name: speeds[name] for name in codes})
     report.recommendation = LINE.format(codes[best]) if best != PLAIN else "model.generate(**inputs)"
 
@@ -202,7 +209,7 @@ def note(measured: Speed) -> str:
         return "not possible: another process used the machine meanwhile; measure again"
     if measured.counts.drafted == 0:
         return "nothing was drafted"
-    if not measured.interval.differs:
+    if not measured.differs:
         return "no difference was shown; more --rounds make the interval smaller"
     if measured.counts.acceptance_rate < 0.3:
         return "few draft tokens are accepted: no repetition, a high temperature, or an unrelated draft"
@@ -223,12 +230,17 @@ def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[F
 
 def recommend(speeds: Mapping[str, Speed]) -> tuple[str, str]:
     """The fastest variant, plain `generate` included, and the reason."""
-    possible = {name: measured.interval.value for name, measured in speeds.items() if measured.plausible}
+    possible = {name: measured.value for name, measured in speeds.items() if measured.plausible}
     best = max(possible, key=possible.__getitem__, default=PLAIN)
     if possible.get(best, 0.0) <= 1:
-        return PLAIN, "no strategy was faster than plain generate on these prompts"
+        unreliable = (
+            "; speedups above the tokens per step are those of a busy machine" if len(possible) < len(speeds) else ""
+        )
+        return PLAIN, f"no strategy was faster than plain generate on these prompts{unreliable}"
     doubt = "" if speeds[best].faster else "; not certain yet, a longer measurement makes the interval smaller"
-    return best, f"the fastest of what was measured: {speeds[best]}{doubt}"
+    found = speeds[best]
+    interval = f"{found.value:.2f}x plain ({found.low:.2f}-{found.high:.2f})"
+    return best, f"the fastest of what was measured: {interval}{doubt}"
 
 
 def tune(settings: TuneSettings) -> None:
@@ -236,7 +248,7 @@ def tune(settings: TuneSettings) -> None:
     console = terminal()
     if settings.latency.is_dir() or not os.access(settings.latency.resolve().parent, os.W_OK):
         raise OSError(f"{str(settings.latency)!r} cannot be written; name a file in a folder that is writable")
-    model, _ = workloads.load_model(settings.model, settings.dtype, settings.device)
+    model, _ = workloads.load(settings.model, settings.dtype, settings.device)
     candidates = [one.candidates for one in strategies(settings.draft)]
     for strategy in candidates:  # every strategy must fit the target before anything is measured
         strategy.target_requirements(model)

@@ -20,7 +20,7 @@ from hf_specgen.candidates import Candidates
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.workloads import chosen_strategy, load_model, maybe_prepacked, prompt_text, read_rows
+from hf_specgen.evaluation.workloads import chosen_strategy, maybe_prepacked, prompt_text, read_rows
 from hf_specgen.many_prompts import Completion, generate_many
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ def show(settings: GenerateSettings) -> None:
     if processes.is_main_process:
         _begin(parts, settings)
     processes.wait_for_everyone()
-    model, tokenizer = load_model(settings.model, settings.dtype, settings.device or str(processes.device))
+    model, tokenizer = workloads.load(settings.model, settings.dtype, settings.device or str(processes.device))
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
     strategy, counts = chosen_strategy(settings.draft, tokenizer), list[int]()
 

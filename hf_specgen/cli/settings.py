@@ -66,7 +66,6 @@ class DoctorSettings(ModelSettings):
 
     prompt: Prompts = field(default_factory=list)
     batch_size: BatchSize = 1
-    length: Annotated[int, Option(help="Tokens per row, prompt included, that must fit into memory.", min=1)] = 2048
     temperature: Temperature = 0.0
     max_new_tokens: NewTokens = 96
     rounds: Annotated[int, Option(help="Runs of each prompt in the quick benchmark.", min=1)] = 3

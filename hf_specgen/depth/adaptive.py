@@ -37,6 +37,13 @@ class DraftingLoss:
         """Count a step: the time that it took beyond plain steps for the same tokens."""
         self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
 
+    def count(self, step: StepRecord, latency: StepLatency) -> None:
+        """Count a step with a draft by the latencies of its passes, the tokens of rows on average."""
+        emitted = sum(row.emitted for row in step.rows if row is not None) / step.batch
+        plain = latency.target.seconds_of(step.batch)
+        seconds = latency.target.seconds_of(step.batch * step.tokens_per_row) + latency.drafter.draft(step.passes)
+        self.add(seconds / plain - emitted)
+
     def copy(self) -> DraftingLoss:
         """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
         return DraftingLoss(min(max(self.plain_steps, 0.0), MAX_LOSS))
@@ -66,11 +73,9 @@ class AdaptiveDepth(Policy):
 
     curve: CostCurve | None = None
     """T(q) of the target, for calls in which it cannot be measured."""
-    packed_loss: DraftingLoss | None = None
-    """In packed steps, where one budget cuts the drafts of all calls, what they have lost together, a call on average.
+    common_loss: DraftingLoss | None = None
+    """Where one budget cuts the drafts of calls with common passes, what they have lost together, a call on average.
     Whoever makes the steps counts it."""
-    drafts_together = False
-    """Whether the rows of all calls that share the target's passes share those of the drafter too."""
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
@@ -89,12 +94,13 @@ class AdaptiveSession(PolicySession):
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call, drafting, self._policy = call, call.drafting, policy
-        self._is_packed = policy.packed_loss is not None
-        self._is_alone = self._is_packed and drafting.negligible_cost  # drafts as much as if it had all of the budget
+        self._has_common_loss = policy.common_loss is not None
+        # With a budget for all calls each drafts as much as if it had all of it.
+        self._is_alone = self._has_common_loss and drafting.negligible_cost
         self.remembers = policy.latency is None and call.remembers
         self._key = ("loss", drafting.key, call.temperature)
         self._model = call.model if self.remembers else None
-        self._loss = policy.packed_loss or memory.recall(self._model, self._key, DraftingLoss)
+        self._loss = policy.common_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         self._uncached, self._has_drafted = call.context_length, False
@@ -112,7 +118,7 @@ class AdaptiveSession(PolicySession):
         if known is None or not rows or self._is_alone:
             return known
         if self._share[0] is not known or self._share[1] != rows:
-            shared = known.shared(rows + self._call.state.batch, self._policy.drafts_together)
+            shared = known.shared(rows + self._call.state.batch, self._call.state.drafts_together)
             self._share = known, rows, shared
         return self._share[2]
 
@@ -137,7 +143,7 @@ class AdaptiveSession(PolicySession):
             return [0] * len(limits)
         if self._pauses(rows):
             self._uncached += 1
-            self._loss.add(-LOSS_PER_STEP / (1 + self._call.state.other_rows if self._is_packed else 1))
+            self._loss.add(-LOSS_PER_STEP / (1 + self._call.state.other_rows if self._has_common_loss else 1))
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
@@ -183,10 +189,8 @@ class AdaptiveSession(PolicySession):
             self._uncached, self._has_drafted = 0, True
         if self._timer is not None and self._timer.observe(step):
             self.known = LatencyModel((Bucket(self.known.buckets[0].target, {ANY_DRAFTER: self._timer.latency()}),))
-        if not self._is_packed:
-            target, drafter = self._at(step.batch)
-            seconds = target.seconds_of(step.batch * step.tokens_per_row) + drafter.draft(step.passes)
-            self._loss.add(seconds / target.seconds_of(step.batch) - sum(row.emitted for row in rows) / len(rows))
+        if not self._has_common_loss:
+            self._loss.count(step, self._at(step.batch))
             memory.store(self._model, self._key, self._loss)
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)

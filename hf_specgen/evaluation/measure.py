@@ -125,7 +125,7 @@ def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:
     if int(text[0, -1]) == int(followup[0, 0]):
         followup = followup[:, 1:]
     ids = torch.cat([text, followup], dim=1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": output.past_key_values}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), compat.CACHE: output[compat.CACHE]}
 
 
 class _FirstToken(BaseStreamer):
@@ -213,47 +213,20 @@ def _ratio(*columns: np.ndarray, axis: int = -1) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """The speedup of a strategy over plain `generate`, with a confidence interval over calls.
+class Speed(Interval):
+    """The speedup of a strategy over plain `generate`, with what was drafted and accepted."""
 
-    Args:
-        counts: what was drafted and accepted.
-    """
-
-    tokens_per_second: float
     counts: Statistics
-    interval: Interval
-
-    @classmethod
-    def of(cls, ours: Sequence[Sample], plain: Sequence[Sample]) -> Speed:
-        """From the samples of a strategy and of plain `generate` on the same batches."""
-        tokens, plain_tokens = ([one.tokens for one in samples] for samples in (ours, plain))
-        seconds, plain_seconds = ([one.seconds for one in samples] for samples in (ours, plain))
-        return cls(throughput(ours), total_counts(ours), speedup_interval(tokens, seconds, plain_tokens, plain_seconds))
 
     @property
     def plausible(self) -> bool:
         """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
-        return self.interval.value <= MARGIN * max(1.0, self.counts.tokens_per_step)
+        return self.value <= MARGIN * max(1.0, self.counts.tokens_per_step)
 
     @property
     def faster(self) -> bool:
         """Whether the strategy was clearly faster than plain `generate`."""
-        return self.plausible and self.interval.low > 1 and self.interval.value >= MARGIN
-
-    def __str__(self) -> str:
-        return f"{self.interval.value:.2f}x plain ({self.interval.low:.2f}-{self.interval.high:.2f})"
-
-    def to_dict(self) -> dict[str, float]:
-        """Numbers by name, ready for JSON."""
-        return {
-            "tokens_per_second": self.tokens_per_second,
-            "speedup": self.interval.value,
-            "speedup_low": self.interval.low,
-            "speedup_high": self.interval.high,
-            "tokens_per_step": self.counts.tokens_per_step,
-            "acceptance_rate": self.counts.acceptance_rate,
-        }
+        return self.plausible and self.low > 1 and self.value >= MARGIN
 
 
 def first_difference(
@@ -357,7 +330,9 @@ class Comparison:
 
     def speed(self, name: str) -> Speed:
         """The speedup of a variant, with its confidence interval."""
-        return Speed.of(self.samples[name], self.plain)
+        ours, plain = ([(one.tokens, one.seconds) for one in side] for side in (self.samples[name], self.plain))
+        found = speedup_interval(*zip(*ours, strict=True), *zip(*plain, strict=True))
+        return Speed(found.value, found.low, found.high, total_counts(self.samples[name]))
 
     def describe_differences(self, names: Sequence[str]) -> str:
         """One clause about the answers of these variants that differ from plain `generate`; empty if none does."""

@@ -77,28 +77,23 @@ DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "pr
 
 
 def load(
-    model: str = "", dtype: str = "float32", device: str = "cpu"
+    model: str = "", dtype: torch.dtype | str = "float32", device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A target, the bundled one by default, in evaluation mode, and its tokenizer for left-padded batches."""
-    if not model and not EMBEDDED_MODEL.exists():
-        raise FileNotFoundError(NOT_INSTALLED)
-    return load_model(model or str(EMBEDDED_MODEL), dtype, device)
-
-
-def load_model(name: str, dtype: torch.dtype | str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model that generates, in evaluation mode, and its tokenizer for left-padded batches.
+    """A model that generates, by default the bundled one, in evaluation mode, and a tokenizer for left-padded batches.
 
     Args:
         device: a device; "auto" to spread the model over all devices, as `device_map="auto"` does.
     """
-    device = usable_device(device)
+    if not model and not EMBEDDED_MODEL.exists():
+        raise FileNotFoundError(NOT_INSTALLED)
+    name, device = model or str(EMBEDDED_MODEL), usable_device(device)
     with source_errors(name):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
         model_class = generating_class(AutoConfig.from_pretrained(name))
-        model = model_class.from_pretrained(name, dtype=dtype, device_map="auto" if device == "auto" else None)
+        loaded = model_class.from_pretrained(name, dtype=dtype, device_map="auto" if device == "auto" else None)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return (model if device == "auto" else model.to(device)).eval(), tokenizer
+    return (loaded if device == "auto" else loaded.to(device)).eval(), tokenizer
 
 
 def generating_class(config: Any) -> Any:

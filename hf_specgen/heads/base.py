@@ -37,6 +37,8 @@ class HeadConfig:
     num_target_layers: int | None = None
     trained_length: int | None = None  # tokens of the longest texts that it was trained on
     mask_token_id: int | None = None  # input at the positions that are predicted in parallel
+    input_embedding_scale: float = 1.0  # of the embeddings that the head reads
+    final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
@@ -109,8 +111,9 @@ class DraftHead(nn.Module):
         return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
 
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the head does to its logits."""
-        return logits
+        """Softly capped."""
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * (logits / cap).tanh()
 
     def bind(self, target: PreTrainedModel, aux_hidden_state_layers: Sequence[int] | None = None) -> BoundHead:
         """Check that the head can draft for `target`, and share the target's weights that the head lacks."""

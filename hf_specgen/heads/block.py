@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint, Fields
 from hf_specgen.heads.head_file import Format, HeadFile, speculators_format, speculators_type
-from hf_specgen.heads.layers import Attention, DecoderLayer, GemmaLayer, LayerConfig, RotaryEmbedding
+from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,6 @@ class BlockConfig(HeadConfig):
     first_proposing_position: int = 1  # 0: position i predicts the token after it (`sample_from_anchor`)
     measures_layout: bool = False  # whether the checkpoint leaves that open, so that the first texts decide
     max_draft_tokens: int | None = None  # that a block proposes; None: one for each proposing position
-    input_embedding_scale: float = 1.0  # of the block's embeddings
-    final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,16 +82,11 @@ class BlockHead(DraftHead):
 
     def make_layer(self, index: int) -> DecoderLayer:
         """A new layer of the stack."""
-        return (GemmaLayer if self.config.layer.is_gemma else DecoderLayer)(self.config.layer, index)
+        return DecoderLayer(self.config.layer, index)
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """Spread evenly over the target, one for each layer of the head."""
         return block_layers(num_layers, self.config.num_layers)
-
-    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Softly capped."""
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else cap * (logits / cap).tanh()
 
     def extend(self, features: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
         """Add accepted positions to the context."""
@@ -160,12 +153,7 @@ def block_options(file: HeadFile, both_ways: bool = False) -> dict[str, Any]:
     """
     layer = file.layer(strict_bias=True)
     read = _speculators_options(file, both_ways) if file.is_nested else _flat_options(file)
-    options = file.common(layer) | {"layer": layer, "mask_token_id": file.mask_token()} | read
-    if layer.is_gemma:
-        options["input_embedding_scale"] = layer.hidden_size**0.5 if options["own_embeddings"] else 1.0
-        capped = file.of_layers.get("final_logit_softcapping") is not None
-        options["final_logit_softcapping"] = file.of_layers.number("final_logit_softcapping") if capped else None
-    return options
+    return file.common(layer) | {"layer": layer, "mask_token_id": file.mask_token()} | read
 
 
 def _speculators_options(file: HeadFile, both_ways: bool) -> dict[str, Any]:

@@ -128,6 +128,8 @@ class Eagle3Head(DraftHead):
     ) -> HeadOutput:
         """One pass over known positions, one draft step, or one level of a draft tree; see `DraftHead.forward`."""
         rotary, (first, *rest) = self.rotary(hidden, position_ids), self.layers
+        if (scale := self.config.input_embedding_scale) != 1:
+            embeddings = embeddings * scale
         states = first(embeddings, hidden, rotary, attention_mask, cache)
         for layer in rest:
             states = layer(states, rotary, attention_mask, cache)
@@ -155,7 +157,7 @@ class FusedLayer(DecoderLayer):
         normed = self.hidden_norm(hidden)
         both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden
-        return self.add_mlp(residual + self.self_attn(both, rotary, attention_mask, cache))
+        return self.add(residual, self.self_attn(both, rotary, attention_mask, cache))
 
 
 def eagle_layers(num_layers: int) -> tuple[int, ...]:
@@ -166,6 +168,8 @@ def eagle_layers(num_layers: int) -> tuple[int, ...]:
 def load_eagle1(file: HeadFile) -> Eagle1Head:
     """An EAGLE-1, EAGLE-2 or HASS head: a Llama config, and a layer without the first norm."""
     layer = file.layer()
+    if layer.is_gemma:
+        raise ValueError("EAGLE-1 heads with layers of Gemma 4 are not supported; load an EAGLE-3 head")
     common, bias = file.common(layer, projects=False), "fc.bias" in file.names
     return file.build(Eagle1Head, EagleConfig(layer=layer, num_layers=file.num_layers, projection_bias=bias, **common))
 

@@ -105,6 +105,8 @@ class HeadFile:
         if draft_vocab is None:
             draft_vocab = self.tensors["d2t"].shape[0] if "d2t" in self.tensors and self.tensors["d2t"].shape else vocab
         verifier = fields.nested("speculators_config").nested("verifier")
+        scales = layer.is_gemma and "embed_tokens.weight" in self.tensors
+        caps = layer.is_gemma and self.of_layers.get("final_logit_softcapping") is not None
         return {
             "hidden_size": hidden,
             "vocab_size": vocab,
@@ -117,6 +119,8 @@ class HeadFile:
             "speculative_tokens": self.speculative_tokens(),
             "trained_length": fields.optional_integer("trained_length", 1),
             "base_model": verifier.text("name_or_path") if verifier.get("name_or_path") else None,
+            "input_embedding_scale": hidden**0.5 if scales else 1.0,
+            "final_logit_softcapping": self.of_layers.number("final_logit_softcapping") if caps else None,
         }
 
     def speculative_tokens(self) -> int | None:

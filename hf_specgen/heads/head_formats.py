@@ -3,7 +3,7 @@
 | layout | config.json | tensors |
 |---|---|---|
 | EAGLE-1/2, HASS | a Llama config | `fc` [H, 2H], `layers.0.*` without its first norm |
-| EAGLE-3; SpecForge, ModelOpt, DeepSpec | a Llama or Qwen3 config | `fc` [H, states * H], `midlayer.*` or `layers.*` |
+| EAGLE-3; SpecForge, ModelOpt, DeepSpec | Llama, Qwen3 or Gemma 4 | `fc` [H, states * H], `midlayer.*` or `layers.*` |
 | P-EAGLE | the same, with a mask token | the same and `mask_hidden` |
 | speculators `eagle3`, `peagle` | nested, with `transformer_layer_config` | `fc`, `layers.*` |
 | DFlash of z-lab, JetSpec | a Qwen3 config with `dflash_config` | `fc`, `hidden_norm`, `layers.*` |

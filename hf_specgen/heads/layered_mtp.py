@@ -12,7 +12,6 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.mtp import MTPConfig
 from hf_specgen.heads.runner import HeadRunner, padded
-from hf_specgen.targets import masks
 
 
 class LayeredRunner(HeadRunner):
@@ -40,11 +39,9 @@ class LayeredRunner(HeadRunner):
     ) -> torch.Tensor:
         """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         self._drop(needed)
-        states = [
-            torch.cat([before, new.to(self._like)])
-            for before, new in zip(self._features, self._gather(features), strict=True)
-        ]
-        tokens = [[*before, *new] for before, new in zip(self._tokens, self._gather(next_tokens), strict=True)]
+        new_states, new_tokens = self._new(features, next_tokens)
+        states = [torch.cat(parts) for parts in zip(self._features, new_states, strict=True)]
+        tokens = [before + new for before, new in zip(self._tokens, new_tokens, strict=True)]
         self.cache.set_lengths(self.lengths)
         *early, rest = self._chunks([len(row) for row in tokens])
         for parts in early:
@@ -106,13 +103,12 @@ class LayeredRunner(HeadRunner):
         """Run all layers over a part of each row's new positions; the outputs of each layer `[active, new, hidden]`."""
         head: Any = self.bound.head
         hidden = padded(states, parts)
-        device, count = self._like.device, hidden.shape[1]
-        positions, mask = self._positions(count, device), masks.chain_mask(self.lengths, count, device)
-        outputs = []
+        count, outputs = hidden.shape[1], []
+        places = self._places(count)
         for layer in range(self.layers):
             ahead = [row[part.start + layer : part.stop + layer] for row, part in zip(tokens, parts, strict=True)]
             read = torch.tensor([[*row, *[0] * (count - len(row))] for row in ahead])
-            hidden = head(self.bound.embed(read), hidden, positions, mask, self.cache, step=layer).hidden
+            hidden = head(self.bound.embed(read), hidden, *places, self.cache, step=layer).hidden
             outputs.append(hidden)
         return outputs
 

@@ -145,41 +145,33 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each applied to the normalised residual stream and added to it."""
+    """Attention and MLP, each applied to the normalised residual stream and added to it.
+
+    A full-attention layer of Gemma 4 also normalises what it adds, and has a factor on the residual stream.
+    """
 
     def __init__(self, config: LayerConfig, layer_index: int, attention_input: int | None = None) -> None:
         super().__init__()
         self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config, layer_index, attention_input)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp, self.is_gemma = LlamaMLP(config), config.is_gemma
+        if config.is_gemma:
+            self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
         """`[batch, length, hidden]` to the same; the other arguments as for `Attention`."""
-        attended = self.self_attn(self.input_layernorm(hidden), rotary, attention_mask, cache)
-        return self.add_mlp(hidden + attended)
+        return self.add(hidden, self.self_attn(self.input_layernorm(hidden), rotary, attention_mask, cache))
 
-    def add_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The second half of the layer."""
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class GemmaLayer(DecoderLayer):
-    """A full-attention layer of Gemma 4: norms also after attention and MLP, and a factor on the residual stream."""
-
-    def __init__(self, config: LayerConfig, layer_index: int) -> None:
-        super().__init__(config, layer_index)
-        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.register_buffer("layer_scalar", torch.ones(1))
-
-    def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
-    ) -> torch.Tensor:
-        """`[batch, length, hidden]` to the same; the other arguments as for `Attention`."""
-        attended = self.self_attn(self.input_layernorm(hidden), rotary, attention_mask, cache)
+    def add(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The residual stream with the outputs of attention and MLP."""
+        if not self.is_gemma:
+            hidden = hidden + attended
+            return hidden + self.mlp(self.post_attention_layernorm(hidden))
         hidden = hidden + self.post_attention_layernorm(attended)
         fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
         return (hidden + self.post_feedforward_layernorm(fed_forward)) * self.layer_scalar

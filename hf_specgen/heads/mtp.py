@@ -99,7 +99,7 @@ class MTPHead(DraftHead):
             position_embeddings=self.rotary(states, position_ids),
             attention_mask=mask,
             position_ids=position_ids,
-            past_key_values=cache,
+            **{compat.CACHE: cache},
         )
         normed = layer.final_norm(states[0] if isinstance(states, tuple) else states)
         return HeadOutput(normed, normed)

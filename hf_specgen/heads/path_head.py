@@ -164,8 +164,7 @@ class PathRunner(BlockRunner):
     ) -> torch.Tensor:
         """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         self._drop(needed)
-        states = [row.to(self._like) for row in self._gather(features)]
-        block = self._run_block(states, self._gather(next_tokens))
+        block = self._run_block(*self._new(features, next_tokens))
         state = self._head.first_state(block, self._anchor, self.bound.embed, self._first)
         self._base, self._keys = self.bound.logits(self._hidden), self._head.keys()
         if self.max_candidates < self._base.shape[-1]:

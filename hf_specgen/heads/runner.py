@@ -84,12 +84,23 @@ class HeadRunner:
         """Of values for each row of the call, those of the active rows."""
         return [values[row] for row in self.rows]
 
+    def _new(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]
+    ) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """The new features and tokens of the active rows, in the dtype and on the device of the head."""
+        return [row.to(self._like) for row in self._gather(features)], list(map(list, self._gather(next_tokens)))
+
+    def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The positions of `count` tokens after those in the cache, and their mask."""
+        return self._positions(count), masks.chain_mask(self.lengths, count, self._like.device)
+
     def _scatter(self, values: torch.Tensor) -> torch.Tensor:
         """`[active, …]` values to `[batch, …]`, with zeros for rows that were dropped."""
         return spread_rows(values, self.rows, self._batch)
 
-    def _positions(self, count: int, device: torch.device | None = None) -> torch.Tensor:
+    def _positions(self, count: int) -> torch.Tensor:
         """`[active, count]` the positions after those in the cache."""
+        device = self._like.device
         if len(set(self.lengths)) == 1:
             first = self.lengths[0]
             return torch.arange(first, first + count, device=device).expand(len(self.lengths), -1)
@@ -137,16 +148,14 @@ class EagleRunner(HeadRunner):
         if self._graphs is None:  # another number of rows would be captured anew
             self._drop(needed)
         self.cache.set_lengths(self.lengths)
-        rows, states = self._gather(next_tokens), [row.to(self._like) for row in self._gather(features)]
+        states, rows = self._new(features, next_tokens)
         head: Any = self.bound.head
         for parts in self._chunks([len(row) for row in rows]):
             hidden = head.combine(padded(states, parts))
             tokens = padded([torch.tensor(row, dtype=torch.long) for row in rows], parts)
-            count = tokens.shape[1]
-            mask = masks.chain_mask(self.lengths, count, self._like.device)
-            output = self._run(HeadInputs(self.bound.embed(tokens), hidden, self._positions(count), mask))
-            self._commit([part.stop - part.start for part in parts])
-        self._keep_last(output, [part.stop - part.start for part in parts])
+            output = self._run(HeadInputs(self.bound.embed(tokens), hidden, *self._places(tokens.shape[1])))
+            self._commit(counts := [part.stop - part.start for part in parts])
+        self._keep_last(output, counts)
         self._hidden = self.last.hidden
         return self._scatter(self.bound.target_logits(self.last.output)[:, 0])
 
@@ -214,8 +223,7 @@ class ParallelRunner(HeadRunner):
     ) -> torch.Tensor:
         """Process new accepted positions, as `EagleRunner.first_logits`, and draft: `[batch, depth, vocab]`."""
         self._drop(needed)
-        states = [row.to(self._like) for row in self._gather(features)]
-        output = self._outputs(states, [list(row) for row in self._gather(next_tokens)], depth)
+        output = self._outputs(*self._new(features, next_tokens), depth)
         return self._scatter(self.bound.target_logits(output))
 
     def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
@@ -255,9 +263,7 @@ class PEagleRunner(ParallelRunner):
         rows = list(zip(features, tokens, parts, strict=True))
         states = pad_sequence([torch.cat([states[part], unknown]) for states, _, part in rows], batch_first=True)
         read = pad_sequence([torch.tensor([*row[part], *mask_tokens], dtype=torch.long) for _, row, part in rows], True)
-        positions = self._positions(read.shape[1], self._like.device)
-        mask = masks.chain_mask(self.lengths, read.shape[1], self._like.device)
-        output = head(self.bound.embed(read), head.combine(states), positions, mask, self.cache).output
+        output = head(self.bound.embed(read), head.combine(states), *self._places(read.shape[1]), self.cache).output
         self._commit([part.stop - part.start for part in parts])
         return cast(torch.Tensor, output)
 
@@ -289,11 +295,11 @@ class BlockRunner(ParallelRunner):
         head: Any = self.bound.head
         device = self._like.device
         states = padded(features, [slice(None)] * len(features))
-        head.extend(states, self._positions(states.shape[1], device), self.cache)
+        head.extend(states, self._positions(states.shape[1]), self.cache)
         self._commit([len(row) for row in features])
         blocks = torch.full((len(features), size), self.config.mask_token_id, device=device)
         blocks[:, 0] = anchors
-        output: HeadOutput = head(self.bound.embed(blocks), self._positions(size, device), self.cache, self.lengths)
+        output: HeadOutput = head(self.bound.embed(blocks), self._positions(size), self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)
         return output.output
 
@@ -306,7 +312,7 @@ def padded(rows: Sequence[torch.Tensor], parts: Sequence[slice]) -> torch.Tensor
 
 
 class HeadInputs(NamedTuple):
-    """The inputs of a pass, as for `Eagle3Head.forward`; positions and mask are on the CPU."""
+    """The inputs of a pass, as for `Eagle3Head.forward`."""
 
     embeddings: torch.Tensor
     hidden: torch.Tensor
@@ -316,6 +322,5 @@ class HeadInputs(NamedTuple):
 
 def run_head(head: Any, inputs: HeadInputs, cache: Any) -> HeadOutput:
     """One pass of a head over the entries of a cache."""
-    embeddings, hidden, positions, mask = inputs
-    output: HeadOutput = head(embeddings, hidden, positions.to(hidden.device), mask.to(hidden.device), cache)
+    output: HeadOutput = head(*inputs, cache)
     return output

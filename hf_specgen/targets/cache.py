@@ -15,6 +15,8 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_specgen.compat import CACHE
+
 MIN_SPARE_SLOTS = 64
 """A buffer that grows gets so many spare slots, or a 32nd of its length: peak memory then is at most 1.05 times that of
 a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
@@ -66,7 +68,7 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.shape[0] != len(self.lengths):
             raise ValueError(
-                f"the cache holds {len(self.lengths)} rows, got keys for {key_states.shape[0]}; leave past_key_values "
+                f"the cache holds {len(self.lengths)} rows, got keys for {key_states.shape[0]}; leave {CACHE} "
                 "out, or give it to a call with as many rows as the one that returned it"
             )
         starts, new = tuple(length - self.first for length in self.lengths), key_states.shape[2]

@@ -67,10 +67,9 @@ class HiddenStateTarget(Target):
         self._returned_states = outputs.states
         return outputs
 
-    def process_joined(self, joined: Target, row: int, tokens: int) -> None:
-        super().process_joined(joined, row, tokens)
-        assert isinstance(joined, HiddenStateTarget)
-        self.pass_states = self._step_states = joined.pass_states[row : row + 1, :tokens]
+    def take_states(self, common: Target, row: int, tokens: int) -> None:
+        assert isinstance(common, HiddenStateTarget)
+        self.pass_states = self._step_states = common.pass_states[row : row + 1, :tokens]
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         super().commit(paths)

@@ -22,7 +22,7 @@ from hf_specgen.targets.state_cache import make_layers
 from hf_specgen.tree import DraftTree
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
-OWN_ARGUMENTS = {"inputs_embeds", "past_key_values", "logits_to_keep", "use_cache"}
+OWN_ARGUMENTS = {"inputs_embeds", compat.CACHE, "logits_to_keep", "use_cache"}
 """What the target passes itself, besides `TOKEN_ARGUMENTS` under the names that the decoder has for them."""
 TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "text", "moe_mm_token_type_ids": "text"}
 """Arguments with one value per token, and what generated tokens have: the last token's, or that of text (0)."""
@@ -57,7 +57,7 @@ class Prompt:
 
     def run(self, model: PreTrainedModel, cache: Any) -> torch.Tensor:
         """The logits of a pass over the prompt."""
-        kwargs = {**self.kwargs, "past_key_values": cache}
+        kwargs = {**self.kwargs, compat.CACHE: cache}
         outputs = compat.prefill(model, self.input_ids, self.config, kwargs)
         return cast(torch.Tensor, outputs.logits)
 
@@ -138,9 +138,8 @@ class RowLayout:
         self.prompt_slots = tuple(self.prompt_slots[index] for index in indices)
 
     def add_rows(self, other: RowLayout) -> None:
-        """Number the rows anew, those of another layout after them."""
+        """Add the rows of another layout after those of this one."""
         self.offsets, self.prompt_slots = self.offsets + other.offsets, self.prompt_slots + other.prompt_slots
-        self.rows = list(range(len(self.offsets)))
 
 
 def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
@@ -160,7 +159,7 @@ class StepInputs:
         self._names = {name: _prefix(model) + name for name in TOKEN_ARGUMENTS}
         self._takes_positions = takes_positions(model)
         if "encoder_outputs" in model_kwargs:
-            check_cache(model_kwargs.get("past_key_values"), type(model).__name__)
+            check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
             last = _positions(input_ids, model_kwargs if self._takes_positions else {})[..., -1]
         else:
             last = model_kwargs["position_ids"][..., -1]
@@ -208,7 +207,7 @@ class StepInputs:
         for name in TOKEN_TYPES.keys() & kwargs.keys():
             kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
         prepare = cast(Any, self._model).prepare_inputs_for_generation
-        kwargs["past_key_values"] = cache
+        kwargs[compat.CACHE] = cache
         prepared: dict[str, Any] = prepare(self._input_ids[:, -1:], next_sequence_length=1, **kwargs)
         own = {*self._names.values(), *OWN_ARGUMENTS}
         return {name: value for name, value in prepared.items() if name not in own and value is not None}
@@ -241,7 +240,7 @@ def check_cache(given: Any, model: str) -> None:
     is_plain = all(type(part) is DynamicCache and not part.offloading for part in parts)
     if compat.is_user_defined(given) or not is_plain:
         raise ValueError(
-            "candidate_generator= makes the cache of an encoder-decoder model itself; leave past_key_values out, and "
+            f"candidate_generator= makes the cache of an encoder-decoder model itself; leave {compat.CACHE} out, and "
             'cache_implementation, or give cache_implementation="dynamic"'
         )
 
@@ -261,7 +260,7 @@ def call_cache(given: Any, config: Any, generation_config: GenerationConfig, kee
     if user_owned and special:
         raise ValueError(
             "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "
-            "leave past_key_values out of the first call, and give later ones the cache that it returned"
+            f"leave {compat.CACHE} out of the first call, and give later ones the cache that it returned"
         )
     if user_owned and given is not None:
         return RaggedCache.from_dynamic(given, slots)
@@ -287,7 +286,7 @@ def _unusable_cache(given: Any, user_owned: bool) -> ValueError:
     kind = type(given).__name__
     if getattr(given, "offloading", False):
         kind = f"an offloaded {kind}"
-    remedy = "leave past_key_values out" if user_owned else 'give cache_implementation="dynamic"'
+    remedy = f"leave {compat.CACHE} out" if user_owned else 'give cache_implementation="dynamic"'
     return ValueError(
         "candidate_generator= works with a DynamicCache that is not offloaded, or the cache of an earlier speculative "
         f"call, not with {kind}; {remedy}"

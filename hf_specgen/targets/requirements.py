@@ -128,7 +128,7 @@ def _capture_problem(
 ) -> str | None:
     """Why passes of a model are not captured in a call, as far as is known before; None if they may be."""
     device, config = compat.input_device(model).type, text_config(model)
-    implementation, given = compat.attention_implementation(config), model_kwargs.get("past_key_values")
+    implementation, given = compat.attention_implementation(config), model_kwargs.get(compat.CACHE)
     window = max((window for window in layer_windows(config) if window is not None), default=0)
     is_long = generation.max_length is None or generation.max_length > 2 * window
     problems = {
@@ -264,7 +264,7 @@ def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows:
     with _positions_kept(model), torch.random.fork_rng(devices=[]):
         arguments = {"input_ids": input_ids, "attention_mask": mask, **settings}
         prepared_ids, prepared_config, model_kwargs = compat.prepared_call(model, **arguments)
-        model_kwargs.pop("past_key_values", None)
+        model_kwargs.pop(compat.CACHE, None)
         compare(model, requirements, prepared_ids, prepared_config, model_kwargs)
 
 
@@ -289,17 +289,17 @@ def compare(
     model_kwargs: dict[str, Any],
 ) -> None:
     """Decode a prompt, as prepared by `generate`, both ways; raises `DifferenceError` or `UndecidedError`."""
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(compat.CACHE)
     if given is not None and given.get_seq_length() == 0 and not isinstance(given, EncoderDecoderCache):
         given = None
-    kwargs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
+    kwargs = {name: value for name, value in model_kwargs.items() if name != compat.CACHE}
 
     def target(requirements: TargetRequirements) -> Target:
-        return make_target(requirements, model, input_ids, config, {**kwargs, "past_key_values": copy.deepcopy(given)})
+        return make_target(requirements, model, input_ids, config, {**kwargs, compat.CACHE: copy.deepcopy(given)})
 
     cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
     random_state = _random_state(input_ids.device)
-    plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, "past_key_values": cache})
+    plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, compat.CACHE: cache})
     if not torch.equal(_random_state(input_ids.device), random_state):
         raise DifferenceError(f"in training mode {RANDOM}" if model.training else RANDOM)
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):

@@ -26,15 +26,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    DummyLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
 
 from hf_specgen.targets.cache import MAX_ROLLBACK, RaggedLayer, check_crop
-from hf_specgen.targets.model_parts import INDEXED_TYPES, WITHOUT_CACHE
+from hf_specgen.targets.model_parts import INDEXED_TYPES
 
 MAX_UNCACHED = 16
 """More tokens that a recurrent state does not include get a pass of their own: they widen every pass until a draft is
@@ -224,7 +219,7 @@ def _make_layer(layer_type: str, settings: dict[str, Any], max_slots: int | None
         return HybridLayer(window, max_slots, states)
     if layer_type in INDEXED_TYPES:
         return IndexedLayer(max_slots)
-    return DummyLayer() if layer_type in WITHOUT_CACHE else RaggedLayer(window, max_slots)
+    return RaggedLayer(window, max_slots)
 
 
 class ReplayQueue:

@@ -62,7 +62,7 @@ def check_architecture(model: PreTrainedModel) -> None:
     config = text_config(model)
     layer_types = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(layer_types.difference(LAYER_TYPES))
-    outside = compat.is_stateful(model) and "past_key_values" not in inspect.signature(model.forward).parameters
+    outside = compat.is_stateful(model) and compat.CACHE not in inspect.signature(model.forward).parameters
     if outside or unknown:
         kinds = "outside of a cache" if outside else f"in layers of type {', '.join(unknown)}"
         raise ValueError(

@@ -13,7 +13,7 @@ from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
-from hf_specgen.targets.cache import RaggedCache, RaggedLayer, move_captured, padded_width
+from hf_specgen.targets.cache import RaggedLayer, move_captured, padded_width
 from hf_specgen.targets.graphs import CapturedFunctions, captured_functions
 from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, call_cache, return_cache, takes_positions
 from hf_specgen.targets.masks import StepMasks, fixed_mask
@@ -33,7 +33,7 @@ class PassOutput(NamedTuple):
 def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
     """One forward pass of a model, or of its decoder, which has no logits."""
     with grouped_attention():
-        outputs = model(**{**arguments, "past_key_values": cache, "use_cache": True, "return_dict": True})
+        outputs = model(**{**arguments, compat.CACHE: cache, "use_cache": True, "return_dict": True})
     return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
 
 
@@ -47,6 +47,8 @@ class Target:
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
+    has_common, path = False, cast(Sequence[int], ())
+    """Whether another target runs the passes of this one, which has one row; the nodes that were accepted last then."""
 
     def __init__(
         self,
@@ -65,12 +67,12 @@ class Target:
         self.device = compat.input_device(model)
         reads_encoder = "encoder_outputs" in model_kwargs
         self._inputs = StepInputs(model, input_ids, model_kwargs)
-        given: Any = model_kwargs.get("past_key_values")
+        given: Any = model_kwargs.get(compat.CACHE)
         text = given.self_attention_cache if reads_encoder else given
         self.cache = call_cache(text, self._config, generation_config, keeps_all=bool(graphs))
-        self._past_key_values: Any = self.cache
+        self._model_cache: Any = self.cache
         if reads_encoder:
-            self._past_key_values = EncoderDecoderCache(self.cache, given.cross_attention_cache)
+            self._model_cache = EncoderDecoderCache(self.cache, given.cross_attention_cache)
         self.returns_cache = compat.is_user_defined(given)
         """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
         self._given = text if reads_encoder or self.returns_cache else None
@@ -128,7 +130,7 @@ class Target:
     def prefill(self) -> torch.Tensor:
         """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
         before = max(self.cache.lengths, default=0)
-        logits = self.prompt.run(self.model, self._past_key_values)[:, -1:]
+        logits = self.prompt.run(self.model, self._model_cache)[:, -1:]
         slots = self.cache.lengths
         self.prompt.check_cached(slots[0] - before if slots else 0)
         self._layout.place_prompt(slots, self.first_positions)
@@ -223,10 +225,10 @@ class Target:
             lengths = tuple(length - cached for length in lengths)
         positions = self._layout.positions(tree, lengths, active, cached).to(self.device)
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
-        arguments = self._inputs.arguments(inputs, mask, positions, self._past_key_values)
+        arguments = self._inputs.arguments(inputs, mask, positions, self._model_cache)
         with without_cudnn_attention(self.device):
             if graphs is None:
-                return self._pass(module, arguments, self._past_key_values)
+                return self._pass(module, arguments, self._model_cache)
             return self._replayed(graphs, arguments, new)
 
     def _replayed(self, graphs: CapturedFunctions, arguments: dict[str, Any], new: int) -> PassOutput:
@@ -253,7 +255,7 @@ class Target:
 
     @property
     def is_joinable(self) -> bool:
-        """Whether the rows of several such targets can be processed in one pass, see `JoinedTargets`; after a prefill.
+        """Whether the rows of several such targets can be processed by a common one; known after the prefill.
 
         Not if there are inputs beside text, states that are processed again, or a kernel without masks.
         """
@@ -261,24 +263,30 @@ class Target:
             return False
         return self._inputs.is_text(self.cache) and all(type(layer) is RaggedLayer for layer in self.cache.layers)
 
-    def join(self, rows: Sequence[Target], cache: RaggedCache) -> Target:
-        """A target of these one-row targets, with a cache that holds what is in theirs; it counts as their prompts."""
-        joined = copy.copy(self)
-        joined.cache = joined._past_key_values = cache
-        joined._layout = RowLayout(len(rows), self.last_position)
-        offsets = [row._layout.offsets[0] for row in rows]
-        joined.first_positions = tuple(length + of for length, of in zip(cache.lengths, offsets, strict=True))
-        joined._layout.place_prompt(cache.lengths, joined.first_positions)
-        return joined
+    def common(self) -> Target:
+        """A target that runs the passes of this one, and of others that `replace_rows` adds, until they `leave`."""
+        common = copy.copy(self)
+        common._layout, common._masks, self.has_common = copy.copy(self._layout), copy.copy(self._masks), True
+        return common
 
-    def process_joined(self, joined: Target, row: int, tokens: int) -> None:
-        """Record that a pass of a joined target has processed so many tokens of this one."""
-        self._starts, self._has_pending = self.cache.lengths, True
-        self.cache.set_lengths([length + tokens for length in self._starts])
+    def take_states(self, common: Target, row: int, tokens: int) -> None:
+        """Receive what a pass of the common target has computed for so many tokens of this one, its row."""
+
+    def commit_rows(self, rows: Sequence[Target]) -> None:
+        """Keep in a common target what `commit` has kept of its rows."""
+        self.cache.keep_accepted(self._starts, [row.path for row in rows])
+
+    def leave(self, common: Target, row: int) -> None:
+        """Continue alone, with the cache of this row of the common target."""
+        self.cache = self._model_cache = common.cache.shared_copy()
+        self.cache.batch_select_indices(torch.tensor([row]))
+        self.has_common = False
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
-        if self._queue is not None and self._queue.is_in_pass:
+        if self.has_common:
+            self.path = paths[0] or ()
+        elif self._queue is not None and self._queue.is_in_pass:
             self._queue.commit([None if path is None else self._has_pending + len(path) for path in paths])
             self._set_lengths(self._queue.cached)
         else:
@@ -311,22 +319,25 @@ class Target:
             queue.cut(row, kept[row])
         self._set_lengths(queue.cached)
 
-    def replace_rows(self, kept: Sequence[int], new: Target | None) -> None:
-        """Continue with these rows, and with those of another such target after them; both are `is_joinable`."""
-        self._layout.keep_rows(kept)
-        self._masks.select_rows(kept)
-        self.cache.batch_select_indices(torch.tensor(kept))
-        if new is not None:
-            self._masks.add_rows(len(kept), new._masks, len(new.rows))
-            self.cache.add_rows(new.cache)
-        self._layout.add_rows(RowLayout(0, 0) if new is None else new._layout)
+    def replace_rows(self, kept: Sequence[int], *new: Target) -> None:
+        """Continue with these rows, and with those of other such targets after them; all are `is_joinable`."""
+        self._keep_rows(kept)
+        for other in new:
+            self._masks.add_rows(len(self._layout.offsets), other._masks, len(other.rows))
+            self._layout.add_rows(other._layout)
+            self.cache.add_rows(other.cache)
+            other.has_common = True
+        self._layout.rows = list(range(len(self._layout.offsets)))
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
         """Remove ended rows from the batch, with their part of the cache, once enough rows have ended."""
         indices = self._layout.rows_to_keep(needed)
         # Another number of rows would be captured anew.
-        if indices is None or self._graphs is not None or not self._inputs.is_text(self.cache):
-            return
+        if indices is not None and self._graphs is None and self._inputs.is_text(self.cache):
+            self._keep_rows(indices)
+
+    def _keep_rows(self, indices: Sequence[int]) -> None:
+        """Continue with the rows at these indices of the cache."""
         self._layout.keep_rows(indices)
         self._masks.select_rows(indices)
         self.cache.batch_select_indices(torch.tensor(indices))
@@ -339,10 +350,10 @@ class Target:
         if self._graphs is not None:
             self._graphs.release(self.cache)
         cache = return_cache(self.cache, self._given)
-        if self._past_key_values is self.cache:
+        if self._model_cache is self.cache:
             return cache
-        self._past_key_values.self_attention_cache = cache
-        return self._past_key_values
+        self._model_cache.self_attention_cache = cache
+        return self._model_cache
 
 
 def _agree(eager: PassOutput, captured: PassOutput) -> bool:

@@ -17,6 +17,7 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
+from hf_specgen.compat import CACHE
 from hf_specgen.evaluation.workloads import EMBEDDED_EAGLE, load
 from hf_specgen.targets import graphs
 from tests.cuda.helpers import draft, inputs, same_tokens
@@ -136,9 +137,9 @@ def test_captured_target_in_two_threads_same_tokens(target: Any) -> None:
 def test_cache_of_a_captured_call_is_not_overwritten_by_the_next(target: Any) -> None:
     arguments: dict[str, Any] = {"max_new_tokens": 12, "candidate_generator": NgramCandidates(k=4), "compile": "graphs"}
     first = target.generate(**inputs(1), **arguments, return_dict_in_generate=True)
-    before = [layer.keys.clone() for layer in first.past_key_values.layers]
+    before = [layer.keys.clone() for layer in first[CACHE].layers]
     target.generate(**inputs(1, 20), **arguments)
-    for keys, layer in zip(before, first.past_key_values.layers, strict=True):
+    for keys, layer in zip(before, first[CACHE].layers, strict=True):
         assert torch.equal(keys, layer.keys)
 
 

@@ -246,14 +246,9 @@ class Report:
             self.failures.append(case.to_json())
         if status in ("refused", "raised"):
             self.counts["reasons"][status][_without_names(outcome.reason)] += 1
-        rejected = outcome.drafted - outcome.accepted
-        counts = {
-            "cases": 1,
-            "drafting": int(outcome.drafted > 0),
-            "faults raised": int(outcome.fault_raised),
-            status: 1,
-        }
-        counts |= {"drafted": outcome.drafted, "accepted": outcome.accepted, "rejected": rejected}
+        counts = {"cases": 1, "drafting": int(outcome.drafted > 0), "faults raised": int(outcome.fault_raised)}
+        counts |= {"drafted": outcome.drafted, "accepted": outcome.accepted}
+        counts |= {"rejected": outcome.drafted - outcome.accepted, status: 1}
         if status == "rounding":
             counts["same"] = 1
         for name in ("strategy", "architecture"):

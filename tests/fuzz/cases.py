@@ -37,18 +37,8 @@ ENTRIES = ("keyword", "custom", "custom_streamer", "attach")
 PROCESSORS = ("prefix", "row_wise", "stateful")
 BROKEN_LOGITS = ("nan", "inf", "minus_inf", "rounded")
 OPTIONS = (
-    "allowed_tokens",
-    "begin_suppress",
-    "cutoffs",
-    "decay",
-    "encoder_no_repeat",
-    "encoder_repetition",
-    "forced_eos",
-    "guidance",
-    "remove_invalid",
-    "renormalize",
-    "sequence_bias",
-    "suppress",
+    *("allowed_tokens", "begin_suppress", "cutoffs", "decay", "encoder_no_repeat", "encoder_repetition"),
+    *("forced_eos", "guidance", "remove_invalid", "renormalize", "sequence_bias", "suppress"),
 )
 CRITERIA = ("after", "any_row", "scores", "max_time")
 FAULTS = ("drafter", "processor", "criterion", "streamer", "model")

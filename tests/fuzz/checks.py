@@ -71,7 +71,6 @@ def _last_frame(error: BaseException) -> str:
 
 def compare(case: Case, plain: Run, ours: Run, inputs: dict[str, torch.Tensor], vocab: int) -> Iterator[Difference]:
     """Everything that a caller can see; the errors of both are compared elsewhere."""
-    assert plain.ids is not None and ours.ids is not None
     prompt = inputs["input_ids"]
     if _has_same_text(case):
         yield from _same_text(plain, ours, prompt.shape[1])
@@ -102,7 +101,6 @@ def compare_errors(case: Case, plain: Run, ours: Run) -> Iterator[Difference]:
 
 
 def _same_text(plain: Run, ours: Run, prompt_length: int) -> Iterator[Difference]:
-    assert plain.ids is not None and ours.ids is not None
     if not torch.equal(plain.ids, ours.ids):
         rows = zip(plain.ids[:, prompt_length:].tolist(), ours.ids[:, prompt_length:].tolist(), strict=False)
         row, (expected, got) = next((row, pair) for row, pair in enumerate(rows) if pair[0] != pair[1])
@@ -171,7 +169,6 @@ def _same_caches(plain: Any, ours: Any, visible: torch.Tensor) -> Iterator[Diffe
 
 def _possible_text(case: Case, ours: Run, prompt: torch.Tensor, vocab: int) -> Iterator[Difference]:
     """What holds of any text: lossy modes, and those with other random numbers, have no text to compare with."""
-    assert ours.ids is not None
     width = prompt.shape[1]
     text = ours.ids[:, width:]
     if not 1 <= text.shape[1] <= case.max_new_tokens:
@@ -239,9 +236,8 @@ def _first_change(before: Any, after: Any) -> str:
     if isinstance(before, dict):
         return str({k: (v, after.get(k)) for k, v in before.items() if v != after.get(k)})[:200]
     if isinstance(before, list):
-        return str(next(((a, b) for a, b in zip(before, after, strict=False) if a != b), "another number of them"))[
-            :200
-        ]
+        changed = ((a, b) for a, b in zip(before, after, strict=False) if a != b)
+        return str(next(changed, "another number of them"))[:200]
     return f"{before} became {after}"
 
 

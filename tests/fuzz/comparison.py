@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList
 
 from hf_specgen import Statistics
+from hf_specgen.compat import CACHE
 from tests.fuzz import checks, settings, strategies
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
@@ -208,7 +209,7 @@ class Comparison:
             if case.entry == "custom_streamer":
                 arguments.pop("streamer", None)
         if cache is not None:
-            arguments["past_key_values"] = cache
+            arguments[CACHE] = cache
         if padding is not None:
             arguments["logits_processor"] = LogitsProcessorList([*arguments.get("logits_processor", ()), padding])
         seed(case.seed)
@@ -227,7 +228,7 @@ class Comparison:
             error=error,
             ids=output if is_tensor else getattr(output, "sequences", None),
             output=None if is_tensor else output,
-            cache=cache if cache is not None else getattr(output, "past_key_values", None),
+            cache=cache if cache is not None else getattr(output, CACHE, None),
             streamed=streamer.chunks if streamer else [],
             stream_ended=streamer.ended if streamer else 0,
             random_state=random_state(),

@@ -21,6 +21,7 @@ from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification.result import TopTokens
 from tests.fuzz.models import ASSISTANT, FIXTURES
+from tests.helpers.models import recorded_inputs
 
 CLASSES: dict[str, Any] = {
     "eagle1": EagleCandidates,
@@ -31,23 +32,17 @@ CLASSES: dict[str, Any] = {
     "assistant": GemmaAssistantCandidates,
 }
 BLOCK_SIZE = 5
+OF_RNN: dict[str, Any] = {"markov_rank": 4, "markov_head_type": "rnn", "measures_layout": True}
+OF_DFLASH2: dict[str, Any] = {"conv_group_size": 4, "selector_rank": 4, "selector_top_k": 9, "own_lm_head": True}
+OF_DOMINO: dict[str, Any] = {"emb_dim": 4, "gru_hidden_dim": 6, "max_draft_tokens": BLOCK_SIZE - 1}
 BLOCK_HEADS: dict[str, Callable[[dict[str, Any]], BlockHead]] = {
     "DFlash": lambda sizes: BlockHead(BlockConfig(**sizes)),
     "DSpark": lambda sizes: DSparkHead(DSparkConfig(markov_rank=4, **sizes)),
-    "DSpark, rnn": lambda sizes: DSparkHead(
-        DSparkConfig(markov_rank=4, markov_head_type="rnn", measures_layout=True, **sizes)
-    ),
+    "DSpark, rnn": lambda sizes: DSparkHead(DSparkConfig(**OF_RNN, **sizes)),
     "DFlash2": lambda sizes: DFlash2Head(
-        DFlash2Config(
-            conv_group_size=4,
-            selector_rank=4,
-            selector_top_k=9,
-            **sizes | {"draft_vocab_size": sizes["vocab_size"], "own_lm_head": True},
-        )
+        DFlash2Config(**sizes | OF_DFLASH2 | {"draft_vocab_size": sizes["vocab_size"]})
     ),
-    "Domino": lambda sizes: DominoHead(
-        DominoConfig(emb_dim=4, gru_hidden_dim=6, max_draft_tokens=BLOCK_SIZE - 1, **sizes)
-    ),
+    "Domino": lambda sizes: DominoHead(DominoConfig(**OF_DOMINO, **sizes)),
 }
 """The variants of block heads, with the fields that they have in common."""
 MASK_TOKEN = 3
@@ -95,10 +90,9 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
     if hasattr(session, "depth_logits"):
         vars(session)["depth_logits"] = raised(session.depth_logits, lambda row, depth: range(depth))
     else:
-        vars(session)["first_scores"] = raised(session.first_scores, lambda row: [0])
-        vars(session)["next_scores"] = raised(
-            session.next_scores, lambda row, tree: [tree.level] * tree.tokens.shape[1]
-        )
+        depths = lambda row, tree: [tree.level] * tree.tokens.shape[1]  # noqa: E731
+        first, following = raised(session.first_scores, lambda row: [0]), raised(session.next_scores, depths)
+        vars(session).update(first_scores=first, next_scores=following)
     return session
 
 
@@ -106,14 +100,8 @@ def random_head(name: str, model: Any, random: Random) -> DraftHead:
     """A head with random weights and options that fits the target."""
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     width, layers = config.hidden_size, config.num_hidden_layers
-    layer = LayerConfig(
-        hidden_size=width,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=random.choice((1, 2, 4)),
-        head_dim=16,
-        qk_norm=random.random() < 0.5,
-    )
+    options = {"num_key_value_heads": random.choice((1, 2, 4)), "qk_norm": random.random() < 0.5}
+    layer = LayerConfig(hidden_size=width, intermediate_size=48, num_attention_heads=4, head_dim=16, **options)
     aux_layers = {"eagle1": (layers,), "dflash": (1, layers)}.get(name, (0, 1, layers))
     reduced = random.random() < 0.3  # not all of the target's tokens can be proposed
     sizes: dict[str, Any] = {
@@ -168,9 +156,8 @@ def medusa_heads(
     more = {"reads_token": reads_path, "reads_path": reads_path}
     heads = MedusaHeads.from_target(model, num_heads=num_heads, own_outputs=True, **more)
     for token_map in heads.token_maps if reads_path else ():
-        nn.init.normal_(
-            token_map.weight, std=PATH_WEIGHT, generator=torch.Generator(matrix.weight.device).manual_seed(0)
-        )
+        generator = torch.Generator(matrix.weight.device).manual_seed(0)
+        nn.init.normal_(token_map.weight, std=PATH_WEIGHT, generator=generator)
     for head in range(num_heads):
         distance = head + 2
         weight = _ridge(states[:, start:-distance], ids[:, start + distance :], matrix.weight.shape[0])
@@ -201,19 +188,10 @@ def recycling_table(model: Any, ids: torch.Tensor) -> RecyclingTable:
 
 def inputs_of(module: nn.Module, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`[batch, length, hidden]` what a module reads while the model reads a text."""
-    read: list[torch.Tensor] = []
-
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read.append(args[0] if args else kwargs["hidden_states"])
-
-    handle = module.register_forward_pre_hook(keep, with_kwargs=True)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, attention_mask=mask, position_ids=positions)
-    finally:
-        handle.remove()
-    return read[0].clone()
+    with torch.no_grad(), recorded_inputs(module, torch.clone) as read:
+        model(input_ids=ids, attention_mask=mask, position_ids=positions)
+    return read[0]
 
 
 def _ridge(states: torch.Tensor, tokens: torch.Tensor, vocab: int) -> torch.Tensor:

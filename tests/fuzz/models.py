@@ -131,10 +131,8 @@ def _architectures(names: str, layers: str = "", **settings: Any) -> dict[str, A
 
 
 TESTED = {
-    **_architectures(
-        "llama mistral qwen2 qwen3 gemma phi phi3 gpt2 gpt_neox opt mixtral qwen3_moe olmo2 granite smollm3"
-    ),
-    **_architectures("starcoder2 stablelm glm4 gptj ernie4_5 hunyuan_v1_dense apertus seed_oss glm4_moe"),
+    **_architectures("llama mistral qwen2 qwen3 gemma phi phi3 gpt2 gpt_neox opt mixtral qwen3_moe olmo2 granite"),
+    **_architectures("smollm3 starcoder2 stablelm glm4 gptj ernie4_5 hunyuan_v1_dense apertus seed_oss glm4_moe"),
     **_architectures("gemma2 gemma3_text gemma4_text gpt_oss cohere2 exaone4 ministral", _WINDOW),
     **_architectures("llama4_text", "cf"),
     **_architectures("lfm2", "f"),

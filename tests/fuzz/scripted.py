@@ -31,9 +31,8 @@ class _ScriptedSession(DraftSession):
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         rows = enumerate(zip(self.call.state.generated, budget, strict=True))
-        return DraftTree.from_nodes(
-            [self._script(row, generated, depth) if depth else ([], ()) for row, (generated, depth) in rows]
-        )
+        nodes = [self._script(row, generated, depth) if depth else ([], ()) for row, (generated, depth) in rows]
+        return DraftTree.from_nodes(nodes)
 
 
 class RandomDepths(Policy):

@@ -3,30 +3,4 @@
 from tests.helpers.comparison import END, SAMPLING, assert_same_tokens, plain_and_speculative
 from tests.helpers.models import ARCHITECTURES, VOCAB, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
 from tests.helpers.oracle import Oracle
-from tests.helpers.processors import (
-    PrefixReader,
-    RecordingStreamer,
-    RowWiseIdentity,
-    RowWisePrefixReader,
-    StatefulReader,
-)
-
-__all__ = [
-    "ARCHITECTURES",
-    "END",
-    "SAMPLING",
-    "VOCAB",
-    "Oracle",
-    "PrefixReader",
-    "RecordingStreamer",
-    "RowWiseIdentity",
-    "RowWisePrefixReader",
-    "StatefulReader",
-    "assert_same_tokens",
-    "fresh_model",
-    "perturbed_copy",
-    "plain_and_speculative",
-    "prompts",
-    "shared_draft",
-    "tiny_model",
-]
+from tests.helpers.processors import PrefixReader, RecordingStreamer, RowWisePrefixReader, StatefulReader

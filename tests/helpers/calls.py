@@ -1,12 +1,11 @@
 """Calls without a model, for tests of single sessions."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from hf_specgen import Call, Candidates, DraftCall, NgramCandidates
+from hf_specgen import Candidates, DraftCall, NgramCandidates
 from hf_specgen.call import GenerationState
 from hf_specgen.tree import Parents
 
@@ -37,16 +36,8 @@ def make_call(
     keeps_scores: bool = False,
 ) -> DraftCall:
     """A call in this state, without model and target."""
-    strategy = candidates or NgramCandidates(k=4)
-    call = Call(
-        None,
-        state,
-        GenerationConfig(do_sample=do_sample),
-        strategy.settings(),
-        processors or LogitsProcessorList(),
-        keeps_scores=keeps_scores,
-    )
-    return DraftCall(**{field.name: getattr(call, field.name) for field in fields(Call)})
+    settings, config = (candidates or NgramCandidates(k=4)).settings(), GenerationConfig(do_sample=do_sample)
+    return DraftCall(None, state, config, settings, processors or LogitsProcessorList(), keeps_scores=keeps_scores)
 
 
 def ngram_draft(candidates: NgramCandidates, text: list[int], budget: int = AMPLE) -> tuple[list[int], Parents]:

@@ -9,6 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_specgen import Candidates, SpeculativeOutput, Statistics
+from hf_specgen.generate import CALL_SETTINGS
 from tests.helpers.models import SHARED
 
 SEED = 11
@@ -26,11 +27,13 @@ def plain_and_speculative(
 ) -> tuple[torch.Tensor, SpeculativeOutput]:
     """The ids of plain `generate`, and the speculative output, from one seed.
 
-    `candidates` may be what builds a strategy from the `[batch, generated]` tokens of plain `generate`.
+    `candidates` may be what builds a strategy from the `[batch, generated]` tokens of plain `generate`, which receives
+    no settings of speculation such as `policy=`.
     """
+    settings = {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}
     plain, after_plain = plain_output(model, inputs, make_processors, **arguments)
-    strategy = candidates if isinstance(candidates, Candidates) else candidates(answers(model, inputs, plain))
-    output = _generate(model, inputs, make_processors, {**arguments, "candidate_generator": strategy})
+    strategy: Any = candidates(answers(model, inputs, plain)) if callable(candidates) else candidates
+    output = _generate(model, inputs, make_processors, {**arguments, **settings, "candidate_generator": strategy})
     if model.config.is_encoder_decoder:  # `generate` of Whisper makes an output of its own
         object.__setattr__(output, "speculation", strategy.speculation)
     assert torch.equal(torch.rand(3), after_plain), "the random generator is not where plain generate left it"
@@ -46,11 +49,10 @@ def assert_same_tokens(
     """Assert that `plain_and_speculative` gives the same tokens twice; returns the statistics."""
     plain, output = plain_and_speculative(model, inputs, candidates, **arguments)
     assert plain.tolist() == output.sequences.tolist()
-    assert output.speculation is not None
     return output.speculation
 
 
-_plain: WeakKeyDictionary[Any, dict[str | None, tuple[torch.Tensor, torch.Tensor]]] = WeakKeyDictionary()
+_plain: WeakKeyDictionary[Any, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = WeakKeyDictionary()
 
 
 def plain_output(
@@ -62,10 +64,10 @@ def plain_output(
     """The ids of plain `generate` from `SEED`, and the next three random numbers.
 
     Many tests compare one plain call with different strategies. It is cached where no test changes the model and every
-    argument is a plain value.
+    argument is a plain value, or the tokenizer, which is the same one in all tests.
     """
-    key = None if make_processors or model not in SHARED else _key(inputs, arguments)
-    calls = {} if key is None else _plain.setdefault(model, {})
+    key = _key(inputs, arguments), make_processors
+    calls = {} if key[0] is None or model not in SHARED else _plain.setdefault(model, {})
     if key not in calls:
         calls[key] = _generate(model, inputs, make_processors, arguments).sequences, torch.rand(3)
     ids, following = calls[key]
@@ -74,8 +76,9 @@ def plain_output(
 
 def _key(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> str | None:
     """The cache key of a call; None if an argument is a function or an object, which may keep a state."""
+    values = {**arguments, "tokenizer": "tokenizer" in arguments}
     try:
-        return json.dumps([{name: tensor.tolist() for name, tensor in inputs.items()}, arguments], sort_keys=True)
+        return json.dumps([{name: tensor.tolist() for name, tensor in inputs.items()}, values], sort_keys=True)
     except TypeError:
         return None
 

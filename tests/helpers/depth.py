@@ -86,10 +86,8 @@ def run(session: PolicySession, steps: int, accepted: Sequence[int], cost_passes
     for _ in range(steps):
         requested = session.depths([99] * len(accepted))
         depths.append(requested)
-        rows = [
-            RowStep(depth, depth, min(depth, most), min(depth, most) + 1)
-            for depth, most in zip(requested, accepted, strict=True)
-        ]
+        counts = [(depth, min(depth, most)) for depth, most in zip(requested, accepted, strict=True)]
+        rows = [RowStep(depth, depth, count, count + 1) for depth, count in counts]
         passes = None if cost_passes else ()
         session.observe(StepRecord(requested, rows, 1 + max(requested), {"draft": 0.1, "forward": 1.0}, passes))
     return depths

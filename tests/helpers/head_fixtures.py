@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
+from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.path_head import PathRunner
 from hf_specgen.heads.runner import ParallelRunner
 from tests.fuzz.heads import steer
@@ -146,6 +148,14 @@ def find_fixtures(folder: Path) -> list[Fixture]:
 
 FIXTURES = {fixture.folder.name: fixture for fixture in find_fixtures(HEAD_FIXTURES)}
 """Those of this repository."""
+
+
+def small_eagle(**options: Any) -> Eagle3Head:
+    """A random EAGLE-3 head for a target of width 16 with 40 tokens, of which it proposes 12."""
+    layer = {"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    sizes = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16, "num_aux_hidden_states": 3}
+    settings: dict[str, Any] = sizes | {"draft_vocab_size": 12, "own_lm_head": True} | options
+    return Eagle3Head(EagleConfig(layer=LayerConfig(hidden_size=16, **layer), **settings))
 
 
 def features_of(bound: Any, hidden_states: Any) -> torch.Tensor:

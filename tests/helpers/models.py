@@ -1,7 +1,9 @@
-"""Tiny random models of every tested architecture, and prompts for them."""
+"""Tiny random models of every tested architecture, prompts for them, and a record of what they read."""
 
 import copy
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -84,6 +86,26 @@ def prompts(batch: int, length: int = PROMPT_LENGTH) -> dict[str, torch.Tensor]:
         input_ids[row, :padding] = 0
         attention_mask[row, :padding] = 0
     return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+@contextmanager
+def recorded_inputs(module: Any, measure: Callable[[torch.Tensor], Any] = torch.numel) -> Iterator[list[Any]]:
+    """Records what each pass of a module reads inside the context: `measure` of its token ids or states."""
+    read: list[Any] = []
+
+    def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        read.append(measure(args[0] if args else kwargs["input_ids" if "input_ids" in kwargs else "hidden_states"]))
+
+    handle = module.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield read
+    finally:
+        handle.remove()
+
+
+def width(ids: torch.Tensor) -> int:
+    """Tokens per row."""
+    return ids.shape[1]
 
 
 def small_llama(vocab_size: int, seed: int, **settings: Any) -> Any:

@@ -41,9 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(path / "data.jsonl", short[::2])
     write_rows(path / "held-out.jsonl", short[:2])
     turns = zip(short[::3], short[1::3], short[2::3], strict=False)
-    write_rows(
-        path / "messages.jsonl", [{"messages": [message for row in some for message in pair(row)]} for some in turns]
-    )
+    conversations = [[message for row in some for message in pair(row)] for some in turns]
+    write_rows(path / "messages.jsonl", [{"messages": messages} for messages in conversations])
     write_rows(path / "questions.jsonl", [{"messages": pair(row)[:1]} for row in short[:1]])
     return path
 

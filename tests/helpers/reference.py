@@ -31,6 +31,15 @@ def path(tree: DraftTree, row: int, node: int) -> tuple[int, ...]:
     return tuple(tree.token_lists()[row][above] for above in walk_up(tree.parents[row], node)[::-1])
 
 
+def node_paths(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens on the path to each node of a tree, whose parents come before their children."""
+    paths: list[tuple[int, ...]] = []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        assert parent < node
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
 def depth(parents: Sequence[int], node: int) -> int:
     return len(walk_up(parents, node))
 

@@ -19,16 +19,8 @@ from transformers import GenerationConfig, StaticCache
 from transformers.generation.logits_process import LogitsProcessor
 
 import hf_specgen
-from hf_specgen import (
-    CombinedCandidates,
-    DraftModelCandidates,
-    NgramCandidates,
-    NgramHistory,
-    RecyclingCandidates,
-    SpeculationMonitor,
-    compat,
-    speculate,
-)
+from hf_specgen import CombinedCandidates, NgramCandidates, RecyclingCandidates, SpeculationMonitor, compat, speculate
+from hf_specgen.compat import CACHE
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
 
 NEW = 16
@@ -156,7 +148,7 @@ def test_wrapped_or_copied_model_still_speculates(model: Any, kind: str) -> None
 
 
 WITH_MEMORY: list[Callable[[], Any]] = [
-    lambda: NgramCandidates(history=NgramHistory(100)),
+    lambda: NgramCandidates(history=hf_specgen.NgramHistory(100)),
     RecyclingCandidates,
     lambda: CombinedCandidates([NgramCandidates(), RecyclingCandidates()]),
 ]
@@ -195,7 +187,7 @@ def test_model_whose_parameters_are_sharded_falls_back(model: Any, monkeypatch: 
 def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> None:
     """Would catch: a second draft model in memory, or one set of counters for two models."""
     draft = tiny_model("llama")
-    hf_specgen.attach(model, DraftModelCandidates(draft, k=2))
+    hf_specgen.attach(model, hf_specgen.DraftModelCandidates(draft, k=2))
     generate(model)
     twin = copy.deepcopy(model)
     generate(twin)
@@ -249,7 +241,7 @@ def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) ->
     def run() -> tuple[Any, RecordingStreamer]:
         streamer = RecordingStreamer()
         cache = StaticCache(config=model.config, max_cache_len=40)
-        return generate(model, 1, past_key_values=cache, streamer=streamer), streamer
+        return generate(model, 1, **{CACHE: cache}, streamer=streamer), streamer
 
     expected, seen = run()
     hf_specgen.attach(model, NgramCandidates())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hf_specgen import (
     MTPCandidates,
     NgramCandidates,
     NgramHistory,
+    RecyclingCandidates,
     Schedule,
     SpeculationMonitor,
     attach,
@@ -30,36 +32,34 @@ from hf_specgen import (
     prepacked,
     speculate,
 )
+from hf_specgen.compat import CACHE
 from hf_specgen.depth import DisableWhen
 from hf_specgen.verification import TypicalVerifier
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
+from tests.helpers.encoder_decoder import encoder_decoder
 from tests.helpers.models import STATEFUL, stateful_model
 from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES
 
 NOT_A_STRATEGY = (
     'candidate_generator must be a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
 )
+WINDOW = 'draft_window must be "auto", None, a number of recent tokens or a pair'
+VOCABULARY = 'draft_vocabulary must be "frequent", None or token ids'
+NO_WINDOWS = [0, -1, (4,), (1, 2, 3), (4, 0), "long", True, (-1, 4)]
+NO_VOCABULARIES = ["rare", [], [1.5], [-1], [True]]
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: NgramCandidates(k=0), ValueError, 'k must be a number of tokens, at least 1, or "auto", got 0'),
     (lambda: NgramCandidates(k=None), ValueError, 'k must be a number of tokens, at least 1, or "auto", got None'),
     (lambda: NgramCandidates(k=True), ValueError, 'k must be a number of tokens, at least 1, or "auto", got True'),
     (lambda: NgramCandidates(history="x"), TypeError, "must be an NgramHistory, such as NgramHistory.load(file), got"),
     (lambda: NgramHistory().add_texts("text", None), TypeError, "give [text] for a single one"),
-    (
-        lambda: FixedDepth("3"),
-        ValueError,
-        "k must be a number of tokens, at least 0, or None for the strategy's k, got",
-    ),
+    (lambda: FixedDepth("3"), ValueError, "k must be a number of tokens, at least 0, or None for the strategy's k"),
     (lambda: Schedule([1, 2]), ValueError, "a schedule maps sizes to depths, such as {1: 8, 4: 4, 16: 0}, got [1, 2]"),
     (lambda: Schedule({1: "a"}), ValueError, "got {1: 'a'}"),
     (lambda: MovingWindow(target="x"), ValueError, "target must be between 0 and 1, and window at least 1, got 'x'"),
     (lambda: DisableWhen(), ValueError, "needs temperature_above or new_tokens_below"),
     (lambda: AdaptiveDepth(latency=3), TypeError, "latency must be a LatencyModel or a file of hf-specgen tune, got 3"),
-    (
-        lambda: AdaptiveDepth(latency="/none"),
-        OSError,
-        "cannot read '/none': No such file or directory; hf-specgen tune",
-    ),
+    (lambda: AdaptiveDepth("/none"), OSError, "cannot read '/none': No such file or directory; hf-specgen tune"),
     (lambda: SpeculationMonitor(window="a"), ValueError, "window must be a number of steps, at least 1, got 'a'"),
     (lambda: prepacked("x").__enter__(), TypeError, "prepacked takes a model, got 'x'"),
     (lambda: list(generate_many(tiny_model("llama"), ["x"])), TypeError, "must be token ids, such as tokenizer(text)"),
@@ -83,6 +83,9 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: DraftModelCandidates(tiny_model("llama"), dtype="bfloat16"), ValueError, "this one is loaded"),
     (lambda: CombinedCandidates([]), ValueError, "at least one strategy"),
     (lambda: CombinedCandidates([5]), TypeError, "takes strategies"),
+    (lambda: CombinedCandidates([MTPCandidates()], prediction=[1]), ValueError, "needs n-grams among the strategies"),
+    *((partial(DraftModelCandidates, "org/draft", draft_window=one), ValueError, WINDOW) for one in NO_WINDOWS),
+    *((partial(MTPCandidates, draft_vocabulary=one), ValueError, VOCABULARY) for one in NO_VOCABULARIES),
     (lambda: Schedule(), ValueError, "needs by_batch or by_context"),
     (lambda: Schedule(by_batch={4: -1}), ValueError, "got {4: -1}"),
     (lambda: MovingWindow(target=1.0), ValueError, "must be"),
@@ -111,16 +114,8 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
         NOT_A_STRATEGY + ", got a model of type Linear; for a draft model give DraftModelCandidates(model)",
     ),
     ({"candidate_generator": NgramCandidates}, TypeError, "; give an object, with parentheses behind the name"),
-    (
-        {"candidate_generator": [NgramCandidates()]},
-        TypeError,
-        "; for several strategies give CombinedCandidates([...])",
-    ),
-    (
-        {"candidate_generator": Path("org/draft")},
-        TypeError,
-        "for a checkpoint give AutoCandidates.from_pretrained(path)",
-    ),
+    ({"candidate_generator": [NgramCandidates()]}, TypeError, "for several strategies give CombinedCandidates([...])"),
+    ({"candidate_generator": Path("org/d")}, TypeError, "for a checkpoint give AutoCandidates.from_pretrained(path)"),
     ({"verification": "magic"}, ValueError, "must be 'exact', 'rejection', 'typical' or a Verifier, got 'magic'"),
     ({"policy": 3}, TypeError, "policy must be a Policy such as Schedule({1: 8, 4: 4, 16: 0}), got 3"),
     ({"monitor": "x"}, TypeError, "monitor must be a Monitor such as SpeculationMonitor(), got 'x'"),
@@ -201,6 +196,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"synced_gpus": True}, "synced_gpus"),
     ({"custom_generate": len}, "custom_generate"),
     ({"candidate_generator": ReadsOutputs()}, "reads the target's outputs"),
+    ({"candidate_generator": RecyclingCandidates(), "prediction": [1]}, "prediction= needs n-grams"),
 ]
 
 
@@ -216,7 +212,7 @@ def test_generate_unsupported_argument_raises(arguments: dict[str, Any], words: 
 @pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
 def test_settings_of_assistants_are_named_in_one_warning(place: str, is_attached: bool) -> None:
     """Would catch: a migrated script whose settings are ignored without a word, or that falls back to plain."""
-    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant", "speculation_type": "dflash"}
+    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "heuristic", "speculation_type": "dflash"}
     model, arguments = fresh_model("llama"), {**prompts(1), "max_new_tokens": 4}
     plain = model.generate(**arguments)
     if place == "arguments":
@@ -232,27 +228,18 @@ def test_settings_of_assistants_are_named_in_one_warning(place: str, is_attached
     assert torch.equal(ids, plain) and (totals is None or totals.calls == 1)
 
 
+def with_two_streamers() -> dict[str, Any]:
+    arguments = {**prompts(1), "streamer": RecordingStreamer(), "candidate_generator": None}
+    return {**arguments, "custom_generate": speculate(NgramCandidates(), streamer=RecordingStreamer())}
+
+
 INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"inputs": torch.empty(1, 0, dtype=torch.long)}, "prompt is empty"),
     (lambda: {"inputs": torch.empty(0, 4, dtype=torch.long)}, "prompt is empty"),
     (lambda: {"inputs_embeds": torch.randn(1, 5, 64)}, "not as inputs_embeds"),
-    (
-        lambda: {**prompts(1), "attention_mask": torch.ones(1, 40).triu(1)},
-        "attention mask has 40 columns for a prompt of",
-    ),
-    (
-        lambda: {"past_key_values": StaticCache(config=tiny_model("llama").config, max_cache_len=32), **prompts(1)},
-        "not with StaticCache",
-    ),
-    (
-        lambda: {
-            **prompts(1),
-            "streamer": RecordingStreamer(),
-            "candidate_generator": None,
-            "custom_generate": speculate(NgramCandidates(), streamer=RecordingStreamer()),
-        },
-        "both generate(streamer=…) and speculate(streamer=…) were given; leave one out",
-    ),
+    (lambda: {**prompts(1), "attention_mask": torch.ones(1, 40).triu(1)}, "mask has 40 columns for a prompt of 12"),
+    (lambda: {CACHE: StaticCache(tiny_model("llama").config, 32), **prompts(1)}, "not with StaticCache"),
+    (with_two_streamers, "both generate(streamer=…) and speculate(streamer=…) were given; leave one out"),
 ]
 
 
@@ -283,15 +270,16 @@ def test_generate_wrong_positional_arguments_raises(more: tuple, named: dict, me
         model.generate(prompts(1)["input_ids"], *more, **named, max_new_tokens=4, **how)
 
 
-@pytest.mark.parametrize(
-    ("configured", "named"), [("static", "StaticCache"), ("offloaded", "an offloaded DynamicCache")]
-)
-def test_refused_cache_of_the_generation_config_names_a_remedy_that_works(configured: str, named: str) -> None:
+CACHES = {"static": "StaticCache", "offloaded": "an offloaded DynamicCache"}
+
+
+@pytest.mark.parametrize("configured", CACHES)
+def test_refused_cache_of_the_generation_config_names_a_remedy_that_works(configured: str) -> None:
     """Would catch: a cause that is not true of an offloaded cache, and a remedy that does not help."""
     model = fresh_model("llama")
     model.generation_config.cache_implementation = configured
     settings = {**prompts(1), "max_new_tokens": 4, "candidate_generator": NgramCandidates()}
-    with pytest.raises(ValueError, match=f'not with {named}; give cache_implementation="dynamic"'):
+    with pytest.raises(ValueError, match=f'not with {CACHES[configured]}; give cache_implementation="dynamic"'):
         model.generate(**settings)
     model.generate(**settings, cache_implementation="dynamic")
 
@@ -302,7 +290,16 @@ def with_a_history_of_another_tokenizer() -> NgramCandidates:
     return NgramCandidates(history=history)
 
 
+def draft_model(architecture: str = "llama", **settings: Any) -> DraftModelCandidates:
+    return DraftModelCandidates(tiny_model(architecture), **settings)
+
+
 MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
+    ("llama", lambda: NgramCandidates(prediction=[[1], [2]]), "has 2 entries for 1 rows; give one for each row"),
+    ("llama", lambda: NgramCandidates(prediction=[10**6]), "token 1000000, but the target's vocabulary ends at"),
+    ("llama", lambda: NgramCandidates(prediction=[[-1]]), "prediction has token -1"),
+    ("llama", lambda: draft_model(draft_vocabulary=[99]), "has token 99, but the drafter has 99"),
+    ("llama", lambda: DraftModelCandidates(encoder_decoder("t5"), k=2), "is a decoder-only model and the draft T5"),
     ("gpt_neo", NgramCandidates, "builds its local attention mask inside the layers"),
     ("bloom", NgramCandidates, "takes no position_ids"),
     ("llama", with_a_history_of_another_tokenizer, "has token 500, but the target's vocabulary ends at 98"),
@@ -326,9 +323,7 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "make", "words"), MISMATCHES, ids=lambda value: value[:30] if isinstance(value, str) else "make"
-)
+@pytest.mark.parametrize(("architecture", "make", "words"), MISMATCHES)
 def test_strategy_that_does_not_fit_the_target_raises(architecture: str, make: Callable[[], Any], words: str) -> None:
     target = stateful_model(architecture) if architecture in STATEFUL else tiny_model(architecture)
     with pytest.raises(ValueError, match=words):

@@ -4,16 +4,18 @@ A replay on a CPU stands in for CUDA graphs; tests/cuda has the real ones.
 """
 
 import traceback
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen import DraftModelCandidates, EagleCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.compat import CACHE
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets import graphs, target
 from hf_specgen.targets.cache import StepLayer
-from tests.helpers import SAMPLING, perturbed_copy, prompts
+from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.comparison import plain_output
 from tests.helpers.head_fixtures import FIXTURES, steered
@@ -29,16 +31,7 @@ def small(architecture: str = "llama", layers: int = 1, **overrides: Any) -> Any
     return fresh_model(architecture, num_hidden_layers=layers, **overrides)
 
 
-def same_tokens(model: Any, inputs: Any, candidates: Candidates, compile: Any = "graphs", **arguments: Any) -> Any:
-    """Assert that a call with captured passes gives the tokens of plain `generate`; returns its statistics."""
-    arguments = {"max_new_tokens": 12, **arguments}
-    torch.manual_seed(5)
-    plain = model.generate(**inputs, **arguments)
-    torch.manual_seed(5)
-    settings = {"candidate_generator": candidates, "compile": compile, "return_dict_in_generate": True}
-    ours = model.generate(**inputs, **arguments, **settings)
-    assert torch.equal(plain, ours.sequences)
-    return ours.speculation
+same_tokens = partial(assert_same_tokens, compile="graphs", max_new_tokens=12)
 
 
 @pytest.mark.parametrize(("architecture", "layers"), [("mistral", 1), ("gemma2", 2)])
@@ -57,7 +50,7 @@ def test_captured_target_returns_cache_for_next_turn(captures: list[Any]) -> Non
     settings = {"candidate_generator": NgramCandidates(k=3), "compile": "graphs", "return_dict_in_generate": True}
     first = model.generate(**inputs, max_new_tokens=8, **settings)
     longer = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
-    second = model.generate(longer, past_key_values=first.past_key_values, max_new_tokens=8, **settings)
+    second = model.generate(longer, **{CACHE: first[CACHE]}, max_new_tokens=8, **settings)
     assert torch.equal(second.sequences, model.generate(longer, max_new_tokens=8))
 
 
@@ -112,26 +105,24 @@ def test_captured_target_and_draft_same_tokens(captures: list[Any], batch: int, 
     model = small(layers=2)
     draft = DraftModelCandidates(perturbed_copy(model, 0.02), k=4, tree=8, compile="graphs")
     for length in (9, 14):
-        same_tokens(model, prompts(batch, length=length), draft, compile="graphs", **SAMPLING[sampling])
+        same_tokens(model, prompts(batch, length=length), draft, **SAMPLING[sampling])
         graphs = len(captures)
     assert len(captures) == graphs > 2
 
 
 def test_captured_target_is_captured_anew_after_a_change(captures: list[Any]) -> None:
     """Would catch: the graph of another adapter, or of weights that have been freed."""
-    model = small()
-    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
-    before = len(captures)
-    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
-    assert len(captures) == before
-    layer = model.model.layers[0].mlp.down_proj
-    layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight))
-    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
-    assert len(captures) > before
-    before = len(captures)
-    model.model.layers[0].self_attn.scaling *= 2
-    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="graphs")
-    assert len(captures) > before
+    model, counts = small(), []
+    layer = model.model.layers[0]
+
+    def replace_weight() -> None:
+        layer.mlp.down_proj.weight = torch.nn.Parameter(torch.randn_like(layer.mlp.down_proj.weight))
+
+    for change in (lambda: None, lambda: None, replace_weight, lambda: setattr(layer.self_attn, "scaling", 2.0)):
+        change()
+        same_tokens(model, prompts(1), NgramCandidates(k=3))
+        counts.append(len(captures))
+    assert counts[0] == counts[1] < counts[2] < counts[3]
 
 
 def test_memory_of_a_failed_capture_is_not_used_again(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +169,7 @@ def test_auto_captures_after_the_first_passes_or_goes_on_eagerly(
     assert caplog.text.count("it runs eagerly") == fails
 
 
-def test_auto_without_a_gpu_or_with_a_model_that_cannot_be_captured_runs_eagerly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_without_a_gpu_or_with_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch: Any, caplog: Any) -> None:
     same_tokens(small(), prompts(1), NgramCandidates(k=3), compile="auto")
     assert "no CUDA graphs" not in caplog.text
     captures = graphs_on_cpu(monkeypatch)
@@ -206,9 +195,7 @@ def test_auto_captures_no_long_texts_of_models_with_sliding_windows(
     assert captures
 
 
-def test_auto_without_memory_for_buffers_goes_on_eagerly(
-    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_without_memory_for_buffers_goes_on_eagerly(captures: list[Any], monkeypatch: Any, caplog: Any) -> None:
     """Would catch: a call that ends because a set of buffers does not fit beside the model."""
 
     def full(*_: Any) -> Any:

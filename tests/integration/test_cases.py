@@ -20,6 +20,7 @@ TREES = replace(PARTLY, strategy="oracle_tree")
 OUTPUTS = replace(TREES, return_dict=True, output_scores=True, output_logits=True)
 SAMPLED = replace(PARTLY, do_sample=True)
 TIGHT = replace(PARTLY, tight_positions=True, eos_ids=tuple(range(3, 13)))
+RECURRENT: dict[str, Any] = {"architecture": "qwen3_5_text"}
 BATCHES = ((12,), (12, 8, 4))
 END = tuple(range(3, 23))
 STATE_STRATEGIES, STATE_TARGETS = ("ngram_tree", "draft_other", "medusa_auto"), ("lfm2_moe", "qwen3_next")
@@ -51,7 +52,7 @@ CASES: dict[str, list[Case]] = {
         *every(replace(OUTPUTS, accuracy=1.0), criteria=[("after",), ("any_row",), ("scores",)], eos_ids=[(), (98,)]),
         *every(replace(PARTLY, accuracy=1.0), criteria=[("after",), ("any_row",)]),
         *every(replace(PARTLY, accuracy=1.0, max_new_tokens=24), stop_string_column=[0, 9], lengths=BATCHES),
-        *every(replace(PARTLY, architecture="qwen3_5_text"), criteria=[("after",), ("any_row",)], eos_ids=[(), (98,)]),
+        *every(replace(PARTLY, **RECURRENT), criteria=[("after",), ("any_row",)], eos_ids=[(), (98,)]),
     ],
     "time limit": [
         *every(replace(OUTPUTS, accuracy=1.0, criteria=("max_time",)), eos_ids=[(), (98,)]),
@@ -76,9 +77,7 @@ CASES: dict[str, list[Case]] = {
         *every(replace(OUTPUTS, eos_ids=END, options=("guidance",)), criteria=[(), ("any_row",)], lengths=BATCHES),
         *every(replace(OUTPUTS, eos_ids=END, window=4), architecture=["mistral", "gemma2", "llama4_text"]),
         # A recurrent state that cannot return to where a criterion cuts a row that is ahead.
-        *every(
-            replace(OUTPUTS, strategy="oracle", architecture="qwen3_5_text"), criteria=[("after",)], eos_ids=[(), (98,)]
-        ),
+        *every(replace(OUTPUTS, strategy="oracle", **RECURRENT), criteria=[("after",)], eos_ids=[(), (98,)]),
     ],
     # A cache that a call leaves for the next turn, its own or the caller's, used by either side.
     "next turn": every(

@@ -1,7 +1,7 @@
 """All commands: bad input is one sentence and exit code 2, without a traceback; what several of them share."""
 
-import copy
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
 from hf_specgen.cli import checkpoints
 from hf_specgen.cli import generate as command
-from hf_specgen.cli.__main__ import app
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head
@@ -27,7 +25,8 @@ from tests.helpers.medusa import random_heads
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
-EAGLE_HEAD = REFERENCE_LM.parent / "eagle3-head"
+EAGLE_HEAD = str(REFERENCE_LM.parent / "eagle3-head")
+CHAT = '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
 
 BAD_INPUT = [
@@ -37,7 +36,6 @@ BAD_INPUT = [
     (["doctor", MODEL, "--device", "toaster"], "device 'toaster' cannot be used here"),
     (["doctor"], "Missing argument"),
     (["doctor", "there/is-none"], "there/is-none"),
-    (["doctor", "/there/is/none"], "there is no folder '/there/is/none'"),
     (["doctor", MODEL, "--draft", "./none"], "there is no folder './none'"),
     (["demo", "--dtype", "int3"], "'int3' is not one of 'float32', 'bfloat16', 'float16'"),
     (["doctor", "./no-such-folder"], "there is no folder './no-such-folder'"),
@@ -51,19 +49,10 @@ BAD_INPUT = [
     (["tune", MODEL, "--latency", "none/file.json"], "cannot be written"),
     (["chat", "/there/is/none"], "there is no folder"),
     (["doctor", "", "--no-run"], "there is no folder ''"),
-    (["doctor", str(EAGLE_HEAD)], "; give a language model with its tokenizer"),
-    (
-        ["generate", MODEL, "none.jsonl", "out.jsonl"],
-        "cannot use 'none.jsonl': No such file or directory; name another",
-    ),
-    (
-        ["export", str(EAGLE_HEAD), "--to", "tgi", "--output", "out"],
-        "Eagle3Head cannot be written for 'tgi'; choose eagle",
-    ),
-    (
-        ["export", str(DRAFT_LM), "--to", "vllm", "--output", "out"],
-        "a whole model drafts as",
-    ),
+    (["doctor", EAGLE_HEAD], "; give a language model with its tokenizer"),
+    (["generate", MODEL, "none.jsonl", "a.jsonl"], "cannot use 'none.jsonl': No such file or directory; name another"),
+    (["export", EAGLE_HEAD, "--to", "tgi", "--output", "out"], "Eagle3Head cannot be written for 'tgi'; choose eagle"),
+    (["export", str(DRAFT_LM), "--to", "vllm", "--output", "out"], "a whole model drafts as"),
     (["find", "org/none"], "Cannot reach https"),
     (["demo", "--model", MODEL], "No such option: --model"),
 ]
@@ -79,8 +68,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 
 def test_chat_template_that_raises_is_named(tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
@@ -105,17 +92,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 )
 def test_export_command_writes_a_head_that_loads_alike(name: str, to: str, tmp_path: Path) -> None:
     source = str(FIXTURES[name].head_folder)
-    result = CliRunner().invoke(app, ["export", source, "--to", to, "--output", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
+    run("export", source, "--to", to, "--output", str(tmp_path / "out"))
     ours: dict[str, Any] = load_head(source).state_dict()
     for key, tensor in load_head(tmp_path / "out").state_dict().items():
-        torch.testing.assert_close(tensor, copy.deepcopy(ours[key]))
+        torch.testing.assert_close(tensor, ours[key])
 
 
 def test_export_command_refuses_what_a_layout_cannot_express(tmp_path: Path) -> None:
     source = str(FIXTURES["speculators_eagle3_e_twolayers_bias_fourtaps"].head_folder)
-    result = CliRunner().invoke(app, ["export", source, "--to", "eagle", "--output", str(tmp_path / "out")])
-    assert result.exit_code == 2 and "several layers" in result.output.replace("\n", " ")
+    assert "several layers" in run("export", source, "--to", "eagle", "--output", str(tmp_path / "out"), exit_code=2)
 
 
 # `hf-specgen tune`: the latencies that it measures, and how they are used
@@ -211,19 +196,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def generate_rows(source: Path, output: Path, *options: str, exit_code: int = 0) -> str:
-    arguments = [
-        "generate",
-        str(output.parent / "target_beside_prompts"),
-        str(source),
-        str(output),
-        "--max-new-tokens",
-        "12",
-        "--dtype",
-        "float32",
-    ]
-    result = CliRunner().invoke(app, [*arguments, "--batch-size", "2", *options])
-    assert result.exit_code == exit_code, result.output
-    return " ".join(result.output.split())
+    files = str(output.parent / "target_beside_prompts"), str(source), str(output)
+    settings = "--max-new-tokens", "12", "--dtype", "float32", "--batch-size", "2"
+    return run("generate", *files, *settings, *options, exit_code=exit_code)
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -285,11 +260,7 @@ def test_messages_and_other_columns_are_read(source: Path) -> None:
         ('{"prompt": "a"}\n', ("--answer-column", "prompt"), "row 1 of {} has a column 'prompt' already"),
         ('{"prompt": "a", "answer": "b"}\n', (), "row 1 of {} has a column 'answer' already; name another one"),
         ('{"prompt": "\\ud800"}\n', (), "row 1 of {} has a lone surrogate"),
-        (
-            '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
-            (),
-            "row 1 of {} ends with a message of the assistant",
-        ),
+        (CHAT, (), "row 1 of {} ends with a message of the assistant"),
         ('{"prompt": ["a"]}\n', (), "row 1 of {} has no chat messages"),
         (b"\xff", (), "{} is not UTF-8"),
     ],

@@ -1,7 +1,5 @@
 """Every code block of README, documentation and recipes runs, and every command in them is read by its parser."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -26,9 +24,9 @@ from hf_specgen.cli.__main__ import app
 from hf_specgen.depth import LatencyModel
 from hf_specgen.generate import CALL_SETTINGS
 from hf_specgen.monitoring import speedup
+from tests.helpers.models import recorded_inputs
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
 
-BUNDLED = REFERENCE_LM
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -59,15 +57,12 @@ HEADING = re.compile(r"^#+ (.*)$", re.M)
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
     """What a page may assume from the pages before it: a model, its tokenizer, inputs, two strategies."""
-    from hf_specgen import DraftModelCandidates, NgramCandidates
-
-    folder = str(BUNDLED)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_LM, padding_side="left")
     return {
-        "model": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        "model": AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32),
         "tokenizer": tokenizer,
         "inputs": tokenizer("def add(x, y):", return_tensors="pt"),
-        "draft": DraftModelCandidates(str(ROOT / "benchmarks" / "assets" / "draft-lm")),
+        "draft": DraftModelCandidates(str(DRAFT_LM)),
         "NgramCandidates": NgramCandidates,
     }
 
@@ -79,7 +74,7 @@ def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatc
     before = set(ROOT.iterdir())
     namespace = dict(names)
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
-        code = MODEL.sub(f'name = "{BUNDLED.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
+        code = MODEL.sub(f'name = "{REFERENCE_LM.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
         exec(compile(code, str(page), "exec"), namespace)
     assert set(ROOT.iterdir()) == before, "an example wrote into the working folder"
 
@@ -104,16 +99,12 @@ def test_tables_are_those_of_the_records(page: str, folder: str) -> None:
 
 
 RESULTS = ROOT / "benchmarks" / "results"
+CHAIN = "shared, chain of 4"
 DOMAINS = ("over plain", "math", "code", "edit", "json", "prose")
 COPIED = [
     ("compilation.md", "| eager |", "large-target", DOMAINS),
     ("compilation.md", '| `compile="graphs"` |', "large-target-graphs", DOMAINS),
-    (
-        "strategies/draft_model.md",
-        "| draft's tokenizer |",
-        "other-tokenizer",
-        ("shared, tree of 16", "shared, chain of 4"),
-    ),
+    ("strategies/draft_model.md", "| draft's tokenizer |", "other-tokenizer", ("shared, tree of 16", CHAIN)),
 ]
 """Tables with figures of a record: page, first cell of the head, record, its columns, the last ones of the table."""
 
@@ -126,6 +117,15 @@ def test_copied_figures_are_those_of_the_record(page: str, head: str, record: st
     shown = {tuple(cell.strip() for cell in row.split("|")[1:-1][-len(columns) :]) for row in rows}
     recorded = json.loads((RESULTS / f"{record}.json").read_text(encoding="utf-8"))["rows"]
     assert shown <= {tuple(f"{row[column]:.2f}" for column in columns) for row in recorded}
+
+
+def test_projected_speedups_of_situations_are_those_of_the_record() -> None:
+    """Would catch: a choice of strategy that a new record contradicts."""
+    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    table = text[text.index("| situation |") :].split("\n\n")[0]
+    report = json.loads((RESULTS / "projected" / "report.json").read_text(encoding="utf-8"))
+    recorded = {f"{value:.2f}" for row in report["tables"]["projected by domain"] for value in list(row.values())[1:]}
+    assert set(re.findall(r"\b\d+\.\d\d\b", table)) <= recorded
 
 
 def best_depth(rate: float, latency: Any = None, draft_pass: float = 0.0) -> str:
@@ -242,7 +242,7 @@ def test_commands_of_a_page_are_understood(page: Path, monkeypatch: pytest.Monke
 
 PROMPT = "def add(x, y):\n    return x + y\n\ndef add(x, y):"
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 50}
-TOKENS = 20
+TOKENS = 12
 
 
 @pytest.fixture(scope="module")
@@ -257,22 +257,18 @@ def reference() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def models() -> tuple[Any, Any, Any]:
-    """The bundled target and draft model in float32, and their tokenizer."""
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (REFERENCE_LM, DRAFT_LM)
-    )
-    return target, draft, AutoTokenizer.from_pretrained(REFERENCE_LM)
+def draft() -> Any:
+    """The bundled draft model in float32."""
+    return AutoModelForCausalLM.from_pretrained(DRAFT_LM, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("strategy", ["n-grams", "draft model"])
 def test_reference_loop_gives_the_tokens_of_generate(
-    reference: dict[str, Any], models: tuple[Any, Any, Any], strategy: str, sampled: bool
+    reference: Any, reference_model: Any, draft: Any, tokenizer: Any, strategy: str, sampled: bool
 ) -> None:
     """Would catch: a published algorithm that is not lossless, or a loop of ours that differs from it."""
-    target, draft, tokenizer = models
-    inputs = tokenizer(PROMPT, return_tensors="pt")
+    target, inputs = reference_model, tokenizer(PROMPT, return_tensors="pt")
     settings = SAMPLING if sampled else {}
     warpers = [transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(50)]
     processors = LogitsProcessorList(warpers if sampled else [])
@@ -280,22 +276,11 @@ def test_reference_loop_gives_the_tokens_of_generate(
         propose, candidates = reference["prompt_lookup"], NgramCandidates(k=5)
     else:
         propose, candidates = reference["draft_with"](draft), DraftModelCandidates(draft, k=5)
-    passes: list[int] = []
-    hook = target.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1]))
-
+    more = {"do_sample": sampled, "processors": processors, "end_tokens": (target.generation_config.eos_token_id,)}
     torch.manual_seed(3)
-    ours = reference["reference_loop"](
-        target,
-        inputs["input_ids"],
-        propose,
-        TOKENS,
-        do_sample=sampled,
-        processors=processors,
-        end_tokens=(target.generation_config.eos_token_id,),
-    )
-    hook.remove()
+    with recorded_inputs(target) as passes:
+        ours = reference["reference_loop"](target, inputs["input_ids"], propose, TOKENS, **more)
     state = torch.get_rng_state()
-
     for options in ({}, {"candidate_generator": candidates}):
         torch.manual_seed(3)
         assert torch.equal(ours, target.generate(**inputs, max_new_tokens=TOKENS, **settings, **options))

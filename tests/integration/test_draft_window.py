@@ -22,10 +22,9 @@ HEADS += ["mtp_transformers_glm4_moe_2layers"]
 @pytest.mark.parametrize("batch", [1, 3])
 def test_window_that_is_exceeded_again_and_again_same_tokens(name: str, batch: int) -> None:
     """Would catch: features of other tokens after a restart, rows that restart together by mistake."""
-    fixture = FIXTURES[name]
-    for mode in SAMPLING.values():
-        candidates = AutoCandidates.from_pretrained(fixture.checkpoint_folder, k=3, draft_window=(2, 5))
-        assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=24, **mode)
+    fixture, mode = FIXTURES[name], SAMPLING["sampled" if batch == 1 else "greedy"]
+    candidates = AutoCandidates.from_pretrained(fixture.checkpoint_folder, k=3, draft_window=(2, 5))
+    assert_same_tokens(fixture.target, prompts(batch), candidates, max_new_tokens=24, **mode)
 
 
 def drafted(draft: Any, text: list[int], **settings: Any) -> list[int]:
@@ -71,12 +70,6 @@ def test_memory_and_passes_of_a_drafter_with_a_window_do_not_grow_with_the_text(
     text = torch.randint(2, 40, (1, 4_000), generator=torch.Generator().manual_seed(1))
     target.generate(text, max_new_tokens=24, do_sample=False, candidate_generator=candidates, pad_token_id=0)
     assert len(sizes) > 4 and max(sizes) <= 4 + 2 * 16 + 2 * 64
-
-
-@pytest.mark.parametrize("window", [0, -1, (4,), (1, 2, 3), (4, 0), "long", True, (-1, 4)])
-def test_draft_window_that_is_none_is_refused(window: Any) -> None:
-    with pytest.raises(ValueError, match='draft_window must be "auto", None, a number of recent tokens or a pair'):
-        DraftModelCandidates("org/draft", draft_window=window)
 
 
 def test_window_beyond_the_trained_length_is_warned_of_once(caplog: Any) -> None:
@@ -125,32 +118,16 @@ def test_restricted_draft_model_drafts_the_most_likely_of_its_tokens(vocabulary:
 
 @pytest.mark.parametrize("tree", [None, 5])
 def test_rejection_sampling_with_a_restricted_draft_model_has_the_distribution_of_the_target(tree: Any) -> None:
-    """Would catch: q over the whole vocabulary. Fails by chance once in 1,000 runs of another seed."""
+    """Would catch: q over the whole vocabulary."""
     candidates = DraftModelCandidates(small_llama(7, 3), k=2, tree=tree, draft_vocabulary=[1, 4, 5])
     assert fit_of_two_tokens(small_llama(7, 0), torch.tensor([[0, 2, 5]]), candidates, calls=4) > 1e-3
 
 
-@pytest.mark.parametrize("vocabulary", ["rare", [], [1.5], [-1], [True]])
-def test_setting_that_is_no_vocabulary_is_refused(vocabulary: Any) -> None:
-    with pytest.raises(ValueError, match='draft_vocabulary must be "frequent", None or token ids'):
-        MTPCandidates(draft_vocabulary=vocabulary)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "message"),
-    [
-        (lambda: DraftModelCandidates(small_llama(99, 3), draft_vocabulary=[99]), "token 99, but the drafter has 99"),
-        (
-            lambda: DraftModelCandidates(str(FIXTURES["pard_llama"].checkpoint_folder), draft_vocabulary=[1]),
-            "with a draft model that drafts all tokens in one pass",
-        ),
-    ],
-)
-def test_vocabulary_that_a_drafter_cannot_have_is_refused(drafter: Any, message: str) -> None:
-    candidates = drafter()
-    target = small_llama(99, 3) if "pard" not in repr(candidates) else FIXTURES["pard_llama"].target
-    with pytest.raises(ValueError, match=message):
-        target.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+def test_vocabulary_of_a_parallel_draft_model_is_refused() -> None:
+    fixture = FIXTURES["pard_llama"]
+    candidates = DraftModelCandidates(str(fixture.checkpoint_folder), draft_vocabulary=[1])
+    with pytest.raises(ValueError, match="with a draft model that drafts all tokens in one pass"):
+        fixture.target.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
 
 
 # Parallel draft models (PARD, PARD-2): one pass a draft, and the tokens of plain generate

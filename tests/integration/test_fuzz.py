@@ -191,9 +191,7 @@ def test_shrink_keeps_only_what_the_failure_needs() -> None:
 
 
 @pytest.mark.usefixtures("forgotten_models")
-def test_main_counts_cases_and_repeats_failures(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_main_counts_cases_and_repeats_failures(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
     """Would catch: failures that are not printed, or do not change the exit code; records that are not summed up."""
     monkeypatch.setattr("tests.fuzz.__main__.SHRUNK_FAILURES", 0)
     record = tmp_path / "record.json"

@@ -171,11 +171,10 @@ def test_auto_known_format_gives_its_strategy() -> None:
 def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
     candidates = AutoCandidates.from_pretrained(HEAD_FIXTURES / "eagle3_original", subfolder="head", k=3, tree=8)
     assert repr(candidates) == f"EagleCandidates({str(HEAD_FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
+    adapter = str(BENCHMARK_ASSETS / "exit-adapter")
     for kind in (AutoCandidates, LayerSkipCandidates):  # whose exit layer the adapter names
         skip = kind.from_pretrained(BENCHMARK_ASSETS, subfolder="exit-adapter", k=2)
-        assert (
-            repr(skip) == f"LayerSkipCandidates(exit_layer=4, k=2, adapter={str(BENCHMARK_ASSETS / 'exit-adapter')!r})"
-        )
+        assert repr(skip) == f"LayerSkipCandidates(exit_layer=4, k=2, adapter={adapter!r})"
 
 
 @pytest.mark.parametrize("kind", [DraftModelCandidates, EagleCandidates, MedusaCandidates])

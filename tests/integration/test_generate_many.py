@@ -21,6 +21,8 @@ from hf_specgen import (
     RecyclingCandidates,
     generate_many,
 )
+from hf_specgen.compat import CACHE
+from hf_specgen.depth import CostCurve, LatencyModel
 from tests.helpers import shared_draft, tiny_model
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
 from tests.helpers.processors import RecordingStreamer
@@ -34,6 +36,7 @@ STRATEGIES = {
     "recycling": lambda model: RecyclingCandidates(k=3, policy=MovingWindow()),
     "draft trees": lambda model: DraftModelCandidates(shared_draft(model), k=4, tree=6),
     "layer skip": lambda model: LayerSkipCandidates(exit_layer=1, k=3),
+    "llama draft": lambda model: DraftModelCandidates(tiny_model("llama"), k=3),
 }
 
 
@@ -66,7 +69,9 @@ def test_strategies_same_tokens_as_alone(architecture: str) -> None:
     model, prompts = tiny_model(architecture), some_prompts()
     greedy, sampled = alone(model, prompts, **GREEDY), alone(model, prompts, seed=5, **SAMPLED)
     assert len({len(tokens) for tokens in greedy}) > 1
-    names = {"qwen3_next": ["ngram"], "llama": list(STRATEGIES)}.get(architecture, ["auto", "draft trees"])
+    names = {"qwen3_next": ["ngram", "llama draft"], "llama": list(STRATEGIES)}.get(
+        architecture, ["auto", "draft trees"]
+    )
     for name in names:
         strategy = STRATEGIES[name](model)
         assert many(model, prompts, strategy, **GREEDY) == greedy, name
@@ -93,6 +98,7 @@ def test_heads_read_the_hidden_states_of_their_row(reference_model: Any, tokeniz
     found = many(reference_model, prompts, strategy, max_rows=3, policy=FixedDepth(4), **arguments)
     assert found == alone(reference_model, prompts, **arguments)
     assert strategy.speculation.acceptance_rate > 0.1
+    assert all(len(step.passes) <= 6 for step in strategy.speculation.passes), "rows share the passes of the drafter"
 
 
 class EndsAt(StoppingCriteria):
@@ -104,13 +110,8 @@ class EndsAt(StoppingCriteria):
 
 def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:
     model, prompts = tiny_model("llama"), some_prompts(7)
-    arguments = {
-        **GREEDY,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "repetition_penalty": 1.3,
-        "stopping_criteria": [EndsAt()],
-    }
+    arguments = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    arguments |= {"repetition_penalty": 1.3, "stopping_criteria": [EndsAt()]}
     streamers = [RecordingStreamer() for _ in prompts]
     completions = generate_many(
         model, (torch.tensor(one) for one in prompts), NgramCandidates(), streamer=streamers.__getitem__, **arguments
@@ -122,8 +123,8 @@ def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:
         assert torch.equal(output.sequences, expected.sequences)
         for one, other in zip(output.scores, expected.scores, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-        keys, length = expected.past_key_values.layers[1].keys, expected.past_key_values.get_seq_length()
-        found = output.past_key_values.layers[1].keys[:, :, :length]
+        keys, length = expected[CACHE].layers[1].keys, expected[CACHE].get_seq_length()
+        found = output[CACHE].layers[1].keys[:, :, :length]
         torch.testing.assert_close(found, keys, atol=1e-4, rtol=1e-4)
         streamed = streamers[completion.index]
         prompt, *tokens = streamed.chunks
@@ -166,6 +167,15 @@ def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
     assert many(model, prompts, strategy, policy=GPU_LIKE, **GREEDY) == alone(model, prompts, **GREEDY)
     assert strategy.speculation.drafted > 0
     assert max(step.batch * step.tokens_per_row for step in strategy.speculation.passes) <= 4 * 65
+
+
+def test_rows_pause_together_once_drafting_has_lost_time() -> None:
+    """Would catch: every prompt that loses as much again as those before it, or rows that each pay for all passes."""
+    model, prompts = tiny_model("llama"), some_prompts(12)
+    latency = LatencyModel.from_curves(CostCurve((1, 64), (1.0, 2.0), context=64, batch=4), draft_token=0.5)
+    strategy = DraftModelCandidates(shared_draft(model, 9.0), policy=AdaptiveDepth(latency))
+    assert many(model, prompts, strategy, **GREEDY) == alone(model, prompts, **GREEDY)
+    assert 0 < sum(step.has_draft for step in strategy.speculation.passes) <= 3
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.compat import CACHE
 from hf_specgen.targets.attention import fold_mask, grouped_attention, grouped_sdpa
 from tests.fuzz.models import tiny_model as tiny_model_of_fuzz
 from tests.helpers import Oracle, fresh_model, plain_and_speculative, prompts, reference, tiny_model
@@ -140,9 +141,8 @@ def test_grouped_attention_in_one_thread_is_not_seen_by_another(folded_calls: li
     arguments = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
     before = model.generate(**inputs, **arguments)
     others: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: others.append((threading.get_ident(), model.generate(**inputs, **arguments)))
-    )
+    generate = lambda: others.append((threading.get_ident(), model.generate(**inputs, **arguments)))  # noqa: E731
+    thread = threading.Thread(target=generate)
     with torch.no_grad(), grouped_attention():
         thread.start()
         while thread.is_alive() or not folded_calls:
@@ -256,10 +256,10 @@ def test_given_cache_with_whole_prompt_same_tokens() -> None:
     model, inputs = tiny_model("llama"), prompts(1)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     for cache in caches:
-        model(input_ids=inputs["input_ids"], past_key_values=cache)
+        model(input_ids=inputs["input_ids"], **{CACHE: cache})
     oracle = ALWAYS(model.generate(**inputs, max_new_tokens=8)[:, 12:])
-    plain = model.generate(**inputs, max_new_tokens=8, past_key_values=caches[0])
-    ours = model.generate(**inputs, max_new_tokens=8, past_key_values=caches[1], candidate_generator=oracle)
+    plain = model.generate(**inputs, max_new_tokens=8, **{CACHE: caches[0]})
+    ours = model.generate(**inputs, max_new_tokens=8, **{CACHE: caches[1]}, candidate_generator=oracle)
     assert torch.equal(plain, ours)
 
 

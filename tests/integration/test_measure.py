@@ -22,6 +22,7 @@ from hf_specgen.evaluation.measure import Variant, first_difference, measure_rou
 from hf_specgen.evaluation.workloads import domain_prompts, encode
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
+from tests.helpers.models import recorded_inputs, width
 
 OURS = Variant("ours", lambda: {"candidate_generator": NgramCandidates(k=4)})
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0}
@@ -30,16 +31,10 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 def test_chat_goes_on_from_its_cache(reference_model, tokenizer) -> None:
     """Both sides write the same two answers, and neither reads the first turn again for the second."""
     turns = ["Write a short story about a fox." * 4, "Now make the fox a crow."]
-    shapes: list[int] = []
-    embeddings = reference_model.get_input_embeddings()
-    handle = embeddings.register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape[1]))
-    first = first_turns(tokenizer, turns[:1])
-    later = followups(tokenizer, turns)
-    try:
+    first, later = first_turns(tokenizer, turns[:1]), followups(tokenizer, turns)
+    with recorded_inputs(reference_model, width) as shapes:
         generation = {"max_new_tokens": 12, **SAMPLED}
         samples = measure_round(reference_model, first, [PLAIN, OURS], generation, 3, followups=later)
-    finally:
-        handle.remove()
     assert torch.equal(samples["plain"].ids, samples["ours"].ids)
     assert samples["plain"].tokens == samples["ours"].tokens > 12
     prompt = first["input_ids"].shape[1]
@@ -126,13 +121,8 @@ def test_impossible_steps_are_refused(metric: Any) -> None:
 
 def test_measured_curve_runs_the_passes_it_says() -> None:
     """One prefill, then a warm-up and `repeats` turns, each a pass over 1, 2 and 8 tokens behind 12 cached ones."""
-    model = tiny_model("llama")
-    shapes = []
-    handle = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: shapes.append(inputs[0].shape))
-    try:
-        curve = measure_cost_curve(model, queries=(1, 2, 8), context=12, batch=3, repeats=2)
-    finally:
-        handle.remove()
+    with recorded_inputs(tiny_model("llama"), lambda ids: ids.shape) as shapes:
+        curve = measure_cost_curve(tiny_model("llama"), queries=(1, 2, 8), context=12, batch=3, repeats=2)
     assert shapes == [(3, 12)] + 3 * [(3, 1), (3, 2), (3, 8)]
     assert (curve.queries, curve.context, curve.batch) == ((1, 2, 8), 12, 3)
 

@@ -218,12 +218,8 @@ def test_medusa_loading_does_not_change_the_random_state(tmp_path: Path) -> None
     """The first sampled call loads heads and LoRA matrices, and still gives the text of its seed."""
     model, _, _ = peft_heads(tmp_path)
     for _ in range(2):
-        torch.manual_seed(3)
-        plain = model.generate(**prompts(1), max_new_tokens=8, do_sample=True)
-        torch.manual_seed(3)
         candidates = MedusaCandidates.from_pretrained(str(tmp_path))
-        ours = model.generate(**prompts(1), max_new_tokens=8, do_sample=True, candidate_generator=candidates)
-        assert torch.equal(plain, ours)
+        assert_same_tokens(model, prompts(1), candidates, max_new_tokens=8, do_sample=True)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +266,7 @@ def test_medusa_vocabulary_smaller_than_the_ranks_same_tokens(heads: int) -> Non
 
 
 def test_medusa_rejection_sampling_has_the_distribution_of_the_target() -> None:
-    """6,000 texts; fails by chance once in 1,000 runs of another seed.
-
-    Would catch siblings that are verified as sampled one after the other although they were not, and a q that is not
-    the distribution they were sampled from.
-    """
+    """Would catch: siblings verified as sampled one after the other, which they were not; q of another distribution."""
     target = small_llama(8, 5)
     candidates = MedusaCandidates(random_heads(target, own_outputs=True), tree=6, policy=FixedDepth())
     assert fit_of_two_tokens(target, torch.tensor([[3, 1, 7, 4]]), candidates, calls=12) > 1e-3
@@ -295,11 +287,8 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
                 torch.testing.assert_close(logits[row, place], heads.lm_heads[depth](state), atol=1e-4, rtol=1e-4)
         if level is not None:
             nodes += 2
-            rows = zip(paths, *level, strict=True)
-            paths = [
-                [[*before[at], token] for at, token in zip(above, tokens, strict=True)]
-                for before, above, tokens in rows
-            ]
+            rows = [(before, zip(*pair, strict=True)) for before, *pair in zip(paths, *level, strict=True)]
+            paths = [[[*before[at], token] for at, token in pairs] for before, pairs in rows]
             last = torch.tensor(level[1])
             more = {"above": torch.tensor(level[0]), "nodes": nodes, "level": depth + 1}
             tree = GrownTree(last, TreeStructure(last, last), **more)

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +19,9 @@ from hf_specgen.candidates.tree_search import SearchLimits
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 from hf_specgen.verification.result import accepted_path
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
+from tests.helpers.comparison import plain_output
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
-from tests.helpers.models import small_llama
+from tests.helpers.models import recorded_inputs, small_llama
 
 
 def permuted(folder: Path, merges: int | None = None) -> Path:
@@ -112,10 +112,7 @@ def small_model(characters: Sequence[str], folder: Path, seed: int, positions: i
 
 @pytest.mark.parametrize("tree", [None, 5])
 def test_shared_vocabulary_rejection_sampling_has_the_distribution_of_the_target(tree: Any, tmp_path: Path) -> None:
-    """Would catch: q that includes tokens which are never drafted, q in the draft's order.
-
-    Three of six tokens are shared. 2,000 samples of two tokens; fails by chance once in 1,000 runs of another seed.
-    """
+    """Three of six tokens are shared. Would catch: q of tokens which are never drafted, q in the draft's order."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("gfxcy?a", tmp_path / "draft", 3)
     candidates = DraftModelCandidates(draft, k=2, tree=tree)
     assert fit_of_two_tokens(target, torch.tensor([[0, 2, 5]]), candidates, calls=4) > 1e-3
@@ -124,15 +121,11 @@ def test_shared_vocabulary_rejection_sampling_has_the_distribution_of_the_target
 def test_prompt_of_one_token_is_read_once(tmp_path: Path) -> None:
     """Would catch: a second pass over the prompt, or over its last token."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 3)
-    read: list[list[int]] = []
-    draft.register_forward_pre_hook(
-        lambda module, args, kwargs: read.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
-    )
-    candidates = DraftModelCandidates(draft, k=1)
-    target.generate(torch.tensor([[0]]), max_new_tokens=3, candidate_generator=candidates)  # checks the draft
-    read.clear()
-    [[_, first, *_]] = target.generate(torch.tensor([[0]]), max_new_tokens=3, candidate_generator=candidates)
-    assert read == [[6], [6 - int(first)]]
+    call = {"max_new_tokens": 3, "candidate_generator": DraftModelCandidates(draft, k=1)}
+    target.generate(torch.tensor([[0]]), **call)  # checks the draft
+    with recorded_inputs(draft, torch.Tensor.tolist) as read:
+        [[_, first, *_]] = target.generate(torch.tensor([[0]]), **call)
+    assert read == [[[6]], [[6 - int(first)]]]
 
 
 def test_prompt_longer_in_the_tokens_of_the_draft_is_refused(tmp_path: Path) -> None:
@@ -193,51 +186,24 @@ def test_prediction_of_unrelated_text_is_not_slower() -> None:
     assert steps_of(answer, unrelated) <= steps_of(answer, [])
 
 
-def candidates_of(answers: torch.Tensor) -> dict[str, dict[str, Any]]:
-    """Arguments of `generate` that give expected outputs."""
+def candidates_of(answers: torch.Tensor) -> dict[str, tuple[Any, Any]]:
+    """Strategies with expected outputs, and one that receives them by the call."""
     rows = answers.tolist()
     changed = [[(token + 1) % 90 if index % 7 == 3 else token for index, token in enumerate(row)] for row in rows]
     return {
-        "strategy": {"candidate_generator": NgramCandidates(k=16, tree=32, prediction=changed)},
-        "chain": {"candidate_generator": NgramCandidates(k=4, prediction=changed)},
-        "some rows": {"candidate_generator": NgramCandidates(k=8, prediction=[None, *changed[1:]])},
-        "one for all": {"candidate_generator": NgramCandidates(k=8, min_ngram=2, prediction=torch.tensor(rows[0]))},
-        "combined": {"candidate_generator": CombinedCandidates(tree=16, prediction=changed)},
-        "call": {"candidate_generator": "auto", "prediction": answers},
+        "strategy": (NgramCandidates(k=16, tree=32, prediction=changed), None),
+        "chain": (NgramCandidates(k=4, prediction=changed), None),
+        "some rows": (NgramCandidates(k=8, prediction=[None, *changed[1:]]), None),
+        "one for all": (NgramCandidates(k=8, min_ngram=2, prediction=torch.tensor(rows[0])), None),
+        "combined": (CombinedCandidates(tree=16, prediction=changed), None),
+        "call": ("auto", answers),
     }
 
 
 @pytest.mark.parametrize("name", ["strategy", "chain", "some rows", "one for all", "combined", "call"])
-@pytest.mark.parametrize(
-    "sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"]
-)
-def test_prediction_same_tokens_in_batches(name: str, sampling: dict[str, Any]) -> None:
-    model = tiny_model("llama")
-    inputs = prompts(3)
-    torch.manual_seed(0)
-    plain = model.generate(**inputs, max_new_tokens=24, **sampling)
-    arguments = candidates_of(plain[:, inputs["input_ids"].shape[1] :])[name]
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=24, **sampling, **arguments), plain)
-
-
-@pytest.mark.parametrize(
-    ("prediction", "message"),
-    [
-        ([[1], [2]], "prediction has 2 entries for 3 rows; give one for each row"),
-        ([10**6], "prediction has token 1000000, but the target's vocabulary ends at"),
-        ([[1], [-1], [2]], "prediction has token -1"),
-    ],
-)
-def test_prediction_that_does_not_fit_raises(prediction: Any, message: str) -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model.generate(**prompts(3), max_new_tokens=4, candidate_generator=NgramCandidates(prediction=prediction))
-
-
-def test_prediction_without_ngrams_raises() -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match="prediction= needs n-grams"):
-        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(model), prediction=[1])
-    with pytest.raises(ValueError, match="prediction= needs n-grams among the strategies"):
-        CombinedCandidates([DraftModelCandidates(model)], prediction=[1])
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_prediction_same_tokens_in_batches(name: str, sampling: str) -> None:
+    model, arguments = tiny_model("llama"), {"max_new_tokens": 24, **SAMPLING[sampling]}
+    answers = plain_output(model, prompts(3), **arguments)[0][:, 12:]
+    candidates, prediction = candidates_of(answers)[name]
+    assert assert_same_tokens(model, prompts(3), candidates, prediction=prediction, **arguments).accepted > 0

@@ -4,7 +4,6 @@ import gc
 import logging
 from collections import Counter
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Any
@@ -14,13 +13,14 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-import hf_specgen
-from hf_specgen import DraftModelCandidates, Monitor, NgramCandidates, SpeculationMonitor
+from hf_specgen import DraftModelCandidates, LayerSkipCandidates, Monitor, NgramCandidates, SpeculationMonitor
+from hf_specgen.compat import CACHE
 from hf_specgen.depth import CostCurve
 from hf_specgen.monitoring import PREFIX, AcceptanceRates, plot_monitor, plot_speedup, speedup
 from hf_specgen.targets.cache import RaggedCache
 from tests.helpers import Oracle, RecordingStreamer, perturbed_copy, prompts, tiny_model
 from tests.helpers.comparison import plain_output
+from tests.helpers.models import recorded_inputs, width
 
 
 def test_second_turn_reads_only_what_is_new() -> None:
@@ -28,13 +28,11 @@ def test_second_turn_reads_only_what_is_new() -> None:
     model, candidates = tiny_model("llama"), NgramCandidates(k=4, tree=8)
     arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "candidate_generator": candidates}
     first = model.generate(**prompts(3), **arguments)
-    assert isinstance(first, GenerateDecoderOnlyOutput) and type(first.past_key_values) is RaggedCache
+    assert isinstance(first, GenerateDecoderOnlyOutput) and type(first[CACHE]) is RaggedCache
     ids = torch.cat([first.sequences, torch.full((3, 3), 17)], dim=1)
     mask = torch.cat([prompts(3)["attention_mask"], torch.ones(3, 12, dtype=torch.long)], dim=1)
-    read: list[int] = []
-    handle = model.register_forward_pre_hook(lambda m, a, kw: read.append(kw["input_ids"].shape[1]), with_kwargs=True)
-    model.generate(input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values, **arguments)
-    handle.remove()
+    with recorded_inputs(model, width) as read:
+        model.generate(input_ids=ids, attention_mask=mask, **{CACHE: first[CACHE]}, **arguments)
     assert 4 <= read[0] <= 4 + 4  # the second prompt, the last token of the first turn, and tokens drafted behind them
 
 
@@ -47,7 +45,7 @@ def test_cache_made_in_inference_mode_continues_outside() -> None:
     ids = first.sequences.clone()
     mask = {"attention_mask": torch.ones_like(ids)}  # the padding id is also a real token
     expected = model.generate(ids, max_new_tokens=8, **mask)
-    cache = {"past_key_values": first.past_key_values, **mask}
+    cache = {CACHE: first[CACHE], **mask}
     ours = model.generate(ids, max_new_tokens=8, **cache, candidate_generator=NgramCandidates())
     assert torch.equal(ours, expected)
 
@@ -58,10 +56,7 @@ def test_cache_made_in_inference_mode_continues_outside() -> None:
 VOCAB = 2_000
 COLUMNS = 40
 K = 8
-KEEP: dict[str, dict[str, Any]] = {
-    "scores": {"output_scores": True},
-    "scores and logits": {"output_scores": True, "output_logits": True},
-}
+KEEP = {"scores": {"output_scores": True}, "scores and logits": {"output_scores": True, "output_logits": True}}
 PROCESSORS: dict[str, Any] = {"at once": {"suppress_tokens": [5]}, "column walk": {"repetition_penalty": 1.2}}
 
 
@@ -92,16 +87,9 @@ def generate_measured(inputs: dict[str, torch.Tensor], **arguments: Any) -> tupl
     """The output, and the bytes held near the end of the call, without those held before it."""
     gc.collect()
     gc.freeze()
-    measure = MeasureAtColumn(COLUMNS - 2)
-    model = tiny_model("llama", vocab_size=VOCAB)
-    output = model.generate(
-        **inputs,
-        **arguments,
-        max_new_tokens=COLUMNS,
-        stopping_criteria=StoppingCriteriaList([measure]),
-        return_dict_in_generate=True,
-    )
-    return output, measure.bytes
+    model, measure = tiny_model("llama", vocab_size=VOCAB), MeasureAtColumn(COLUMNS - 2)
+    arguments |= {"stopping_criteria": StoppingCriteriaList([measure]), "return_dict_in_generate": True}
+    return model.generate(**inputs, **arguments, max_new_tokens=COLUMNS), measure.bytes
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -122,18 +110,8 @@ def test_output_scores_keep_no_rejected_nodes_alive(batch: int, accuracy: float,
     assert plain_bytes >= 4 * (COLUMNS - 3) * batch * VOCAB, "the measurement must see the scores of plain generate"
     step = 4 * batch * (1 + 2 * K) * VOCAB
     assert our_bytes <= 1.05 * plain_bytes + 3 * step
-
-
-@pytest.mark.parametrize("processors", PROCESSORS)
-def test_output_scores_after_call_own_their_memory(processors: str) -> None:
-    """Would catch: a returned score that is a view of a larger tensor."""
-    model, inputs = tiny_model("llama", vocab_size=VOCAB), prompts(3)
-    arguments = {"max_new_tokens": 12, "output_scores": True, "output_logits": True, "return_dict_in_generate": True}
-    arguments |= PROCESSORS[processors]
-    answers = model.generate(**inputs, **arguments).sequences[:, 12:]
-    output = model.generate(**inputs, **arguments, candidate_generator=Oracle(answers, 0.7, k=K, branching=True))
-    for tensor in (*output.scores, *output.logits):
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes == 4 * 3 * VOCAB
+    for tensor in (*ours.scores, *(ours.logits or ())):  # none is a view of a larger one
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes == 4 * batch * VOCAB
 
 
 def draft_passes(**arguments: Any) -> tuple[list[int], list[int]]:
@@ -142,12 +120,9 @@ def draft_passes(**arguments: Any) -> tuple[list[int], list[int]]:
     draft = perturbed_copy(model)
     # The self-check of both models is made once, before forward passes are counted.
     model.generate(**prompts(1), max_new_tokens=2, candidate_generator=DraftModelCandidates(draft, k=4))
-    read: list[int] = []
-    scored: list[int] = []
-    draft.register_forward_pre_hook(lambda m, a, kw: read.append(kw["input_ids"].shape[1]), with_kwargs=True)
-    draft.lm_head.register_forward_pre_hook(lambda m, args: scored.append(args[0].shape[1]))
     inputs = {name: tensor.repeat(1, 5) for name, tensor in prompts(1).items()}
-    model.generate(**inputs, max_new_tokens=8, candidate_generator=DraftModelCandidates(draft, k=4), **arguments)
+    with recorded_inputs(draft, width) as read, recorded_inputs(draft.lm_head, width) as scored:
+        model.generate(**inputs, max_new_tokens=8, candidate_generator=DraftModelCandidates(draft, k=4), **arguments)
     return read, scored
 
 
@@ -164,11 +139,10 @@ def test_draft_model_prefill_is_chunked_as_that_of_the_target(chunk: int) -> Non
     assert max(read) <= chunk
 
 
-@pytest.mark.parametrize("candidates", [partial(Oracle, accuracy=0.5, branching=True)], ids=["oracle"])
-def test_repeated_calls_do_not_accumulate_tensors(candidates: Any) -> None:
+def test_repeated_calls_do_not_accumulate_tensors() -> None:
     """Would catch: a call whose cache, logits or sessions stay alive after its end."""
     model, inputs = tiny_model("llama"), prompts(2)
-    strategy = candidates(model.generate(**inputs, max_new_tokens=20)[:, 12:])
+    strategy = Oracle(model.generate(**inputs, max_new_tokens=20)[:, 12:], 0.5, branching=True)
     counts = []
     for _ in range(3):
         model.generate(**inputs, max_new_tokens=20, candidate_generator=strategy)
@@ -188,15 +162,11 @@ def test_generate_ended_rows_leave_the_batch(sampling: dict, kind: str) -> None:
     arguments = {"max_new_tokens": 30, "eos_token_id": list(range(0, 12)), "pad_token_id": 0, **sampling}
     torch.manual_seed(8)
     plain = model.generate(**inputs, **arguments)
-    candidates: Any = Oracle(plain[:, 12:], 0.6, branching=True)
-    if kind != "oracle":
-        candidates = DraftModelCandidates(model, k=2) if kind == "draft" else hf_specgen.LayerSkipCandidates(1, k=2)
-    rows: list[int] = []
-    handle = model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    candidates: dict[str, Any] = {"draft": DraftModelCandidates(model, k=2), "skip": LayerSkipCandidates(1, k=2)}
+    candidates["oracle"] = Oracle(plain[:, 12:], 0.6, branching=True)
     torch.manual_seed(8)
-    ours = model.generate(**inputs, **arguments, candidate_generator=candidates)
-    handle.remove()
-    assert torch.equal(ours, plain)
+    with recorded_inputs(model.lm_head, len) as rows:
+        assert torch.equal(model.generate(**inputs, **arguments, candidate_generator=candidates[kind]), plain)
     assert len(set((plain[:, 12:] != 0).sum(dim=1).tolist())) > 2, "the rows must end at different lengths"
     assert min(rows) < 6
 
@@ -236,11 +206,10 @@ def run_monitored(monitor: Monitor, accuracy: float = 0.7, batch: int = 2) -> An
     model, inputs = tiny_model("llama"), prompts(batch)
     oracle = Oracle(model.generate(**inputs, max_new_tokens=40)[:, 12:], accuracy)
     model.generate(**inputs, max_new_tokens=40, candidate_generator=oracle, monitor=monitor)
-    assert oracle.speculation is not None
     return oracle.speculation
 
 
-def test_monitor_figures_equal_the_statistics() -> None:
+def test_monitor_figures_equal_the_statistics_and_are_plotted(tmp_path: Path) -> None:
     monitor = SpeculationMonitor(window=10_000, prometheus=False)
     statistics = run_monitored(monitor)
     assert monitor.statistics.acceptance_rate == pytest.approx(statistics.acceptance_rate)
@@ -248,6 +217,8 @@ def test_monitor_figures_equal_the_statistics() -> None:
     assert sum(monitor.drafts.values()) == statistics.drafts
     assert sum(accepted * count for (_, accepted), count in monitor.drafts.items()) == statistics.accepted
     assert statistics.seconds["policy"] > 0
+    plot_monitor(monitor, tmp_path / "monitor.png")
+    assert (tmp_path / "monitor.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_monitor_window_covers_the_last_steps_only() -> None:
@@ -300,10 +271,6 @@ def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> Non
     assert "20 tokens" in caplog.text and repr(ngram) in caplog.text
 
 
-def test_plots_write_images(tmp_path: Path) -> None:
-    monitor = SpeculationMonitor(prometheus=False)
-    run_monitored(monitor)
-    plot_monitor(monitor, tmp_path / "monitor.png")
-    assert (tmp_path / "monitor.png").read_bytes().startswith(b"\x89PNG")
+def test_plot_of_speedups_is_written(tmp_path: Path) -> None:
     plot_speedup(tmp_path / "speedup.svg", depths=(1, 5))
     assert "<svg" in (tmp_path / "speedup.svg").read_text()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
@@ -108,9 +109,7 @@ def recorded_drafts(monkeypatch: pytest.MonkeyPatch, of: Any) -> list[DraftTree]
 @pytest.mark.parametrize(
     "name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", "dflash_zlab", LAYERED.folder.name]
 )
-def test_path_head_rejection_gives_q_of_every_node(
-    name: str, tree: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None, monkeypatch: Any) -> None:
     """q is the corrected distribution: of each node's own path, and zero where the head never proposes."""
     fixture = FIXTURES[name]
     drafts = recorded_drafts(monkeypatch, type(strategy(fixture)))
@@ -171,33 +170,59 @@ def test_dspark_in_the_layouts_of_other_programs(
     assert all(torch.equal(tensor, original[key]) for key, tensor in head.state_dict().items())
 
 
+class Beside(nn.Module):
+    """The input of EAGLE-3's attention, in place of a layer's first norm."""
+
+    def __init__(self, embeddings: torch.Tensor, norms: list[nn.Module]) -> None:
+        super().__init__()
+        self.embeddings, self.norms = embeddings, nn.ModuleList(norms)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.norms[0](self.embeddings), self.norms[1](hidden)], dim=-1)
+
+
+@pytest.mark.parametrize("name", ["Gemma4DSparkModel", "Gemma4Eagle3Model"])
 @torch.no_grad()
-def test_dspark_with_layers_of_gemma_has_their_outputs(tmp_path: Path) -> None:
-    """DeepSpec's `Gemma4DSparkModel`: Transformers' layers are the reference; embeddings are scaled, logits capped."""
-    types = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "num_kv_shared_layers": 0}
+def test_deepspec_heads_with_layers_of_gemma_have_their_outputs(name: str, tmp_path: Path) -> None:
+    """Transformers' layers are the reference; embeddings are scaled, logits capped."""
+    is_eagle = name == "Gemma4Eagle3Model"
+    count = 1 if is_eagle else 2
+    types = {"layer_types": ["full_attention"] * count, "num_hidden_layers": count, "num_kv_shared_layers": 0}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 60, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
     other = {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}
     text = Gemma4TextConfig(**types, **sizes, **heads, **other, attn_implementation="sdpa")
     torch.manual_seed(0)
     model: Any = Gemma4TextModel(text)
+    if is_eagle:
+        wide: Any = Gemma4TextModel(Gemma4TextConfig(**types, **sizes | {"hidden_size": 64}, **heads, **other))
+        attention, norms = wide.layers[0].self_attn, [type(model.norm)(32), type(model.norm)(32)]
+        attention.config._attn_implementation, attention.o_proj = "sdpa", nn.Linear(64, 32, bias=False)
+        model.layers[0].self_attn, model.layers[0].hidden_norm = attention, norms[1]
     tensors = {name: tensor for name, tensor in model.state_dict().items() if "per_layer" not in name}
     tensors |= {name: 1 + torch.rand_like(one) for name, one in tensors.items() if "norm" in name or "scalar" in name}
     model.load_state_dict(tensors, strict=False)
-    tensors |= {"fc.weight": torch.randn(32, 64), "hidden_norm.weight": torch.ones(32)}
-    tensors |= {"lm_head.weight": torch.randn(60, 32), "markov_head.markov_w1.weight": torch.randn(60, 4)}
-    tensors |= {"markov_head.markov_w2.weight": torch.randn(60, 4)}
-    own = {"architectures": ["Gemma4DSparkModel"], "target_layer_ids": [0, 1], "mask_token_id": 3, "block_size": 5}
+    tensors |= {"fc.weight": torch.randn(32, 64), "lm_head.weight": torch.randn(60, 32)}
+    own: dict[str, Any] = {"architectures": [name], "target_layer_ids": [0, 1]}
+    if not is_eagle:
+        own |= {"mask_token_id": 3, "block_size": 5}
+        tensors |= {"markov_head.markov_w1.weight": torch.randn(60, 4), "hidden_norm.weight": torch.ones(32)}
+        tensors |= {"markov_head.markov_w2.weight": torch.randn(60, 4)}
     (tmp_path / "config.json").write_text(json.dumps(text.to_dict() | own))
     save_file(tensors, tmp_path / "model.safetensors")
     head: Any = load_head(tmp_path)
     ids, positions = torch.randint(60, (1, 5)), torch.arange(5)[None]
-    states = model.embed_tokens(ids)
+    embeddings, mask = model.embed_tokens(ids), torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    states = hidden = torch.randn(1, 5, 32) if is_eagle else embeddings
+    if is_eagle:
+        mask = mask.tril()
+        norms[0].weight = model.layers[0].input_layernorm.weight
+        model.layers[0].input_layernorm = Beside(embeddings, norms)
     rotary = model.rotary_emb(states, positions, "full_attention")
-    for layer in model.layers[:2]:
-        mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    for layer in model.layers:
         states = layer(states, position_embeddings=rotary, attention_mask=mask, shared_kv_states={})
-    output = head(head.embed_tokens(ids), positions, RaggedCache(), [0]).output
+    read = [hidden, positions, mask] if is_eagle else [positions, RaggedCache(), [0]]
+    output = head(head.embed_tokens(ids), *read).output
     torch.testing.assert_close(output, model.norm(states), atol=1e-4, rtol=1e-4)
     logits = head.lm_head(output)
     torch.testing.assert_close(head.scale_logits(logits), 30 * (logits / 30).tanh())
@@ -209,10 +234,8 @@ def test_domino_of_early_specforge_is_the_same_head(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["dflash_config"]["projector_type"]
     tensors = load_file(folder / "model.safetensors")
-    early = {
-        f"logit_head.{name}" if name.startswith(("prefix_gru", "embed_proj")) else name: tensor
-        for name, tensor in tensors.items()
-    }
+    moved = [name for name in tensors if name.startswith(("prefix_gru", "embed_proj"))]
+    early = tensors | {f"logit_head.{name}": tensors.pop(name) for name in moved}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(early, tmp_path / "model.safetensors")
     head, original = load_head(tmp_path), load_head(folder)

@@ -1,11 +1,13 @@
 """A model that does not compute what plain generate computes is refused with the true reason, before anything runs."""
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import peft
 import pytest
 import torch
 
@@ -30,24 +32,25 @@ def test_layer_skip_where_positions_or_scales_come_before_the_layers(kind: str) 
     assert identical(tiny_model(kind, layers=4), LayerSkipCandidates(2, k=2), batch=3)
 
 
-@pytest.mark.parametrize("kind", ["ctrl", "openai-gpt"])
-def test_layer_skip_on_a_model_that_cannot_be_divided_is_refused(kind: str) -> None:
-    """Would catch: states that the model scales in place; wrong tokens, silently."""
-    with pytest.raises(ValueError, match=r"cannot (draft with its own first layers|verify)|takes no position_ids"):
-        identical(tiny_model(kind, layers=4), LayerSkipCandidates(2, k=2))
+CANNOT_BE_DIVIDED = "cannot (draft with its own first layers|verify)|takes no position_ids"
+VERIFIES_OTHERWISE = "cannot verify draft tokens|applies its sliding window in the cache"
+REFUSED = {
+    # States that the model scales in place.
+    "ctrl": (LayerSkipCandidates(2, k=2), CANNOT_BE_DIVIDED),
+    "openai-gpt": (LayerSkipCandidates(2, k=2), CANNOT_BE_DIVIDED),
+    # Several vectors a token: an index out of bounds, after which a process cannot use its GPU any more.
+    "gemma3n_text": (LayerSkipCandidates(1, k=2), "pass on a state of shape"),
+    # Other tokens than plain `generate` in padded batches, and behind the window.
+    "git": (NgramCandidates(k=3), VERIFIES_OTHERWISE),
+    "moshi": (NgramCandidates(k=3), VERIFIES_OTHERWISE),
+}
 
 
-def test_layer_skip_on_a_model_without_one_vector_a_token_is_refused() -> None:
-    """Would catch: an index out of bounds in the trial run, after which a process cannot use its GPU any more."""
-    with pytest.raises(ValueError, match="pass on a state of shape"):
-        identical(tiny_model("gemma3n_text"), LayerSkipCandidates(1, k=2))
-
-
-@pytest.mark.parametrize("kind", ["git", "moshi"])
-def test_model_whose_verification_differs_is_refused(kind: str) -> None:
-    """Would catch: other tokens than plain generate in padded batches (git) or behind the window (moshi)."""
-    with pytest.raises(ValueError, match=r"cannot verify draft tokens|applies its sliding window in the cache"):
-        identical(tiny_model(kind, layers=4), NgramCandidates(k=3))
+@pytest.mark.parametrize("kind", REFUSED)
+def test_model_that_would_give_other_tokens_is_refused(kind: str) -> None:
+    candidates, words = REFUSED[kind]
+    with pytest.raises(ValueError, match=words):
+        identical(tiny_model(kind, layers=2 if kind == "gemma3n_text" else 4), candidates)
 
 
 @pytest.mark.parametrize("name", ["num_return_sequences", "stop_strings", "token_healing"])
@@ -57,8 +60,7 @@ def test_generation_config_of_the_model_is_not_that_of_the_self_check(name: str)
     model.generation_config.do_sample = True
     setattr(model.generation_config, name, settings[name])
     call = {"top_k": 1, "max_new_tokens": 6, "stop_strings": None, "token_healing": False}
-    plain = model.generate(torch.tensor([[5, 6, 7]]), **call)
-    assert torch.equal(plain, model.generate(torch.tensor([[5, 6, 7]]), **call, candidate_generator=NgramCandidates()))
+    assert_same_tokens(model, {"input_ids": torch.tensor([[5, 6, 7]])}, NgramCandidates(), **call)
 
 
 def test_first_call_on_a_model_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,11 +133,8 @@ def test_layer_skip_beside_another_thread_raises_or_gives_the_right_tokens() -> 
                 outcomes.append("raised" if "another thread" in str(error) else f"other: {error}")
 
     strategies = [LayerSkipCandidates(2, k=3), LayerSkipCandidates(2, k=3), NgramCandidates(k=3), None]
-    threads = [threading.Thread(target=work, args=(candidates,)) for candidates in strategies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, strategies))
     assert set(outcomes) <= {"right", "raised"}
     assert torch.equal(model.generate(**settings), expected)
 
@@ -159,10 +158,6 @@ def test_hidden_states_with_another_axis_are_refused() -> None:
 
 
 # Models whose weights are offloaded, compiled or wrapped: the tokens of plain `generate`, or the true reason
-
-
-accelerate = pytest.importorskip("accelerate")
-peft = pytest.importorskip("peft")
 
 
 def offloaded(kind: str, folder: Path) -> Any:
@@ -198,8 +193,7 @@ def test_offloaded_target_same_tokens_or_refused(kind: str, strategy: str, tmp_p
 def test_offloaded_draft_model_same_tokens() -> None:
     """Would catch: a draft whose inputs are made on the "meta" device."""
     candidates = DraftModelCandidates(offloaded("cpu", Path()), k=3)
-    statistics = assert_same_tokens(fresh_model("llama"), prompts(2), candidates, max_new_tokens=8)
-    assert statistics.accepted > 0
+    assert assert_same_tokens(fresh_model("llama"), prompts(2), candidates, max_new_tokens=8).accepted > 0
 
 
 @pytest.mark.parametrize("strategy", ["n-grams", "Medusa"])

@@ -16,10 +16,11 @@ from transformers.masking_utils import flash_attention_mask
 
 import hf_specgen
 from hf_specgen import CombinedCandidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
+from hf_specgen.compat import CACHE
 from hf_specgen.targets.state_cache import ReplayQueue
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
-from tests.helpers.models import SHARED, SPEC, fresh_model, stateful_model
+from tests.helpers.models import SHARED, SPEC, fresh_model, recorded_inputs, stateful_model, width
 from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
 from tests.helpers.oracle import ORACLES
 from tests.helpers.policies import Irregular
@@ -48,35 +49,20 @@ def test_model_that_counts_positions_in_the_cache_takes_one_row(kind: str) -> No
 def test_many_uncached_tokens_are_processed_in_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: passes that grow without end where no draft is accepted whole, or tokens read twice."""
     monkeypatch.setattr("hf_specgen.targets.target.MAX_UNCACHED", 2)
-    model, widths = stateful_model("qwen3_5_text"), []
-    handle = model.register_forward_pre_hook(lambda m, a, kw: widths.append(kw["input_ids"].shape[1]), with_kwargs=True)
-    try:
-        statistics = assert_same_tokens(model, prompts(3), ORACLES["never"], max_new_tokens=16)
-    finally:
-        handle.remove()
-    assert statistics.accepted == 0
-    assert max(width for width in widths if width != prompts(3)["input_ids"].shape[1]) <= 2 + 1 + 1 + 4
+    model = stateful_model("qwen3_5_text")
+    with recorded_inputs(model, width) as widths:
+        assert assert_same_tokens(model, prompts(3), ORACLES["never"], max_new_tokens=16).accepted == 0
+    assert max(read for read in widths if read != 12) <= 2 + 1 + 1 + 4  # all but the prompt
 
 
-def test_uncached_tokens_come_first_until_a_pass_is_kept_completely() -> None:
-    """Would catch: the bookkeeping of one row in isolation."""
-    queue = ReplayQueue(1)
-    assert queue.next_pass([[1, 2, 3, 4]], [True]) == ([0], [[1, 2, 3, 4]])
-    queue.commit([2])
-    assert (queue.texts, queue.cached) == ([[1, 2]], [0])
-    assert queue.next_pass([[5, 6, 7]], [True]) == ([0], [[1, 2, 5, 6, 7]])
-    assert queue.align(torch.arange(5)[None, :, None], 3).flatten().tolist() == [2, 3, 4]
-    queue.commit([3])
-    assert (queue.texts, queue.cached) == ([[1, 2, 5, 6, 7]], [5])
-    queue.cut(0, 3)
-    assert (queue.texts, queue.cached) == ([[1, 2, 5]], [0])
-
-
-def test_uncached_row_that_takes_no_part_in_a_pass_cannot_return_behind_it() -> None:
+def test_row_returns_to_where_its_last_pass_began_and_not_behind_it() -> None:
     """Would catch: a state that is to return to a pass before the last one, whose state is not kept."""
     queue = ReplayQueue(1)
-    queue.next_pass([[1, 2]], [True])
-    queue.commit([2])
+    for tokens in ([1, 2], [5, 6, 7]):
+        queue.next_pass([tokens], [True])
+        queue.commit([len(tokens)])
+    queue.cut(0, 4)
+    assert (queue.texts, queue.cached) == ([[1, 2, 5, 6]], [2])
     assert queue.next_pass([[3]], [False]) == ([2], [[]])
     queue.commit([None])
     with pytest.raises(RuntimeError, match="cannot return to 1 tokens: its state is known at 2"):
@@ -89,13 +75,13 @@ def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:
     given = prompts(1)["input_ids"]
     call = {"max_new_tokens": 90, "candidate_generator": NgramCandidates(k=3), "return_dict_in_generate": True}
     output = model.generate(given, **call)
-    cache, length = output.past_key_values, output.past_key_values.get_seq_length()
+    cache, length = output[CACHE], output[CACHE].get_seq_length()
     unchanged = copy.deepcopy(cache)
     cache.crop(-5)
     text = torch.cat([output.sequences[:, : length - 5], torch.tensor([[7]])], dim=1)
     arguments = {"max_new_tokens": 10, "candidate_generator": NgramCandidates(k=3)}
     expected = model.generate(text, max_new_tokens=10)
-    assert torch.equal(model.generate(text, past_key_values=cache, **arguments), expected)
+    assert torch.equal(model.generate(text, **{CACHE: cache}, **arguments), expected)
     with pytest.raises(RuntimeError, match="80 tokens cannot be removed"):
         unchanged.crop(-80)
 
@@ -158,7 +144,7 @@ def test_second_turn_with_image_same_tokens() -> None:
         types = torch.zeros_like(ids)
         types[:, :16] = inputs["mm_token_type_ids"]
         second = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
-        return model.generate(**second, past_key_values=first.past_key_values, max_new_tokens=8, **more)
+        return model.generate(**second, **{CACHE: first[CACHE]}, max_new_tokens=8, **more)
 
     assert torch.equal(two_turns(candidate_generator=NgramCandidates(k=3)), two_turns())
 
@@ -239,10 +225,9 @@ def test_flash_target_with_batch_refused() -> None:
 
 
 def test_flash_draft_model_refused() -> None:
+    arguments = {"max_new_tokens": 4, "candidate_generator": DraftModelCandidates(with_kernel(STAND_IN), k=2)}
     with pytest.raises(ValueError, match="load the draft with attn_implementation='sdpa'"):
-        tiny_model("llama").generate(
-            **prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(with_kernel(STAND_IN), k=2)
-        )
+        tiny_model("llama").generate(**prompts(1), **arguments)
 
 
 def test_flex_target_with_trees_same_tokens() -> None:

@@ -1,8 +1,9 @@
 """The verification modes inside `generate`: stops, scores, batches, processors, and a draft that equals the target."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hf_specgen import Call, SpeculationMonitor
 from hf_specgen.verification import CoupledVerifier
 from tests.fuzz.scripted import Scripted
 from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, prompts, tiny_model
-from tests.helpers.comparison import plain_output
+from tests.helpers.comparison import assert_same_tokens, plain_and_speculative, plain_output
 from tests.helpers.policies import Irregular
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -45,16 +46,10 @@ def test_sampled_output_logits_are_those_of_its_text(batch: int, kind: str, veri
     width = inputs["input_ids"].shape[1]
     common = {"max_new_tokens": 20, "do_sample": True, "pad_token_id": 0}
     answers = plain_output(model, inputs, **common, **arguments_of(kind))[0][:, width:]
-    output = model.generate(
-        **inputs,
-        **common,
-        **arguments_of(kind),
-        eos_token_id=[5, 6],
-        candidate_generator=Oracle(answers, 0.7, branching=branching),
-        verification=verification,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    oracle = Oracle(answers, 0.7, branching=branching)
+    more = {"eos_token_id": [5, 6], "return_dict_in_generate": True, "output_logits": True}
+    more |= {"candidate_generator": oracle, "verification": verification}
+    output = model.generate(**inputs, **common, **arguments_of(kind), **more)
     ids = output.sequences
     assert output.speculation.drafted > 0
     for row in ids[:, width:].tolist():
@@ -69,15 +64,11 @@ def test_sampled_output_logits_are_those_of_its_text(batch: int, kind: str, veri
 
 def test_typical_acceptance_is_lossy_and_accepts_more() -> None:
     """A tiny random model has high entropy everywhere, so it finds nearly every draft token plausible."""
-    model, inputs = tiny_model("llama"), prompts(1)
-    plain = model.generate(**inputs, max_new_tokens=16)
-    oracle = Oracle(plain[:, inputs["input_ids"].shape[1] :], 0.5)
-    exact = model.generate(**inputs, max_new_tokens=16, candidate_generator=oracle)
-    assert oracle.speculation is not None
-    accepted = oracle.speculation.accepted
-    typical = model.generate(**inputs, max_new_tokens=16, candidate_generator=oracle, verification="typical")
-    assert torch.equal(exact, plain) and not torch.equal(typical, plain)
-    assert oracle.speculation.accepted > accepted
+    model, oracle = tiny_model("llama"), partial(Oracle, accuracy=0.5)
+    accepted = assert_same_tokens(model, prompts(1), oracle, max_new_tokens=16).accepted
+    arguments = {"max_new_tokens": 16, "verification": "typical"}
+    plain, typical = plain_and_speculative(model, prompts(1), oracle, **arguments)
+    assert not torch.equal(typical.sequences, plain) and typical.speculation.accepted > accepted
 
 
 # Invalid scores that plain `generate` never computes, and what an exception leaves behind; others: `test_cases.py`
@@ -87,26 +78,17 @@ VERIFICATION = ["exact", "rejection", "typical"]
 
 
 @contextmanager
-def changed_logits(model: Any, change: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """Inside, `change` receives the tokens of each pass and its logits, which it may change."""
+def nan_behind(model: Any, token: int) -> Iterator[None]:
+    """Inside, the model's logits are NaN after this token."""
 
     def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        change(kwargs["input_ids"][:, -output.logits.shape[1] :], output.logits)
+        output.logits[kwargs["input_ids"][:, -output.logits.shape[1] :] == token] = float("nan")
 
     handle = model.register_forward_hook(hook, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
-
-
-def nan_behind(token: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Logits are NaN after this token."""
-
-    def change(ids: torch.Tensor, logits: torch.Tensor) -> None:
-        logits[ids == token] = float("nan")
-
-    return change
 
 
 @pytest.mark.parametrize("verification", VERIFICATION)
@@ -118,12 +100,11 @@ def test_sampling_invalid_logits_of_rejected_node_do_not_raise(verification: str
     assert not (inputs["input_ids"] == token).any()
     candidates = Scripted(lambda: lambda row, generated, depth: ([token] * depth, tuple(range(-1, depth - 1))), 3, None)
     arguments = {"max_new_tokens": 12, "do_sample": True, "suppress_tokens": [token], **processors}
-    with changed_logits(model, nan_behind(token)):
+    with nan_behind(model, token):
         torch.manual_seed(1)
         plain = model.generate(**inputs, **arguments)
         torch.manual_seed(1)
         ours = model.generate(**inputs, **arguments, candidate_generator=candidates, verification=verification)
-    assert candidates.speculation is not None
     assert candidates.speculation.drafted > 0 and candidates.speculation.accepted == 0
     assert ours.shape == plain.shape
     if verification == "exact":

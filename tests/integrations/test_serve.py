@@ -64,9 +64,8 @@ def test_sixteen_streaming_clients_receive_the_texts_of_plain_generation(
 
     def plain(question: str) -> str:
         messages = [{"role": "user", "content": question}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(messages, **options)
         ids = reference_model.generate(**inputs, max_new_tokens=NEW, do_sample=False, candidate_generator=None)
         return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 

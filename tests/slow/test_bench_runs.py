@@ -16,7 +16,6 @@ from benchmarks.harness import memory, runner
 from benchmarks.harness.journal import Journal, JournalError
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import Outcome, run
-from benchmarks.report import page
 from benchmarks.report import page as report
 from benchmarks.report.results import differing, result
 from benchmarks.report.tables import cell
@@ -26,18 +25,10 @@ from tests.helpers.medusa import random_heads
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks
 
-SMALL = Plan(
-    strategies=("ngram", "layerskip", "medusa"),
-    domains=("edit", "chat"),
-    prompts=1,
-    tuning_prompts=1,
-    max_new_tokens=5,
-    repeats=2,
-    sweep_prompts=1,
-    batches=(3,),
-    temperatures=(1.3,),
-    contexts=(64,),
-)
+QUIET = Console(quiet=True)
+COUNTS = {"prompts": 1, "tuning_prompts": 1, "max_new_tokens": 5, "repeats": 2, "sweep_prompts": 1}
+SWEEPS: dict[str, Any] = {"batches": (3,), "temperatures": (1.3,), "contexts": (64,)}
+SMALL = Plan(strategies=("ngram", "layerskip", "medusa"), domains=("edit", "chat"), **COUNTS, **SWEEPS)
 
 
 def on_tiny_target(plan: Plan, folder: Path) -> Plan:
@@ -47,14 +38,9 @@ def on_tiny_target(plan: Plan, folder: Path) -> Plan:
 
 def measured(plan: Plan, folder: Path) -> tuple[Outcome, dict[str, Any], Path]:
     """The outcome, the dictionary that is saved of it, and its page."""
-    outcome = run(plan, folder, Console(quiet=True))
-    assert outcome is not None
+    outcome = run(plan, folder, QUIET)
     found = result(outcome)
-    return outcome, found, page.write(found, folder)
-
-
-def quiet() -> Console:
-    return Console(quiet=True)
+    return outcome, found, report.write(found, folder)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +48,7 @@ def given_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """T(q) is not measured and figures are not drawn again in every run; `finished` is a run that does both."""
     curve = CostCurve((1, 32), (0.010, 0.012), context=256, batch=1)
     monkeypatch.setattr(runner, "measure_cost_curve", lambda *_, **__: curve)
-    monkeypatch.setattr(page, "save", lambda *_: {})
+    monkeypatch.setattr(report, "save", lambda *_: {})
 
 
 def test_interrupted_run_keeps_its_records_and_goes_on(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -80,14 +66,14 @@ def test_interrupted_run_keeps_its_records_and_goes_on(folder: Path, tmp_path: P
         return measure_round(*arguments, **options)
 
     monkeypatch.setattr(runner, "measure_round", interrupted)
-    first = run(plan, tmp_path, quiet())
+    first = run(plan, tmp_path, QUIET)
     assert first is not None and "interrupted" in first.notes[-1]
     kept = {r["unit"] for r in first.records}
     assert len([unit for unit in kept if unit.startswith("domains")]) == 2
     assert seeds == [0, 7, *[7] * 2, *[1007] * 2]  # the warm-up, the tuning prompt, two repeats of one prompt
     assert "speed" in result(first)["tables"]
     monkeypatch.setattr(runner, "measure_round", measure_round)
-    second = run(plan, tmp_path, quiet(), resume=True)
+    second = run(plan, tmp_path, QUIET, resume=True)
     assert second is not None and {r["unit"] for r in second.records if r["section"] == "domains"} == {
         f"domains/edit/0/{repeat}" for repeat in range(4)
     }
@@ -189,18 +175,13 @@ def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ou
     return measured(on_tiny_target(plan, folder), tmp_path_factory.mktemp("bench"))
 
 
-def test_a_different_token_fails_the_run(
-    finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_different_token_fails_the_run(finished, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     outcome, _, _ = finished
     difference = {"row": 0, "position": 9, "plain_token": 1, "our_token": 2}
     difference |= {"decided by": "logits", "margin": 0.25, "explained": "rounding"}  # which float32 must not need
-    bad = [
-        {**r, "identical": False, "difference": difference} if "steps" in r and r["cell"] == "edit" else r
-        for r in outcome.records
-    ]
+    differs = {"identical": False, "difference": difference}
+    bad = [r | (differs if "steps" in r and r["cell"] == "edit" else {}) for r in outcome.records]
     monkeypatch.setattr(runner, "run", lambda *_, **__: replace(outcome, records=bad))
-    monkeypatch.setattr(report, "save", lambda *_: {})  # the figures are drawn in the run itself
     assert main(["suite", "--out", str(tmp_path)]) == 1
     assert "tokens differ from plain decoding" in capsys.readouterr().err
     rows = json.loads((tmp_path / "report.json").read_text())["tables"]["differences"]

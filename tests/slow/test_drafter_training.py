@@ -189,10 +189,8 @@ def test_acceptance_counts_are_those_of_replayed_drafts() -> None:
             chains = 0
             index, later = later_pairs(answers, first + depth)
             for place in later.tolist():
-                tops = [
-                    (hidden[place - back] @ matrix.T).argmax(-1) == top_p[place - back] for back in range(depth + 1)
-                ]
-                chains += all(tops)
+                places = range(place - depth, place + 1)
+                chains += all((hidden[one] @ matrix.T).argmax(-1) == top_p[one] for one in places)
             assert int(counts[:, depth, 2].sum()) == chains and int(counts[:, depth, 0].sum()) == len(index)
 
 

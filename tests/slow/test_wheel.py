@@ -46,11 +46,7 @@ def test_first_example_of_the_readme_runs_from_the_wheel(site_packages: Path, tm
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
     code = MODEL.sub(f'name = "{ROOT / "benchmarks" / "assets" / "reference-lm"}"', blocks[0])
     code += f"\nimport hf_specgen\nassert hf_specgen.__file__.startswith({str(site_packages)!r})\n"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(site_packages), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {"PYTHONPATH": str(site_packages), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -103,7 +103,6 @@ def test_ragged_layer_one_token_steps_copy_seldom_and_reserve_little() -> None:
     for length in range(1, 4001):
         before = layer.keys
         layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
-        assert layer.keys is not None
         if layer.keys is not before:
             copies.append(length)
         assert layer.keys.shape[2] <= length + max(module.MIN_SPARE_SLOTS, length / 32)
@@ -131,7 +130,6 @@ def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) ->
         assert announced[0] == keys.shape[2] and announced[0] + announced[1] == step + 1
         seen = min(window + module.MAX_ROLLBACK, everything.shape[2])
         assert torch.equal(keys[:, :, -seen:], everything[:, :, -seen:])
-    assert layer.keys is not None
     assert layer.keys.shape[2] <= 2 * window + module.MAX_ROLLBACK + 3 * module.MIN_SPARE_SLOTS
 
 

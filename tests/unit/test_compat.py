@@ -1,6 +1,7 @@
 """Every private Transformers symbol in `hf_specgen.compat` exists in this version, and is used nowhere else."""
 
 import ast
+import functools
 import inspect
 import json
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -22,8 +23,8 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 import hf_specgen
 from hf_specgen import compat
+from hf_specgen.compat import CACHE
 from tests.helpers import prompts, tiny_model
-from tests.helpers.models import fresh_model
 
 PACKAGE = Path(hf_specgen.__file__).parent
 METHODS = [
@@ -38,10 +39,11 @@ METHODS = [
     (ContinuousBatchingIOs, "prepare_batch_update", "self"),
     (ModelRunner, "compute_batch", "self model batch_data"),
     (ModelRunner, "_sample", "self scores output_ids"),
+    (GenerationConfig, "_get_default_generation_params", ""),
 ]
 SET_BY_GENERATE = {
     "GenerationConfig._pad_token_tensor": lambda seen: int(seen["generation_config"]._pad_token_tensor) == 0,
-    "Cache._is_user_defined": lambda seen: seen["past_key_values"]._is_user_defined is True,
+    "Cache._is_user_defined": lambda seen: seen[CACHE]._is_user_defined is True,
 }
 PRIVATE = {
     *(name for _, name, _ in METHODS if name.startswith("_")),
@@ -68,7 +70,7 @@ def seen() -> dict[str, Any]:
         arguments.update(kwargs)
         return input_ids
 
-    inputs = {**prompts(1), "past_key_values": DynamicCache()}
+    inputs = {**prompts(1), CACHE: DynamicCache()}
     original = inspect.unwrap(GenerationMixin.generate)
     original(tiny_model("llama"), **inputs, max_new_tokens=4, custom_generate=record)
     return arguments
@@ -126,11 +128,9 @@ def test_compat_uses_only_symbols_that_are_checked_here() -> None:
     assert private - own == PRIVATE | OF_OTHER_LIBRARIES
 
 
-@pytest.mark.parametrize(
-    "name", ["_get_torch_distributed_world_size", "is_fsdp_managed_module", "is_deepspeed_zero3_enabled"]
-)
-def test_symbols_that_tell_sharded_models_exist(name: str) -> None:
-    assert hasattr(generation_utils, name), missing(f"transformers.generation.utils.{name}")
+def test_symbols_that_tell_sharded_models_exist() -> None:
+    for name in ("_get_torch_distributed_world_size", "is_fsdp_managed_module", "is_deepspeed_zero3_enabled"):
+        assert hasattr(generation_utils, name), missing(f"transformers.generation.utils.{name}")
     assert not compat.is_sharded(tiny_model("llama"))
 
 
@@ -155,15 +155,6 @@ def test_without_compilation_finds_every_way_to_compile() -> None:
     module.forward = torch.compile(module.forward, backend="eager")
     assert not isinstance(compat.without_compilation(module), nullcontext), missing("_torchdynamo_orig_callable")
     assert compat.unwrapped(torch.compile(module, backend="eager")) is module, missing("OptimizedModule._orig_mod")
-
-
-def test_input_device_of_offloaded_embeddings_is_where_they_compute() -> None:
-    """Would catch: inputs on the "meta" device."""
-    accelerate = pytest.importorskip("accelerate")
-    model = fresh_model("llama")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    assert model.device.type == "meta" and compat.input_device(model) == torch.device("cpu")
-    assert hasattr(model.get_input_embeddings(), "_hf_hook"), missing("_hf_hook of accelerate")
 
 
 # Start-up: `import hf_specgen` and `hf-specgen --help` load neither PyTorch nor anything else that takes seconds
@@ -266,10 +257,6 @@ def test_keyword_is_not_installed_after_uninstall_before_transformers_is_loaded(
 
 def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: restoring the original over a tracer that was put around our function later (defect B16)."""
-    import functools
-
-    from transformers import GenerationMixin
-
     traced: list[str] = []
 
     def original(self: Any, *args: Any, **kwargs: Any) -> str:

@@ -92,9 +92,8 @@ def test_shared_ids_name_of_a_byte_is_the_text_of_a_token_matches_neither(tmp_pa
     """Would catch: byte C3, whose name is "Ã", taken for the character "Ã", whose bytes are C3 and 83."""
     folders = [str(tmp_path / name) for name in ("bytes", "characters")]
     bytes_only = {"x": 0, "Ã": 1, "ĥ": 2, "©": 3}
-    for folder, vocabulary, merges in zip(
-        folders, (bytes_only, bytes_only | {"Ãĥ": 4}), ([], [("Ã", "ĥ")]), strict=True
-    ):
+    vocabularies = (bytes_only, []), (bytes_only | {"Ãĥ": 4}, [("Ã", "ĥ")])
+    for folder, (vocabulary, merges) in zip(folders, vocabularies, strict=True):
         backend = Tokenizer(BPE(vocabulary, merges))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()

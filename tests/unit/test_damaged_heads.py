@@ -15,13 +15,11 @@ from safetensors.torch import load_file, save_file
 from hf_specgen import AutoCandidates, DraftModelCandidates
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_HEADS
 from hf_specgen.heads import checkpoint, load_exit_head
-from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
 from hf_specgen.heads.export import export_head
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.mtp import load_mtp
 from tests.helpers import prompts, tiny_model
-from tests.helpers.head_fixtures import FIXTURES, target_of
+from tests.helpers.head_fixtures import FIXTURES, small_eagle, target_of
 from tests.helpers.medusa import random_heads
 from tests.helpers.paths import HEAD_FIXTURES
 
@@ -30,14 +28,6 @@ QWEN3 = HEAD_FIXTURES / "targets" / "qwen3"
 MTP = FIXTURES["mtp_transformers_deepseek_v3"]
 Tensors = dict[str, torch.Tensor]
 Damage = Callable[[Path], Any]
-
-
-def make_eagle(folder: Path) -> None:
-    """A good EAGLE-3 checkpoint in the original layout."""
-    layer = LayerConfig(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
-    sizes = {"hidden_size": 16, "vocab_size": 40, "target_hidden_size": 16, "num_aux_hidden_states": 3}
-    head = Eagle3Head(EagleConfig(layer=layer, **sizes, draft_vocab_size=12, own_lm_head=True))  # type: ignore[arg-type]
-    export_head(head, folder, "eagle")
 
 
 def config(file: str = "config.json", **values: Any) -> Damage:
@@ -304,7 +294,7 @@ def copied(source: Path) -> Damage:
 
 Checkpoint = tuple[Damage, Callable[[Path, Any], Any], list[tuple[Damage, str]]]
 CHECKPOINTS: dict[str, Checkpoint] = {
-    "EAGLE": (make_eagle, lambda folder, _: load_head(folder), EAGLE),
+    "EAGLE": (lambda folder: export_head(small_eagle(), folder, "eagle"), lambda folder, _: load_head(folder), EAGLE),
     "Medusa": (
         lambda folder: export_head(random_heads(tiny_model("llama"), own_outputs=True), folder, "tgi"),
         lambda folder, _: load_head(folder),

@@ -1,5 +1,6 @@
 """Drafts under a grammar, with a grammar that is a table: forced, forbidden and free tokens."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -154,24 +155,9 @@ class LayoutState(GrammarState):
         return LayoutState(self._contents, *after, self._masks)
 
 
-LAYOUT = """[
-  {
-    "name": "Maria",
-    "role": {
-      "title": "teacher",
-      "level": "senior"
-    },
-    "city": "Oslo"
-  },
-  {
-    "name": "Paul",
-    "role": {
-      "title": "doctor",
-      "level": "junior"
-    },
-    "city": "Lisbon"
-  }
-]"""
+PEOPLE = [("Maria", "teacher", "senior", "Oslo"), ("Paul", "doctor", "junior", "Lisbon")]
+RECORDS = [{"name": n, "role": {"title": title, "level": level}, "city": city} for n, title, level, city in PEOPLE]
+LAYOUT = json.dumps(RECORDS, indent=2)
 RECORD = '{"name":"@","role":{"title":"@","level":"@"},"city":"@"}'
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, block_layers, block_mask
@@ -28,9 +28,7 @@ from tests.fuzz.heads import random_head
 from tests.helpers import tiny_model
 from tests.helpers.head_fixtures import FIXTURES
 
-LAYER = LayerConfig(
-    hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True
-)
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 
 
@@ -52,54 +50,27 @@ def sees(kind: BlockAttention, length: int, query: int, slot: int, block: int) -
 def test_block_mask_of_ragged_rows_follows_the_definition(causal: bool, window: Any, window_from_anchor: bool) -> None:
     kind, lengths, block = BlockAttention(causal, window, window_from_anchor), [0, 2, 7], 4
     mask = block_mask(kind, lengths, block)
-    expected = [
-        [[[sees(kind, length, query, slot, block) for slot in range(11)] for query in range(block)]]
-        for length in lengths
-    ]
-    assert mask.tolist() == expected
+    for row, length in enumerate(lengths):
+        expected = [[sees(kind, length, query, slot, block) for slot in range(11)] for query in range(block)]
+        assert mask[row].tolist() == [expected]
 
 
-def test_chain_mask_of_ragged_rows_follows_the_definition() -> None:
-    lengths = [3, 0, 5]
-    expected = [[[[slot <= length + query for slot in range(7)] for query in range(2)]] for length in lengths]
-    assert chain_mask(lengths, 2, torch.device("cpu")).tolist() == expected
+ROPES: dict[str, dict[str, float]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+}
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default", "rope_theta": 10000.0},
-        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-        {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32},
-        {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
+@pytest.mark.parametrize("kind", ROPES)
 @torch.no_grad()
-def test_decoder_layer_computes_what_the_layer_of_llama_computes(rope: dict[str, Any]) -> None:
-    from transformers import LlamaConfig
-
-    config = LayerConfig(**{**LAYER.to_dict(), **BIASES, "qk_norm": False, "rope_parameters": rope})
-    reference_config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attention_bias=True,
-        mlp_bias=True,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=rope,
-        attn_implementation="eager",
-    )
+def test_decoder_layer_computes_what_the_layer_of_llama_computes(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 5e5, **ROPES[kind]}
+    config = LayerConfig(**SIZES, **BIASES, qk_norm=False, rope_parameters=rope)
+    more = {"max_position_embeddings": config.max_position_embeddings, "attn_implementation": "eager"}
+    reference_config = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=rope, **more)
     ours, reference = DecoderLayer(config, 0), LlamaDecoderLayer(reference_config, 0)
     ours.load_state_dict(reference.state_dict())
     states, positions = torch.randn(2, 5, 16), torch.arange(40, 45)[None].expand(2, -1)
@@ -136,16 +107,9 @@ def test_configured_layers_that_are_no_layer_numbers_raises(value: Any) -> None:
         configured_layers({"eagle_aux_hidden_state_layer_ids": value})
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(32, (2, 16, 29)), (8, (2, 4, 5)), (6, (2, 3))])
-def test_eagle_layers_of_a_target(layers: int, expected: tuple[int, ...]) -> None:
-    assert eagle_layers(layers) == expected
-
-
-@pytest.mark.parametrize(
-    ("layers", "draft_layers", "expected"), [(36, 5, (2, 10, 18, 26, 34)), (8, 3, (2, 4, 6)), (8, 1, (5,))]
-)
-def test_block_layers_of_a_target(layers: int, draft_layers: int, expected: tuple[int, ...]) -> None:
-    assert block_layers(layers, draft_layers) == expected
+def test_default_layers_of_a_target() -> None:
+    assert [eagle_layers(layers) for layers in (32, 8, 6)] == [(2, 16, 29), (2, 4, 5), (2, 3)]
+    assert [block_layers(36, 5), block_layers(8, 3), block_layers(8, 1)] == [(2, 10, 18, 26, 34), (2, 4, 6), (5,)]
 
 
 @pytest.mark.parametrize("name", [name for name, fixture in FIXTURES.items() if fixture.family == "assistant"])
@@ -154,9 +118,8 @@ def test_assistant_pass_over_several_nodes_is_that_over_each(name: str) -> None:
     bound = load_head(FIXTURES[name].head_folder).bind(FIXTURES[name].target)
     head, random = bound.head, torch.Generator().manual_seed(3)
     layers: Any = [layer.self_attn for layer in head.model.layers]
-    shared = {
-        one.layer_type: tuple(torch.randn(2, 2, 12, one.head_dim, generator=random) for _ in range(2)) for one in layers
-    }
+    states = lambda one: torch.randn(2, 2, 12, one.head_dim, generator=random)  # noqa: E731
+    shared = {one.layer_type: (states(one), states(one)) for one in layers}
     embeddings, hidden = (torch.randn(2, 3, head.config.hidden_size, generator=random) for _ in range(2))
     lengths, padding = torch.tensor([12, 9]), torch.tensor([0, 4])
     rest = shared, lengths, padding, dict.fromkeys(shared, 0)

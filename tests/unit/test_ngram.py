@@ -1,20 +1,19 @@
 """Drafts of `NgramCandidates`, against a slow enumeration of all paths."""
 
-import json
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.variants import ours
+from benchmarks.micro.trace_replay import TRACES, load_scripts, tokens_per_forward
 from hf_specgen import NgramCandidates
-from hf_specgen.call import GenerationState
 from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first
-from hf_specgen.evaluation.workloads import ASSETS
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
 from tests.helpers.calls import AMPLE, make_call, make_state, ngram_draft
@@ -35,21 +34,12 @@ def tree_of(text: list[int], depth: int, limits: SearchLimits) -> tuple[SearchTr
     return tree, reference.ngram_nodes(text, matches, odds.values, depth)
 
 
-def paths_of(tree: SearchTree[Any]) -> list[tuple[int, ...]]:
-    """The tokens on the path to each node."""
-    paths: list[tuple[int, ...]] = []
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        assert parent < node
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
-
-
 @thorough
 @given(texts.filter(len), st.integers(0, 6), st.integers(0, 12), st.sampled_from([0.0, 0.1]))
 def test_best_first_of_votes_is_that_of_the_reference(text: Any, depth: int, nodes: int, min_probability: Any) -> None:
     """Would catch: a wrong probability, a node that is not among the most probable, a child before its parent."""
     tree, expected = tree_of(text, depth, SearchLimits(nodes, min_probability))
-    paths = paths_of(tree)
+    paths = reference.node_paths(tree.tokens, tree.parents)
     assert tree.probability == pytest.approx([expected[path] for path in paths])
     probable = [value for value in sorted(expected.values(), reverse=True) if value > min_probability]
     assert len(set(paths)) == len(paths) == min(nodes, len(probable))
@@ -61,7 +51,7 @@ def test_best_first_of_votes_is_that_of_the_reference(text: Any, depth: int, nod
 def test_best_first_chain_agrees_with_the_reference(text: list[int], depth: int) -> None:
     """Would catch: a token that is not the most probable one after the path so far, or a wrong probability of it."""
     tree, expected = tree_of(text, depth, CHAIN)
-    paths = paths_of(tree)
+    paths = reference.node_paths(tree.tokens, tree.parents)
     for path, value in zip(paths, tree.probability, strict=True):
         siblings = [other for one, other in expected.items() if one[:-1] == path[:-1]]
         assert value == pytest.approx(expected[path]) == pytest.approx(max(siblings))
@@ -95,7 +85,7 @@ def test_draft_of_a_tree_frequent_tokens_follow_where_occurrences_leave_doubt() 
 def test_draft_of_a_tree_after_a_frequent_token_copies_without_a_gap() -> None:
     """Would catch: a token left out, or written twice, below a frequent one; 8 does not occur before the end."""
     tree = RowText([5, 1, 2, 3, 4, 6, 7, 5, 5, 5, 8], MatchOdds()).propose(4, SearchLimits(60))
-    assert (5, 1, 2, 3) in paths_of(tree)
+    assert (5, 1, 2, 3) in reference.node_paths(tree.tokens, tree.parents)
 
 
 # What is learnt
@@ -118,9 +108,8 @@ def test_observe_rejections_make_the_class_less_likely() -> None:
     session.draft([1])
     [(tried, _, _)] = outcomes(session._trees[0], [9], session._odds)
     session.observe(VerificationResult([[]], [[9]], [0]))
-    changed = [
-        place for place, (new, old) in enumerate(zip(session._odds.values, PRIOR_ODDS, strict=True)) if new != old
-    ]
+    odds = zip(session._odds.values, PRIOR_ODDS, strict=True)
+    changed = [place for place, (new, old) in enumerate(odds) if new != old]
     assert changed == [tried] and session._odds.values[tried] < PRIOR_ODDS[tried]
 
 
@@ -224,68 +213,7 @@ def test_propose_with_max_ngram_counts_longer_matches_as_that_long() -> None:
     assert short.tokens == long.tokens == [7] and short.probability < long.probability
 
 
-# Padding
-
-
-def draft_of_padded(row: list[int], mask: list[int] | None) -> list[int]:
-    """The draft for a prompt as `generate` passes it."""
-    attention_mask = None if mask is None else torch.tensor([mask])
-    state = GenerationState(torch.tensor([row]), attention_mask, (), 100, None)
-    return NgramCandidates(k=2, min_ngram=1).start(make_call(state)).draft([2]).tokens[0].tolist()
-
-
-@pytest.mark.parametrize("mask", [[0, 0, 0, 1, 1, 1, 1], [1] * 7, None], ids=["padded", "full", "none"])
-def test_draft_can_contain_the_pad_id_as_a_token(mask: list[int] | None) -> None:
-    """Would catch: every token with the pad id removed from the prompt; here 0 really follows 5."""
-    assert draft_of_padded([0, 0, 0, 5, 0, 7, 5], mask)[0] == 0
-
-
-def test_draft_never_matches_left_padding() -> None:
-    """The text 3 4 0 contains no earlier 0; with its padding it would contain three, followed by 0 twice."""
-    padded = [0, 0, 0, 3, 4, 0]
-    assert 0 not in draft_of_padded(padded, [0, 0, 0, 1, 1, 1])[:1]
-    assert draft_of_padded(padded, None)[0] == 0
-
-
 # Recorded answers
-
-
-def prompt_lookup(text: list[int], count: int) -> list[int]:
-    """Slow reference: what follows the first occurrence of the last two tokens, or else of the last one."""
-    for size in (2, 1):
-        for first in range(len(text) - size):
-            if text[first : first + size] == text[-size:]:
-                return text[first + size : first + size + count]
-    return []
-
-
-def steps_of_lookup(prompt: list[int], answer: list[int]) -> int:
-    """Forward passes with prompt lookup."""
-    done = steps = 1
-    while done < len(answer):
-        draft = prompt_lookup(prompt + answer[:done], 10)
-        done, steps = done + 1 + common_prefix(draft, answer[done:]), steps + 1
-    return steps
-
-
-def steps_of_ngrams(prompt: list[int], answer: list[int]) -> int:
-    """Forward passes with a session that learns from every step."""
-    state = make_state([prompt])
-    session = NgramCandidates(k=10).start(make_call(state))
-    state.append(0, answer[:1])
-    done = steps = 1
-    while done < len(answer):
-        accepted = common_prefix(session.draft([10]).tokens[0].tolist(), answer[done:])
-        emitted = answer[done : done + accepted + 1]
-        state.append(0, emitted)
-        session.observe(VerificationResult([[*range(accepted)]], [emitted], [accepted]))
-        done, steps = done + len(emitted), steps + 1
-    return steps
-
-
-def common_prefix(draft: list[int], answer: list[int]) -> int:
-    """How many tokens of a draft are accepted."""
-    return next((at for at, pair in enumerate(zip(draft, answer, strict=False)) if pair[0] != pair[1]), len(draft))
 
 
 @pytest.mark.parametrize("file", ["cnn", "hagrid"])
@@ -293,9 +221,7 @@ def test_chain_of_fixed_k_takes_fewer_steps_than_prompt_lookup(file: str, tokeni
     """Would catch: votes worse than the first match: chains that stop where acceptance is unlikely, matches of repeated
     passages added up, equal matches far from where tokens were copied.
     """
-    ours = lookup = 0
-    for line in (ASSETS / "traces" / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()[:10]:
-        row = json.loads(line)
-        prompt, answer = (tokenizer(row[key], add_special_tokens=False)["input_ids"] for key in ("prompt", "response"))
-        ours, lookup = ours + steps_of_ngrams(prompt, answer), lookup + steps_of_lookup(prompt, answer)
-    assert ours < lookup, (ours, lookup)
+    scripts = load_scripts(TRACES / f"{file}.jsonl", tokenizer)[:10]
+    lookup = partial(dict, prompt_lookup_num_tokens=10, max_matching_ngram_size=2)
+    mine, theirs = (tokens_per_forward(scripts, len(tokenizer), one) for one in (ours(NgramCandidates(k=10)), lookup))
+    assert mine > theirs

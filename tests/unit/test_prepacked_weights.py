@@ -12,10 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_specgen import NgramCandidates, prepacked, prepacked_weights
 from hf_specgen.prepacked_weights import _PrepackedLayer
-from tests.helpers import fresh_model, prompts
+from tests.helpers import assert_same_tokens, fresh_model, prompts
 
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-pytestmark = needs_onednn
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 
 
 @pytest.fixture
@@ -60,21 +59,19 @@ def test_prepacked_layer_same_results(layer: nn.Module, dtype: torch.dtype, prod
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_prepacked_speculative_call_same_tokens_as_plain_in_the_block(architecture: str, products: list[int]) -> None:
-    model, arguments = fresh_model(architecture), {"max_new_tokens": 16}
+    model = fresh_model(architecture)
     with prepacked(model):
-        plain = model.generate(**prompts(2), **arguments)
-        assert products
-        ours = model.generate(**prompts(2), **arguments, candidate_generator=NgramCandidates(k=4))
-    assert torch.equal(plain, ours)
+        assert_same_tokens(model, prompts(2), NgramCandidates(k=4), max_new_tokens=16)
+    assert products
 
 
 def test_pack_weights_of_a_call_prepacks_during_the_call(products: list[int]) -> None:
     model = fresh_model("llama")
     before = attributes(model)
-    plain = model.generate(**prompts(1), max_new_tokens=8)
+    assert_same_tokens(model, prompts(1), NgramCandidates(k=4), max_new_tokens=8)
     assert not products
-    ours = model.generate(**prompts(1), max_new_tokens=8, candidate_generator=NgramCandidates(k=4), pack_weights=True)
-    assert products and torch.equal(plain, ours) and attributes(model) == before
+    assert_same_tokens(model, prompts(1), NgramCandidates(k=4), max_new_tokens=8, pack_weights=True)
+    assert products and attributes(model) == before
 
 
 def test_prepacked_model_is_restored_after_an_exception(products: list[int]) -> None:

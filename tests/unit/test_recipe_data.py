@@ -236,9 +236,7 @@ def answer_arguments(**changed: Any) -> AnswerArguments:
         ({}, PROMPTS[::-1], False),
     ],
 )
-def test_interrupted_answers_are_continued_with_their_own_settings_only(
-    changed: dict[str, Any], prompts: Any, is_continued: bool
-) -> None:
+def test_interrupted_answers_continue_with_their_own_settings(changed: Any, prompts: Any, is_continued: bool) -> None:
     """Would catch: answers of two settings, or of other prompts of the same name, in one file."""
     folder = folder_of(answer_arguments(**changed), prompts)
     assert (folder == folder_of(answer_arguments(), PROMPTS)) == is_continued

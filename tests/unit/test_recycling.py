@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
-from hf_specgen.call import memory
 from hf_specgen.candidates.acceptance import EDGES, RANKS
 from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
 from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch, union
@@ -23,6 +22,7 @@ from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import TopTokens
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.calls import make_call, make_state
+from tests.helpers.reference import node_paths
 
 thorough = settings(max_examples=60, deadline=None, derandomize=True)
 BINS = len(EDGES) + 1
@@ -63,23 +63,6 @@ def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
         assert np.allclose(probabilities, expected.softmax(dim=-1).numpy(), atol=1e-6)
 
 
-def test_generate_updates_the_table_with_what_plain_generate_expects() -> None:
-    """Would catch: successors entered under another token, such as the one that follows."""
-    model, inputs = tiny_model("llama"), prompts(1)
-    candidates = RecyclingCandidates(k=3, tree=6)
-    ids = model.generate(**inputs, max_new_tokens=12, candidate_generator=candidates)
-    logits = model(ids).logits[0, 11:-1]
-    read = ids[0, 11:-1].tolist()
-    last = {token: place for place, token in enumerate(read)}
-    table: Any = memory.recall(model, ("recycling", vocabulary_size(model)), lambda: RecyclingTable(0))
-    for token, place in last.items():
-        row = table.row(token)[0]
-        assert row, "a token that was read has no successors"
-        if read.count(token) == 1:  # rejected nodes may have overwritten it only if they hold the same token
-            expected = logits[place].topk(SUCCESSORS).indices.tolist()
-            assert row == expected or token in table.row(read[place - 1])[0]
-
-
 # The table
 
 
@@ -118,11 +101,8 @@ def test_search_agrees_with_the_reference(seed: int, depth: int, count: int) -> 
     session._acceptance = acceptance
     tree = session.search(0, depth, SearchLimits(count))
     expected = enumerate_nodes(table, 3, acceptance, depth)
-    paths: list[tuple[int, ...]] = []
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        assert parent < node
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-        assert tree.probability[node] == pytest.approx(expected[paths[-1]])
+    paths = node_paths(tree.tokens, tree.parents)
+    assert tree.probability == pytest.approx([expected[path] for path in paths])
     assert len(set(paths)) == len(paths)
     assert tree.probability == pytest.approx(sorted(expected.values(), reverse=True)[:count])
 
@@ -171,9 +151,8 @@ def test_recycling_rejection_sampling_does_not_depend_on_earlier_calls() -> None
 
 
 Path = tuple[int, ...]
-tries = st.dictionaries(
-    st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), st.floats(0.05, 0.95), max_size=5
-)
+some_paths = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
+tries = st.dictionaries(some_paths, st.floats(0.05, 0.95), max_size=5)
 
 
 def draft_of(acceptance: dict[Path, float]) -> tuple[DraftTree, dict[Path, float]]:
@@ -224,9 +203,7 @@ def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     search = _RowSearch(drafts, first_network=2, row=0, last_token=0, recycling=None)
     tree = best_first(search.root, search.children, 3, SearchLimits(nodes))
     expected = reference(known[:2], known[2])
-    paths: list[Path] = []
-    for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    paths = node_paths(tree.tokens, tree.parents)
     assert tree.probability == pytest.approx([expected[path] for path in paths])
     assert tree.probability == pytest.approx(sorted(expected.values(), reverse=True)[:nodes])
 
@@ -243,18 +220,13 @@ def test_drafts_without_estimates_and_with_zeros_are_merged() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(tries, tries)
-def test_union_has_exactly_the_paths_of_both_drafts_and_q_of_the_drawn_ones(
-    copied: dict[Path, float], drawn: dict[Path, float]
-) -> None:
+def test_union_has_exactly_the_paths_of_both_drafts_and_q_of_the_drawn_ones(copied: Any, drawn: Any) -> None:
     """Would catch: a path lost or present twice, q of another node, drawn siblings before copied ones."""
     (first, known), (second, others) = draft_of(copied), draft_of(drawn)
     q = torch.rand(1, second.nodes, 4)
     merged = union(first, DraftTree(second.token_lists(), second.parents, q))
-    paths: list[Path] = []
-    for token, parent in zip(merged.token_lists()[0], merged.parents[0], strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    paths = node_paths(merged.token_lists()[0], merged.parents[0])
     assert sorted(paths) == sorted({*known, *others}) and paths[: len(known)] == [*known]
-    assert merged.q is not None
     for node, path in enumerate(paths):
         expected = torch.zeros(4) if path in known else q[0, [*others].index(path)]
         assert torch.equal(merged.q[0, node], expected)

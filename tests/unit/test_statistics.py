@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from hf_specgen.depth.latency import Bucket, DraftLatency
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from tests.helpers import perturbed_copy, prompts, tiny_model
-from tests.helpers.models import fresh_model
+from tests.helpers.models import fresh_model, recorded_inputs
 from tests.helpers.policies import AfterPlainSteps
 
 
@@ -117,20 +116,8 @@ def test_summary_lists_the_figures_under_their_names() -> None:
 # The forward passes of each step, against the tokens that forward hooks see
 
 
-def counted(module: Any, call: Callable[[], Any]) -> list[int]:
-    """The tokens, over all rows, of each call of an embedding module."""
-    sizes: list[int] = []
-    handle = module.register_forward_hook(lambda _, inputs, __: sizes.append(inputs[0].numel()))
-    try:
-        call()
-    finally:
-        handle.remove()
-    return sizes
-
-
 def speculate(model: Any, candidates: Candidates, rows: int = 1, **arguments: Any) -> Statistics:
     model.generate(**prompts(rows), max_new_tokens=24, candidate_generator=candidates, **arguments)
-    assert candidates.speculation is not None
     return candidates.speculation
 
 
@@ -140,24 +127,22 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
     model = tiny_model("llama")
     candidates = NgramCandidates(k=4)
     speculate(model, candidates)  # the self-check of the model runs in its first call
-    sizes = counted(model.get_input_embeddings(), lambda: speculate(model, candidates, rows, eos_token_id=None))
-    assert candidates.speculation is not None
-    passes = candidates.speculation.passes
+    with recorded_inputs(model) as sizes:
+        passes = speculate(model, candidates, rows, eos_token_id=None).passes
     decoding = passes[-len(sizes) + 1 :]  # the first pass reads the prompt
     if rows == 1:
         assert [step.tokens_per_row for step in decoding] == sizes[1:]
     assert all(step.batch * step.tokens_per_row <= size for step, size in zip(decoding, sizes[1:], strict=True))
     assert all(not step.passes for step in passes)
-    assert len(passes) == max(map(len, candidates.speculation.rows))
+    assert candidates.speculation is not None and len(passes) == max(map(len, candidates.speculation.rows))
 
 
 def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
     model, draft = tiny_model("llama"), tiny_model("mistral")
     candidates = DraftModelCandidates(draft, k=3)
     speculate(model, candidates)
-    sizes = counted(draft.get_input_embeddings(), lambda: speculate(model, candidates))
-    assert candidates.speculation is not None
-    reported = [tokens for step in candidates.speculation.passes for tokens in step.passes]
+    with recorded_inputs(draft) as sizes:
+        reported = [tokens for step in speculate(model, candidates).passes for tokens in step.passes]
     assert reported == sizes[1:], "all passes but the one that reads the prompt"
     assert sizes[0] == 12 and max(reported) <= 2, "each token is read once"
 
@@ -259,15 +244,6 @@ def test_projection_by_hand() -> None:
     found = project(Statistics([steps], [8], {}, passes), LATENCY)
     assert found.seconds == pytest.approx(1.0 + 1.36 + 1.01) and found.plain_seconds == pytest.approx(7.0)
     assert found.speedup == pytest.approx(7.0 / 3.37)
-
-
-def test_real_call_projects_to_its_tokens_per_step_on_a_flat_curve() -> None:
-    flat = LatencyModel.from_curves(CostCurve((1, 64), (1.0, 1.0), context=512, batch=1))
-    model, candidates = tiny_model("llama"), DraftModelCandidates(tiny_model("llama"), k=4)
-    model.generate(**prompts(1), max_new_tokens=20, candidate_generator=candidates)
-    statistics = candidates.speculation
-    assert statistics is not None and statistics.accepted > 0
-    assert project(statistics, flat).speedup == pytest.approx(statistics.tokens_per_step)
 
 
 def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:

@@ -1,5 +1,7 @@
 """The draft tree against its slow reference: how trees are built, checked, and walked."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,7 +42,6 @@ def test_leftmost_chain_of_a_tree_is_its_first_path() -> None:
     tree = DraftTree(torch.tensor([[5, 6, 7, 8], [1, 2, 3, 0]]), ((-1, -1, 0, 2), (-1, 0, -1)), q)
     first = tree.leftmost_chain()
     assert first.tokens.tolist() == [[5, 7, 8], [1, 2, 0]] and first.parents == ((-1, 0, 1), (-1, 0))
-    assert first.q is not None
     assert torch.equal(first.q[0], q[0, [0, 2, 3]]) and torch.equal(first.q[1, :2], q[1, :2])
 
 
@@ -107,31 +108,26 @@ BRANCHED = DraftTree.from_nodes([([5, 8, 6, 7], (-1, -1, 0, 2))])
 """Nodes 0: 5, 1: 8, 2: 6 after 5, 3: 7 after 6."""
 
 
-@pytest.mark.parametrize(
-    ("tokens", "accepted", "path", "tree", "expected_path", "expected"),
-    [
-        pytest.param([5, 6, 9], 2, [0, 2], BRANCHED, [0, 2], 2, id="the same tree"),
-        pytest.param([5, 6], 2, [0], BRANCHED, [0], 2, id="the row ends in an accepted token"),
-        pytest.param([5], 1, [], BRANCHED, [], 1, id="the row ends in the first accepted token"),
-        pytest.param([5, 6], 1, [0], BRANCHED, [0], 1, id="the bonus token is in the superset"),
-        pytest.param([5, 6, 9], 2, [1, 3], DraftTree.chains([[5]]), [0], 1, id="a part with one accepted token"),
-        pytest.param([5, 6, 9], 2, [1, 3], DraftTree.chains([[6]]), [], 0, id="a part without accepted tokens"),
-        pytest.param([5, 6], 2, [1], DraftTree.chains([[5, 6]]), [0], 2, id="a part, and the row ends"),
-        pytest.param([5], 1, [], DraftTree.empty(1), [], 0, id="an empty part"),
-        pytest.param([], 0, None, BRANCHED, None, 0, id="a row that took no part"),
-    ],
-)
-def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(
-    tokens: list[int],
-    accepted: int,
-    path: list[int] | None,
-    tree: DraftTree,
-    expected_path: list[int] | None,
-    expected: int,
-) -> None:
+RESULTS: dict[str, tuple[Any, list[int], int, DraftTree, Any, int]] = {
+    "the same tree": ([0, 2], [5, 6, 9], 2, BRANCHED, [0, 2], 2),
+    "the row ends in an accepted token": ([0], [5, 6], 2, BRANCHED, [0], 2),
+    "the row ends in the first accepted token": ([], [5], 1, BRANCHED, [], 1),
+    "the bonus token is in the superset": ([0], [5, 6], 1, BRANCHED, [0], 1),
+    "a part with one accepted token": ([1, 3], [5, 6, 9], 2, DraftTree.chains([[5]]), [0], 1),
+    "a part without accepted tokens": ([1, 3], [5, 6, 9], 2, DraftTree.chains([[6]]), [], 0),
+    "a part, and the row ends": ([1], [5, 6], 2, DraftTree.chains([[5, 6]]), [0], 2),
+    "an empty part": ([], [5], 1, DraftTree.empty(1), [], 0),
+    "a row that took no part": (None, [], 0, BRANCHED, None, 0),
+}
+"""Path, tokens and accepted tokens of a verified tree; another tree, and the path and accepted tokens there."""
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(name: str) -> None:
     """Would catch: one accepted token too few where the row ends, which no path contains."""
-    found = result_for(VerificationResult([path], [tokens], [accepted]), tree)
-    assert (found.paths, found.accepted) == ([expected_path], [expected])
+    *verified, tree, path, accepted = RESULTS[name]
+    found = result_for(VerificationResult(*([part] for part in verified)), tree)
+    assert (found.paths, found.accepted) == ([path], [accepted])
 
 
 def test_padded_tree_has_the_same_nodes_and_more_columns() -> None:

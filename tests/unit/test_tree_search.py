@@ -75,11 +75,8 @@ class ReferenceGrowth:
 
     def open(self) -> list[int]:
         """Candidates of the last level that can be expanded, most probable first."""
-        found = [
-            index
-            for index, (_, _, depth, p) in enumerate(self.candidates)
-            if p > 0 and depth == self.depth < self.limit
-        ]
+        candidates = enumerate(self.candidates)
+        found = [index for index, (*_, depth, p) in candidates if p > 0 and depth == self.depth < self.limit]
         return sorted(found, key=lambda index: -self.candidates[index][3])
 
     def best(self, nodes: int) -> set[tuple[int, ...]]:
@@ -129,9 +126,7 @@ def test_growth_agrees_with_the_reference(
         if level:
             tree = growth.expand(width)
             new = zip(tree.above.tolist(), tree.tokens.tolist(), strict=True)
-            paths = [
-                [(*paths[row][at], token) for at, token in zip(*pair, strict=True)] for row, pair in enumerate(new)
-            ]
+            paths = [[(*paths[row][at], one) for at, one in zip(*pair, strict=True)] for row, pair in enumerate(new)]
             for row, slow in enumerate(references):
                 opened = slow.open()[:width]
                 slow.frontier = opened
@@ -169,9 +164,8 @@ def _check_last_ancestors(tree: GrownTree, paths: list[list[tuple[int, ...]]]) -
         for one, path in enumerate(ends):
             assert depths[row, -len(ends) + one] == len(path) and ancestors[row, one, -len(ends) + one]
             for other, another in enumerate(ends):  # in common they have what their paths have in common, and the root
-                common = next(
-                    (at for at, pair in enumerate(zip(path, another, strict=True)) if len(set(pair)) > 1), len(path)
-                )
+                differing = (at for at, (a, b) in enumerate(zip(path, another, strict=True)) if a != b)
+                common = next(differing, len(path))
                 assert (ancestors[row, one] & ancestors[row, other]).sum() == 1 + common
 
 
@@ -212,9 +206,8 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     growth = _grown(new_growth([6], 4), size, [0.5, 0.2, 0.1, 0.05], passes)
     spent = latency.drafter.draft([1, *passes])
     probability = growth.read().sorted_probability(64)[0]
-    rates = [
-        (1 + probability[:n].sum()) / (latency.target.seconds_of(1.0 + n) + spent) for n in range(len(probability) + 1)
-    ]
+    tokens = [1 + probability[:count].sum() for count in range(len(probability) + 1)]
+    rates = [one / (latency.target.seconds_of(1.0 + count) + spent) for count, one in enumerate(tokens)]
     assert size.nodes(growth) == int(np.argmax(rates))
 
 
