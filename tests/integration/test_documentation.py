@@ -242,7 +242,7 @@ def test_commands_of_a_page_are_understood(page: Path, monkeypatch: pytest.Monke
 
 PROMPT = "def add(x, y):\n    return x + y\n\ndef add(x, y):"
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 50}
-TOKENS = 20
+TOKENS = 12
 
 
 @pytest.fixture(scope="module")

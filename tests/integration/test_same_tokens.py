@@ -20,8 +20,8 @@ from tests.helpers.processors import RecordingStreamer
 from tests.helpers.strategies import ENCODER_DECODERS, PARTLY_RIGHT, RANDOM_HEADS, STRATEGIES, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TOKENS = 24
-"""Enough steps for the whole pattern of `Irregular`, and for adaptive depths to change."""
+TOKENS, TOKENS_WITH_POLICY = 16, 24
+"""With a policy enough steps for the whole pattern of `Irregular`, and for adaptive depths to change."""
 SETTINGS: dict[str, dict[str, Any]] = {
     **SAMPLING,
     "sampled by text": {"do_sample": True, "top_p": 0.8, "no_repeat_ngram_size": 3},
@@ -59,7 +59,8 @@ UNUSUAL_PROMPTS: dict[str, torch.Tensor] = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategy_same_tokens(strategy: str, settings: str, policy: Any, batch: int, tokenizer: Any) -> None:
     """Would catch: a cache that is wrong behind accepted paths, states of a wrong row or step, tokens after EOS."""
-    arguments = {"max_new_tokens": TOKENS if strategy in PARTLY_RIGHT else 12, **SETTINGS[settings]}
+    tokens = 12 if strategy not in PARTLY_RIGHT else TOKENS_WITH_POLICY if policy else TOKENS
+    arguments = {"max_new_tokens": tokens, **SETTINGS[settings]}
     if settings == "stop string":
         arguments["tokenizer"] = tokenizer
     if strategy in ENCODER_DECODERS:
