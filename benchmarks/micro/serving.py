@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from benchmarks.harness.projection import latency_for, step_seconds
 from hf_specgen import (
     AdaptiveDepth,
     Candidates,
@@ -24,6 +25,8 @@ from hf_specgen import (
     NgramHistory,
     generate_many,
 )
+from hf_specgen.counters import StepRecord
+from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
@@ -102,8 +105,8 @@ def rollouts(repeats: int, quick: bool) -> list[dict[str, Any]]:
     Of the same length each, as samples of plain `generate_batch` depend on the whole step.
     """
     model, prompts, rows = _model(quick), _prompts(("math", "json"), 2), []
-    for group in (2,) if quick else (2, 4, 8, 16):
-        requests, new = [prompt for prompt in prompts for _ in range(group)], 8 if quick else 48
+    for group in (2,) if quick else (2, 8, 16):
+        requests, new = [prompt for prompt in prompts for _ in range(group)], 8 if quick else 32
 
         def batch(candidates: Any, requests: Tokens = requests, new: int = new) -> Tokens:
             torch.manual_seed(0)
@@ -120,7 +123,7 @@ def rollouts(repeats: int, quick: bool) -> list[dict[str, Any]]:
                 "n-grams": lambda run=run: run(NgramCandidates()),  # type: ignore[misc]
                 "n-grams, recycling": lambda run=run: run(CombinedCandidates()),  # type: ignore[misc]
             }
-            found = _compare(f"{name}, groups of {group}", sides, repeats)
+            found = _compare(f"{name}, groups of {group}", sides, min(repeats, 2))
             rows += found if run is batch else [{**row, "same tokens": "other samples"} for row in found]
     return rows
 
@@ -149,21 +152,40 @@ def _in_packed_steps(
 
 
 def replaced_rows(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """`generate_many` over fixed batches of 8 in `generate`, both with n-grams: 64 prompts, answers of any length."""
-    model, prompts = _model(quick), _prompts(tuple(DOMAINS), 8 if quick else 64)
+    """`generate_many` over fixed batches of 8 in `generate`, both with n-grams: 64 prompts, answers of any length.
+
+    Decoding by given latencies, of the 16M model and in plain steps of one row, and the wall time at 300M.
+    """
+    prompts, steps = _prompts(tuple(DOMAINS), 8 if quick else 64), list[StepRecord]()
     generator = torch.Generator().manual_seed(0)
     prompts = [prompts[index] for index in torch.randperm(len(prompts), generator=generator).tolist()]
-    arguments: dict[str, Any] = {"max_new_tokens": 8 if quick else 200, "do_sample": False}
+    arguments: dict[str, Any] = {"max_new_tokens": 8 if quick else 200, "do_sample": False, "policy": None}
+    policy, candidates, model = AdaptiveDepth(GPU_LIKE), NgramCandidates(), _model(True)
+
+    def count_steps(rows: Tokens) -> Tokens:
+        assert candidates.speculation is not None
+        steps.extend(candidates.speculation.passes)
+        return rows
 
     def batches() -> Tokens:
         groups = [prompts[first : first + 8] for first in range(0, len(prompts), 8)]
-        return [row for group in groups for row in _generate(model, group, NgramCandidates(), **arguments)]
+        return [row for group in groups for row in count_steps(_generate(model, group, candidates, **arguments))]
 
     def many() -> Tokens:
-        answers = generate_many(model, prompts, NgramCandidates(), max_rows=8, ordered=True, **arguments)
-        return [answer.tokens for answer in answers]
+        answers = generate_many(model, prompts, candidates, max_rows=8, ordered=True, **arguments)
+        return count_steps([answer.tokens for answer in answers])
 
-    return _compare("64 prompts", {"batches of 8": batches, "generate_many": many}, 1 if quick else min(repeats, 1))
+    sides: dict[str, Side] = {"batches of 8": batches, "generate_many": many}
+    arguments["policy"] = policy
+    latency = latency_for(candidates, cast(LatencyModel, policy.latency))
+
+    def projected() -> float:
+        """Decoding time up to now."""
+        return sum(step_seconds(step, latency) for step in steps)
+
+    rows = _compare("projected", sides, 1, projected)
+    arguments["policy"], model = None, _model(quick)
+    return rows + _compare("300M", sides, 1)
 
 
 def batch_of_eight(repeats: int, quick: bool) -> list[dict[str, Any]]:
@@ -171,7 +193,7 @@ def batch_of_eight(repeats: int, quick: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     prompts = _prompts(("edit", "json"), 8)
     for name, small in (("16M", True), ("300M", quick)):
-        model, arguments = _model(small), {"max_new_tokens": 8 if quick else 48, "do_sample": False}
+        model, arguments = _model(small), {"max_new_tokens": 8 if quick else 64, "do_sample": False}
 
         def run(candidates: Any, model: PreTrainedModel = model, arguments: dict[str, Any] = arguments) -> Tokens:
             return _generate(model, prompts, candidates, **arguments)
@@ -206,24 +228,32 @@ def _generate(model: PreTrainedModel, prompts: Tokens, candidates: Any, **argume
     return [row[: row.index(2) + 1] if 2 in row and arguments["eos_token_id"] == 2 else row for row in rows]
 
 
-def _compare(part: str, sides: dict[str, Side], repeats: int) -> list[dict[str, Any]]:
-    """Wall time of each side and its ratio to the first, both the median over turns; first calls included."""
+def _compare(
+    part: str, sides: dict[str, Side], repeats: int, clock: Callable[[], float] = perf_counter
+) -> list[dict[str, Any]]:
+    """Time of each side and its ratio to the first, both the median over turns.
+
+    The first of several turns, in which targets are checked and their latency is measured, is a column of its own.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens: dict[str, Tokens] = {}
     for turn in range(repeats):
         names = list(sides)[:: 1 if turn % 2 == 0 else -1]
         for name in names:
-            begin = perf_counter()
+            begin = clock()
             tokens[name] = sides[name]()
-            seconds[name].append(perf_counter() - begin)
-    first = next(iter(sides))
+            seconds[name].append(clock() - begin)
+    first, turns = next(iter(sides)), slice(1 if repeats > 1 else 0, None)
     return [
         {
             "part": part,
             "variant": name,
             "tokens": sum(map(len, tokens[name])),
-            "seconds": median(times),
-            "time over the first": median([one / other for one, other in zip(times, seconds[first], strict=True)]),
+            "seconds": median(times[turns]),
+            "time over the first": median(
+                [one / other for one, other in zip(times[turns], seconds[first][turns], strict=True)]
+            ),
+            "first turn": times[0] / seconds[first][0],
             "same tokens": tokens[name] == tokens[first],
         }
         for name, times in seconds.items()

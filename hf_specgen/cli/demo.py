@@ -39,6 +39,7 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
         with console.status("widening the layers"):
             dtype = fast_dtype(model, settings.wide * 10**6)
             model = widen(model, settings.wide * 10**6, getattr(torch, dtype))
+        console.print()
         same &= measure_target(f"{settings.wide}M", model, tokenizer, settings, end, console)
         console.print(
             f"[dim]The target of {settings.wide}M computes the function of the small one with wider layers: a latency "

@@ -233,7 +233,10 @@ def recommend(speeds: Mapping[str, Speed]) -> tuple[str, str]:
     possible = {name: measured.value for name, measured in speeds.items() if measured.plausible}
     best = max(possible, key=possible.__getitem__, default=PLAIN)
     if possible.get(best, 0.0) <= 1:
-        return PLAIN, "no strategy was faster than plain generate on these prompts"
+        unreliable = (
+            "; speedups above the tokens per step are those of a busy machine" if len(possible) < len(speeds) else ""
+        )
+        return PLAIN, f"no strategy was faster than plain generate on these prompts{unreliable}"
     doubt = "" if speeds[best].faster else "; not certain yet, a longer measurement makes the interval smaller"
     found = speeds[best]
     interval = f"{found.value:.2f}x plain ({found.low:.2f}-{found.high:.2f})"
