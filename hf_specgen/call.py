@@ -37,11 +37,9 @@ class GenerationState:
         generated: the tokens generated so far, per row.
         other_rows: rows of other calls that share the forward passes of the target, see `generate_many`.
         drafts_together: whether they share the passes of the drafter too.
-        rows_differ: whether each row has as many draft tokens verified as it needs, as in packed steps; otherwise all
-            rows of a pass are as long as the longest.
     """
 
-    other_rows, drafts_together, rows_differ = 0, False, False
+    other_rows, drafts_together = 0, False
 
     def __init__(
         self,

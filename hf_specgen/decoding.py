@@ -21,7 +21,7 @@ from hf_specgen.candidates.base import Candidates, ChainSession, DraftCall
 from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import Policy, PolicySession
-from hf_specgen.depth.latency import LatencyModel, StepLatency
+from hf_specgen.depth.latency import LatencyModel
 from hf_specgen.monitoring import Monitor, MonitorSession
 from hf_specgen.outputs import OutputCollector, Padding
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
@@ -163,7 +163,7 @@ class DecodingLoop:
         """The draft that was planned, and the pending tokens."""
         with self.timer.part("draft"):
             tree = self.drafter.draft(self._max_depths)
-        return self.policy.padded(tree), self.padding.pending()
+        return tree, self.padding.pending()
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
@@ -259,18 +259,6 @@ class PolicyRunner:
             most = min(state.remaining(row) - 1, positions)
             limits.append(int(max(0, most)) if may_draft[row] else 0)
         return limits
-
-    def padded(self, tree: DraftTree) -> DraftTree:
-        """The draft, padded to a size that the target computes faster, if there is one."""
-        step = self.latency(tree.drafting_rows) if tree.nodes else None
-        if step is None or self._target.verifies_chains_only:
-            return tree
-        return tree.padded(int(step.target.padded(1 + tree.nodes)) - 1)
-
-    def latency(self, rows: int) -> StepLatency | None:
-        """The latencies of a step of so many rows, if the policy has any."""
-        latency = self._session.latency
-        return None if latency is None else latency.at(rows, self._call.context_length)
 
     @property
     def pass_latency(self) -> LatencyModel | None:

@@ -155,7 +155,7 @@ class _Batch:
             policy.common_loss = DraftingLoss()
         self._model, self._settings, self._seed, self._policy = model, replace(settings, policy=policy), seed, policy
         self._streamer, self._arguments = streamer, arguments
-        self._candidates, self._drafters = joined(settings.candidates, rows_differ=False)
+        self._candidates, self._drafters = joined(settings.candidates)
         self._rows: list[_Row] = []
         self._joined: list[_Row] = []  # those of the common target
         self._target: Target

@@ -175,7 +175,7 @@ class PackedSteps:
         self._processor, self._model, self._config, self._settings = processor, model, config, settings
         self._seed, self._finished = seed, finished
         self._requests: dict[str, Request] = {}
-        self._candidates, self._drafters = joined(settings.candidates, rows_differ=True)
+        self._candidates, self._drafters = joined(settings.candidates)
         self._layers = settings.candidates.target_requirements(model).aux_hidden_state_layers
         self._states: list[torch.Tensor] = []  # captured in the step
         self._allocators: dict[str, Any] = processor.cache.cache_allocators

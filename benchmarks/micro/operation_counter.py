@@ -1,7 +1,7 @@
 """Counter of operations, host reads and tensors from host data outside of the calls of modules.
 
 The counts are made on a CPU, where a tensor that stays on the host cannot be told from one of the device: reads of both
-count.
+count. Tensors say meanwhile that they are not on a CPU, so that the code for an accelerator is what runs.
 """
 
 from __future__ import annotations
@@ -149,5 +149,6 @@ def counting() -> Iterator[tuple[Counter[str], Passes]]:
         stack.enter_context(patch.object(torch.Tensor, "cpu", lambda *args, **kwargs: counter.cpu(*args, **kwargs)))
         for owner, name in BUILDING:
             stack.enter_context(patch.object(owner, name, counter.built(getattr(owner, name))))
+        stack.enter_context(patch.object(torch.Tensor, "is_cpu", False))
         with counter:
             yield counter.counts, passes

@@ -226,10 +226,8 @@ class Snapshot:
     frontier: Floats  # [rows, last level] of candidates that can be expanded, else 0
     reached: Floats  # [rows, 1 + expanded] of the expanded nodes, 1 for the row's last token
 
-    def sorted_probability(self, nodes: int, of_all_rows: bool = False) -> Floats:
-        """`[rows, at most nodes]` the highest path probabilities in descending order; those of all rows, or of each."""
-        if of_all_rows:
-            return -np.sort(-self.probability, axis=None).reshape(-1, len(self.probability)).T[:, :nodes]
+    def sorted_probability(self, nodes: int) -> Floats:
+        """`[rows, at most nodes]` the highest path probabilities of each row in descending order."""
         return -np.sort(-self.probability, axis=1)[:, :nodes]
 
     def frontier_probability(self, width: int) -> Floats:

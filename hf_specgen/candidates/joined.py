@@ -27,17 +27,14 @@ UNLIMITED = 2**31
 """Columns of a text: each request has a limit of its own."""
 
 
-def joined(candidates: Candidates, rows_differ: bool) -> tuple[Candidates, list[JoinedCandidates]]:
-    """The strategy with its drafters that have a forward pass replaced by joined ones; and these.
-
-    `rows_differ` as in `GenerationState`.
-    """
+def joined(candidates: Candidates) -> tuple[Candidates, list[JoinedCandidates]]:
+    """The strategy with its drafters that have a forward pass replaced by joined ones; and these."""
     if candidates.negligible_draft_cost:
         return candidates, []
     if not isinstance(candidates, CombinedCandidates):
-        drafter = JoinedCandidates(candidates, rows_differ)
+        drafter = JoinedCandidates(candidates)
         return drafter, [drafter]
-    members = [joined(member, rows_differ) for member in candidates.strategies]
+    members = [joined(member) for member in candidates.strategies]
     combined = copy.copy(candidates)
     combined.strategies = tuple(member for member, _ in members)
     return combined, [drafter for _, drafters in members for drafter in drafters]
@@ -52,9 +49,8 @@ class JoinedCandidates(Candidates):
         seconds, passes: of the last draft, if one was requested: its time, and the tokens of each pass.
     """
 
-    def __init__(self, strategy: Candidates, rows_differ: bool):
+    def __init__(self, strategy: Candidates):
         self.k, self.policy, self.tree, self._strategy = strategy.k, strategy.policy, strategy.tree, strategy
-        self._rows_differ = rows_differ
         self.is_joined: bool | None = None  # until the first call
         self.seconds, self._drafted = 0.0, DraftTree.empty(0)
         self.passes: Sequence[int] = ()
@@ -107,7 +103,6 @@ class JoinedCandidates(Candidates):
     def _start(self, call: DraftCall) -> DraftSession:
         """The common session, whose call has the texts and targets of the rows."""
         self._texts = _Texts(self.rows)
-        self._texts.rows_differ = self._rows_differ
         call = replace(call, state=self._texts, target=_Targets(self), depth=_Depth(self))
         return self._strategy.start(replace(call, verification=_Verification(call, self)))
 

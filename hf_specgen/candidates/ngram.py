@@ -53,8 +53,7 @@ FREQUENT = 0
 NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 0.84, 0.66
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
 MAX_OCCURRENCES = 24
-"""Maximum number of occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more
-steps."""
+"""Occurrences that vote, in the row's text and in the history each: with 16, edits take 10% more steps."""
 
 
 class NgramCandidates(Candidates):
@@ -156,7 +155,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """What followed earlier occurrences of the end of the row's text."""
         text = self._texts[row]
-        text.extend(self._state.generated[row][text.num_generated :])
+        text.extend(self._state.generated[row][len(text.index) - text.num_known :])
         return text.propose(depth, limits)
 
 
@@ -206,8 +205,8 @@ class RowText:
     ):
         # The expected output is indexed before the text, as if it had been copied from up to its beginning.
         self.index = NgramIndex([*prediction, SEPARATOR, *prompt] if prediction else prompt)
-        self._num_known = len(self.index)  # tokens before the generated ones
-        self._first = self._num_known - len(prompt)
+        self.num_known = len(self.index)  # tokens before the generated ones
+        self._first = self.num_known - len(prompt)
         self._odds, self._history, self._min_ngram, self._max_ngram = odds, history, min_ngram, max_ngram
         self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
         # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
@@ -215,11 +214,6 @@ class RowText:
         self._next_count = 0  # length of the text at which its tokens are counted again
         self._frequent: list[tuple[int, float]] = []
         self._after_frequent: dict[int, list[Occurrence]] = {}
-
-    @property
-    def num_generated(self) -> int:
-        """How many tokens were appended."""
-        return len(self.index) - self._num_known
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -339,15 +333,18 @@ class MatchOdds:
 
     def __init__(self, values: Sequence[float] = PRIOR_ODDS):
         self.values = list(values)
+        self.new = 1.0  # factor of the odds of a token that none proposes: calls differ in how much they repeat
 
     def observe(self, outcomes: Iterable[tuple[int, float, bool]]) -> None:
         """Learn from verified tokens: the class, the expected probability and whether the token was accepted."""
         for place, expected, accepted in outcomes:
-            value, prior = self.values[place] * exp(0.2 * (accepted - expected)), PRIOR_ODDS[place]
-            self.values[place] = min(prior * 20, max(prior / 20, value))
+            change, prior = exp(0.2 * (accepted - expected)), PRIOR_ODDS[place]
+            self.values[place] = min(prior * 20, max(prior / 20, self.values[place] * change))
+            if place != FREQUENT:
+                self.new = min(20.0, max(0.05, self.new / change))
 
     def copy(self) -> MatchOdds:
-        """Odds with the same values, which learn independently."""
+        """Odds for another call, which learn independently."""
         return MatchOdds(self.values)
 
 
@@ -378,7 +375,7 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[tupl
                 proposers[token].append(voter)
             else:
                 values[token], proposers[token] = value, [voter]
-    total = sum(values.values()) + NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values)
+    total = sum(values.values()) + odds.new * (NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values))
     votes = [(token, value / total, proposers[token]) for token, value in values.items()]
     return sorted(votes, key=lambda one: -one[1]) if len(votes) > 1 else votes
 

@@ -40,8 +40,7 @@ class TreeSize:
     """How large the trees of a step become: chains, a number of nodes, or the most expected tokens per second.
 
     With a latency model trees leave out all passes of the drafter and all nodes that cost more than they gain; without
-    one they have `nodes` nodes, expanded about the square root of that many at a time. With `rows_differ` the most
-    probable nodes of all rows count, and the caller cuts the trees.
+    one they have `nodes` nodes, expanded about the square root of that many at a time.
     """
 
     _snapshot: Snapshot | None = None
@@ -52,12 +51,10 @@ class TreeSize:
         children: int = MAX_CHILDREN,
         latency: StepLatency | None = None,
         rows: int = 1,
-        rows_differ: bool = False,
     ):
         self._width = self._planned = 0  # nodes to expand in each of the next passes, and how many of these passes
         self.max_nodes, self.children, self._rows = nodes or MAX_NODES, children, rows
         self.min_probability, self.latency, self.is_fastest = 0.0, latency, latency is not None
-        self._rows_differ = rows_differ
         if latency is None:
             return
         self._target, self.min_probability = _target_seconds(latency.target, rows, self.max_nodes)
@@ -89,7 +86,7 @@ class TreeSize:
         accepted = snapshot.children_accepted(self._seen)
         self._child = self._child if accepted is None else min(1.0, accepted)
         self._seen = snapshot.reached.shape[1]
-        probability = snapshot.sorted_probability(self.max_nodes, self._rows_differ).sum(axis=0)
+        probability = snapshot.sorted_probability(self.max_nodes).sum(axis=0)
         tokens = self._rows + np.concatenate([[0.0], np.cumsum(probability)])
         rates = tokens / (self._target[: len(tokens)] + self._spent)
         best = int(np.argmax(rates))
@@ -112,8 +109,6 @@ class TreeSize:
         """How many nodes of each row are verified."""
         if not self.is_fastest:
             return self.max_nodes if self.children > 1 else max(1, *growth.limits)
-        if self._rows_differ:
-            return self.max_nodes
         if self._snapshot is None or self._snapshot.probability.shape[1] < growth.candidates:
             self._snapshot = growth.read()
         return self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
@@ -123,7 +118,7 @@ class TreeSize:
 
         With `is_sampled` the first local maximum of the speed, so that no node is left out because of those after it.
         """
-        if not self.is_fastest or self._rows_differ:
+        if not self.is_fastest:
             return self.max_nodes
         gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
         tokens = accumulate(gains, initial=float(self._rows))
@@ -171,7 +166,7 @@ def tree_size(
     step = latency.at(rows, call.context_length)
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
-    return TreeSize(None, MAX_CHILDREN, step, rows, call.state.rows_differ)
+    return TreeSize(None, MAX_CHILDREN, step, rows)
 
 
 @dataclass

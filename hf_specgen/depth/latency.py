@@ -65,15 +65,8 @@ class CostCurve:
             raise ValueError(f"queries must increase from 1, and seconds, context and batch be positive, got {self}")
 
     def __call__(self, queries: float) -> float:
-        """Seconds of a pass over `queries` tokens per row, padded where that is faster."""
-        return interpolate(self.padded(queries), self.queries, self.seconds)
-
-    def padded(self, queries: float) -> float:
-        """Tokens per row of the fastest pass over at least `queries`: on some CPUs 2 or 3 tokens take longer than 8."""
-        if queries <= 1:
-            return queries
-        larger = [(seconds, size) for size, seconds in zip(self.queries, self.seconds, strict=True) if size > queries]
-        return min([(interpolate(queries, self.queries, self.seconds), queries), *larger])[1]
+        """Seconds of a pass over `queries` tokens per row."""
+        return interpolate(queries, self.queries, self.seconds)
 
     def seconds_of(self, tokens: float) -> float:
         """Seconds of a pass over this many tokens in all rows together, for any number of rows."""

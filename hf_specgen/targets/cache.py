@@ -176,7 +176,8 @@ class RaggedLayer(CacheLayerMixin):
             return torch.cat([pad(part, (0, 0, first, capacity))[:, :, :capacity] for part, first in parts])
 
         self.keys, self.values = joined(self.keys, other.keys), joined(self.values, other.values)
-        self.lengths, self.first = self.lengths + other.lengths, 0
+        self.first = 0
+        self.set_lengths(self.lengths + other.lengths)
 
 
 class StepLayer(RaggedLayer):

@@ -154,6 +154,16 @@ def test_parallel_draft_same_tokens_in_one_pass_a_draft(name: str, batch: int, m
         assert passes and all(len(step) == 1 for step in passes)
 
 
+def test_auto_depth_of_one_pass_is_less_than_that_of_a_pass_for_each_level() -> None:
+    """Would catch: mask tokens for depths that are hardly ever accepted, in every pass."""
+    target, fixed = FIXTURES["pard_llama"].target, hf_specgen.FixedDepth()
+    parallel, serial = drafts("pard_llama", policy=fixed), DraftModelCandidates(target, policy=fixed)
+    for candidates in (parallel, serial):
+        assert_same_tokens(target, prompts(1), candidates, max_new_tokens=40)
+    assert max(max(step.passes, default=0) for step in parallel.speculation.passes) < 32
+    assert max(step.depth for step in serial.speculation.passes) == 32
+
+
 @pytest.mark.parametrize("name", DRAFTS)
 def test_parallel_draft_beside_others_and_with_ended_rows_same_tokens(name: str) -> None:
     target = FIXTURES[name].target

@@ -118,14 +118,6 @@ def test_cost_curve_of_bad_points_raises(arguments: tuple[Any, Any], message: st
         CostCurve(*arguments, context=256, batch=1)
 
 
-def test_pass_is_padded_to_a_larger_size_only_where_that_is_faster() -> None:
-    curve = CostCurve((1, 2, 4, 8, 24), (1.0, 2.0, 1.8, 1.6, 2.2), context=64, batch=1)
-    assert [curve.padded(q) for q in (1, 2, 3, 5, 8, 9, 24, 30)] == [1, 8, 8, 8, 8, 9, 24, 30]
-    assert [curve(q) for q in (1, 2, 3, 7)] == [1.0, 1.6, 1.6, 1.6]
-    increasing = CostCurve((1, 4, 16), (1.0, 1.2, 2.0), context=64, batch=1)
-    assert [increasing.padded(q) for q in range(1, 20)] == list(range(1, 20))
-
-
 def test_shared_latency_is_the_part_of_one_row() -> None:
     """Would catch: rows of `generate_many` that take their passes for free, or each for the whole."""
     curve = CostCurve((1, 8, 64), (1.0, 1.6, 7.0), context=256, batch=1)

@@ -108,6 +108,7 @@ def test_observe_rejections_make_the_class_less_likely() -> None:
     session.draft([1])
     [(tried, _, _)] = outcomes(session._trees[0], [9], session._odds)
     session.observe(VerificationResult([[]], [[9]], [0]))
+    assert session._odds.new > 1 == session._odds.copy().new, "in this call alone other tokens are more likely"
     odds = zip(session._odds.values, PRIOR_ODDS, strict=True)
     changed = [place for place, (new, old) in enumerate(odds) if new != old]
     assert changed == [tried] and session._odds.values[tried] < PRIOR_ODDS[tried]

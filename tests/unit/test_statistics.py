@@ -209,7 +209,7 @@ step_operations = importlib.import_module("benchmarks.micro.step_operations")
 def test_step_makes_few_host_reads(strategy: str) -> None:
     """Would catch: a read for each level of a draft, for the accepted path, or for the lengths of a cache.
 
-    The growth of a tree reads once for four levels, the verification once, and a call a few times at its end.
+    The growth of a tree of more than four levels reads in between; everything else is read once, after verification.
     """
     model = fresh_model("llama", num_hidden_layers=2)
     draft = perturbed_copy(model, 0.02)
@@ -222,7 +222,7 @@ def test_step_makes_few_host_reads(strategy: str) -> None:
     model.generate(**call)  # the checks of a first call
     steps, counts = step_operations._counts(model, call)
     assert steps > 5
-    assert counts[READS] <= 3 * steps
+    assert counts[READS] <= steps + 1  # with the end of the call
     assert counts[BUILT] <= 3 * steps
 
 
