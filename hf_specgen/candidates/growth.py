@@ -24,6 +24,9 @@ from hf_specgen.grown_tree import DEPTH, NO_NODE, NUMBER, PARENT, PATH, TOKEN, G
 from hf_specgen.tree import TreeStructure
 
 Floats = NDArray[np.floating[Any]]
+LEVELS_PER_READ = 4
+"""Maximum number of passes between two reads of the probabilities by the host, which waits for an accelerator then. On a
+CPU, where nothing has to wait, every level is read."""
 CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
 UNEXPANDED = -2
@@ -54,6 +57,7 @@ class Growth:
     def __init__(self, depths: Sequence[int], children: int, last_tokens: Tensor):
         self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
         self.rows = sum(depth > 0 for depth in depths)
+        self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
         self._last_tokens = last_tokens
         # Of each level: its candidates, then those of them that were expanded, by their index in the level.
         self._tokens: list[Tensor] = []

@@ -26,8 +26,6 @@ from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
 from hf_specgen.tree import DraftTree
 
 Tag = TypeVar("Tag")
-LEVELS_PER_READ = 4
-"""Maximum number of passes between two reads of the probabilities by the host, which waits for an accelerator then."""
 MAX_NODES = 64
 """Maximum number of nodes of a row: beyond, each further one adds to the latency even of a memory-bound target."""
 MAX_CHILDREN = 8
@@ -70,7 +68,7 @@ class TreeSize:
         if not self.is_fastest:
             if self.children == 1:
                 return 1
-            reads = growth.levels % LEVELS_PER_READ == 0 and left > 1
+            reads = growth.levels % growth.levels_per_read == 0 and left > 1
             width = min(isqrt(self.max_nodes), growth.frontier)
             return width if not reads or growth.read().may_improve(self.max_nodes) else 0
         if not self._planned:
@@ -102,7 +100,7 @@ class TreeSize:
         seconds = self._target[nodes] + self._spent + levels * self._pass[: len(reached)]
         expected = (tokens[best] + gain) / seconds
         level, place = divmod(int(np.argmax(expected)), len(reached))
-        self._planned = min(1 + level, LEVELS_PER_READ)
+        self._planned = min(1 + level, growth.levels_per_read)
         return 1 + place if expected[level, place] > rates[best] * (1 + MIN_GAIN) else 0
 
     def nodes(self, growth: Growth) -> int:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.growth import LEVELS_PER_READ, Growth
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
-from hf_specgen.candidates.tree_search import LEVELS_PER_READ, SearchLimits, TreeSize, best_first
+from hf_specgen.candidates.tree_search import SearchLimits, TreeSize, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.tree import DraftTree
@@ -237,11 +237,14 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     assert widths[1] > widths[0]
 
 
-def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come() -> None:
+@pytest.mark.parametrize("levels", [1, LEVELS_PER_READ])
+def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come(levels: int) -> None:
     """Would catch: passes of the drafter that cannot change the tree."""
     passes: list[int] = []
-    _grown(new_growth([64], 3), TreeSize(4), [0.3, 0.2, 0.1], passes)
-    assert len(passes) == LEVELS_PER_READ - 1
+    growth = new_growth([64], 3)
+    growth.levels_per_read = levels
+    _grown(growth, TreeSize(4), [0.3, 0.2, 0.1], passes)
+    assert len(passes) == (levels - 1 or 1)
     passes.clear()
     _grown(new_growth([3], 3), TreeSize(40), [0.5, 0.3, 0.1], passes)
     assert len(passes) == 2, "as deep as the draft may be"
