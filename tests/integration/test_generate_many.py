@@ -73,9 +73,7 @@ ARCHITECTURES: list[tuple[str, int, list[str], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("architecture", "longest", "names", "arguments"), ARCHITECTURES)
-def test_strategies_same_tokens_as_alone(
-    architecture: str, longest: int, names: list[str], arguments: dict[str, Any]
-) -> None:
+def test_strategies_same_tokens_as_alone(architecture: str, longest: int, names: list[str], arguments: Any) -> None:
     """Would catch: a row that continues in the slots of another, a sliding window that lost a slot, a lost prompt."""
     model, prompts = tiny_model(architecture), some_prompts(longest=longest)
     expected = alone(model, prompts, seed=5, **arguments)
