@@ -78,7 +78,7 @@ def show(settings: DoctorSettings) -> bool:
     if report.ranking is not None:
         console.print(report.ranking)
     if report.recommendation:
-        console.print(f"[bold]{report.recommendation}[/]", highlight=False)
+        console.print(f"[bold]{report.recommendation}[/]", highlight=False, soft_wrap=True)
     console.print(report.reason)
     return not report.bad
 

@@ -2,14 +2,7 @@
 
 from collections.abc import Sequence
 
-from hf_specgen import AdaptiveDepth, Call, Policy, PolicySession
-from hf_specgen.depth import CostCurve, LatencyModel
-
-
-def padding() -> Policy:
-    """Passes over 8 tokens count as the fastest, so that smaller drafts are padded; 24 cost hardly more than one."""
-    curve = CostCurve((1, 2, 8, 24), (1.0, 2.0, 1.01, 1.02), context=32, batch=1)
-    return AdaptiveDepth(LatencyModel.from_curves(curve))
+from hf_specgen import Call, Policy, PolicySession
 
 
 class Irregular(Policy):
