@@ -44,8 +44,6 @@ COMMANDS = re.compile(
 PLACEHOLDERS = {"HEAD": "benchmarks/assets/medusa-heads", "FILE": "benchmarks/profiles/gpu_like.json"}
 PLACEHOLDERS |= {"ID": "org/model"}
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
-GONE = " --trace-texts 0"
-"""An option of the commit at which the suite `wide` was recorded."""
 INPUTS = {"_", "adapter", "checkpoint", "exit_layer", "head_or_path", "max_k", "model_or_id", "settings", "strategies"}
 """Arguments of strategies that name what they draft with, or are not for users."""
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
@@ -168,7 +166,7 @@ def test_page_of_keywords_names_every_setting() -> None:
 
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of each command, without placeholders, comments and what another program prints."""
-    text = page.read_text(encoding="utf-8").replace(GONE, "")
+    text = page.read_text(encoding="utf-8")
     for block, inline in COMMANDS.findall(text):
         for line in (block or inline.replace("\n", " ")).replace("\\\n", " ").split("\n"):
             words = shlex.split(line, comments=True)
