@@ -347,10 +347,9 @@ class UsersFunction:
         self._action, self._stops = action, stops
 
     def __call__(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        input_ids[:, 0] += self._action == "edits"
         if self._action == "draws":
             torch.rand(1)
-        elif len(input_ids[0]) > 14:
-            input_ids[:, 0] = 3
         return torch.zeros(len(input_ids), dtype=torch.bool) if self._stops else scores
 
 

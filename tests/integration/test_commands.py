@@ -179,9 +179,9 @@ def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch
 @pytest.mark.filterwarnings("ignore")
 def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: heads of another target, draft models of half its size, folders that hold neither."""
-    other_head = next(HEAD_FIXTURES.glob("eagle3_original")) / "head"
-    names = [str(REFERENCE_LM), str(EAGLE_HEAD), str(DRAFT_LM), str(other_head), str(Path(__file__).parent)]
-    repos = [SimpleNamespace(repo_id=name, repo_type="model") for name in names]
+    other_head, neither = HEAD_FIXTURES / "eagle3_original" / "head", Path(__file__).parent
+    names = [REFERENCE_LM, EAGLE_HEAD, DRAFT_LM, other_head, neither]
+    repos = [SimpleNamespace(repo_id=str(name), repo_type="model") for name in names]
     monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
     monkeypatch.setattr(checkpoints.constants, "HF_HUB_OFFLINE", True)
     assert [one.kind for one in checkpoints.in_cache(str(REFERENCE_LM))] == ["EAGLE"]

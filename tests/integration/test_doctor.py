@@ -77,7 +77,6 @@ def test_variants_on_cuda_are_level_with_and_without_graphs() -> None:
 
 
 def test_doctor_without_a_run_loads_nothing_and_recommends_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: a line of code that is broken where the terminal ends, and cannot be copied."""
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
     result = CliRunner().invoke(app, ["doctor", MODEL, "--heads", HEADS, "--no-run"])
     assert result.exit_code == 0, result.output
