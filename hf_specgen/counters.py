@@ -200,7 +200,7 @@ class Statistics(Counts):
         """Set the number of generated tokens of each row, and remove tokens beyond it from the counts."""
         self.lengths = list(lengths)
         for steps, length in zip(self.rows, lengths, strict=True):
-            remaining = length - 1  # the first token is of the prefill
+            remaining = length - 1  # the prefill gives the first token
             for step in steps:
                 step.emitted = max(0, min(step.emitted, remaining))
                 step.accepted = min(step.accepted, step.emitted)

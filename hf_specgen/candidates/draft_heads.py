@@ -227,7 +227,7 @@ class EagleCandidates(HeadCandidates):
 
     max_depth = 32
     """With the depth 8 of EAGLE-3's trees the projected speed of the bundled head is 0.9 of that with 16, which is 0.96
-    of that with 32: text that the head is nearly sure of deserves deep drafts."""
+    of that with 32: text of which the head is nearly certain is accepted to a greater depth."""
     head_classes, expected = (Eagle1Head, Eagle3Head), "an EAGLE head without a mask token (P-EAGLE)"
 
     def accepts(self, head: DraftHead) -> bool:

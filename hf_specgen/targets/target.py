@@ -47,8 +47,10 @@ class Target:
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
-    has_common, path = False, cast(Sequence[int], ())
-    """Whether another target runs the passes of this one, which has one row; the nodes that were accepted last then."""
+    has_common = False
+    """Whether a common target runs the passes of this one, which has one row."""
+    path: Sequence[int] = ()
+    """The accepted nodes of the last of these passes."""
 
     def __init__(
         self,

@@ -166,8 +166,8 @@ def fit_of_two_tokens(target: Any, ids: torch.Tensor, candidates: Any, calls: in
         logits = target(torch.cat([ids.expand(len(two), -1), two], dim=1)).logits.softmax(-1)
         second, third = logits[::vocab, -2].repeat_interleave(vocab, 0), logits[:, -1]
         second = second.gather(1, two[:, 1:])  # [vocab**2, 1] the probability of the second token after the first
-        joint = first[two[:, :1]] * second * third  # [vocab**2, vocab] of all three
-        expected = joint.view(vocab, vocab**2).sum(dim=0)
+        path = first[two[:, :1]] * second * third  # [vocab**2, vocab] path probability of the three tokens
+        expected = path.view(vocab, vocab**2).sum(dim=0)
     torch.manual_seed(11)
     counts, arguments = torch.zeros(vocab**2), {"max_new_tokens": 4, "do_sample": True, "verification": "rejection"}
     for _ in range(calls):
