@@ -28,7 +28,6 @@ MODEL = str(REFERENCE_LM)
 EAGLE_HEAD = str(REFERENCE_LM.parent / "eagle3-head")
 CHAT = '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
-
 BAD_INPUT = [
     (["doctor", MODEL, "--dtype", "int3"], "'int3' is not one of 'auto', 'float32'"),
     (["doctor", MODEL, "--batch-size", "0"], "--batch-size"),
@@ -81,7 +80,6 @@ def test_version_is_printed() -> None:
 
 
 # Heads in the tools: export, and the strategies of the command line
-
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -188,7 +186,6 @@ def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pyt
 
 
 # `hf-specgen generate`: the answers of plain generation, resumable, in the order of the source
-
 
 PROMPTS = ["def add(x, y):", "The quick brown fox jumps over the lazy dog. " * 3, "Hello", "1, 2, 3, 1, 2, 3, 1,", "A"]
 

@@ -133,7 +133,6 @@ def calls(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25,
 
 PLAIN = calls(2.0)
 
-
 MACHINES = {
     "memory-bound": {"auto": calls(1.2, steps=15), "n-grams": calls(1.6), "draft model": calls(0.8, steps=8)},
     "compute-bound": {"auto": calls(1.97), "n-grams": calls(1.9, steps=20), "draft model": calls(3.0)},

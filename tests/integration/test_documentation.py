@@ -237,7 +237,6 @@ def test_commands_of_a_page_are_understood(page: Path, monkeypatch: pytest.Monke
 
 # The reference implementation in `docs/how_it_works.md` generates the tokens of plain `generate`, and so do we
 
-
 PROMPT = "def add(x, y):\n    return x + y\n\ndef add(x, y):"
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 50}
 TOKENS = 12
