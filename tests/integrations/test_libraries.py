@@ -125,7 +125,7 @@ def test_split_between_processes_same_tokens_in_every_process() -> None:
 
 
 PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-EXAMPLES = dict(re.findall(r"^#+ ([^\n]*)\n[^#]*?```python\n(.*?)```", PAGE, flags=re.M | re.S))
+EXAMPLES = dict(re.findall(r"^#+ ([^\n]*)\n(?:(?!^#).)*?```python\n(.*?)```", PAGE, flags=re.M | re.S))
 
 
 def test_every_library_has_an_example() -> None:
@@ -201,7 +201,7 @@ def test_grpo_with_continuous_batching_same_rewards(tokenizer: Any, prompt: str,
 
 # Structured output: outlines, xgrammar, llguidance and lm-format-enforcer, with attached strategies
 
-PATTERN = r"[a-z]{3,8}(, [a-z]{3,8}){2}"
+PATTERN = r"[a-z]{3,8}( together with [a-z]{3,8}){2}"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
