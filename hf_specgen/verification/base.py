@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
@@ -181,6 +183,58 @@ class IndependentDraftSession(VerificationSession):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return weights / exponential(weights.shape, device, self._generators[device])
+
+
+class Nodes(NamedTuple):
+    """The nodes of draft trees, `[batch, nodes]`: tokens, slots of their parents, and whether they are no padding."""
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    are_real: torch.Tensor
+
+    @classmethod
+    def of_tree(cls, tree: DraftTree, device: torch.device) -> Nodes:
+        """The tensors on a device; slot 0 is a row's last token, slot ``i + 1`` its node ``i``."""
+        padded = [[*(parent + 1 for parent in row), *[-1] * (tree.nodes - len(row))] for row in tree.parents]
+        parents = torch.tensor(padded, dtype=torch.long, device=device)
+        tokens = (torch.tensor(tree.token_lists()) if tree.keeps_all else tree.tokens).to(device)
+        return cls(tokens.clamp(min=0), parents.clamp(min=0), (parents >= 0) & (tokens >= 0))
+
+
+class PathSession(IndependentDraftSession):
+    """A session that accepts whole paths of a draft tree, rather than choosing a token after each node."""
+
+    @abstractmethod
+    def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[batch]` the last accepted slot of each row, and the token after it, `[batch, slots]` or `[batch, 1]`.
+
+        `scores` are `[batch, slots, vocab]`, after each row's last token and after each node.
+        """
+
+    def choose(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        if len(nodes[0]) == 1 and tree.nodes:  # one node of each row: its children, after which nothing is drafted
+            tree = _children_only(tree, [node for [node] in nodes])
+            scores = scores.expand(-1, 1 + tree.nodes, -1)
+        drafted = Nodes.of_tree(tree, scores.device)
+        last, following = self.accept(scores, tree, drafted)
+        rows, slots = torch.arange(len(last), device=last.device), scores.shape[1]
+        on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:] & drafted.are_real
+        chosen = pad(following.expand(-1, slots), (0, 1))  # one slot more, for nodes off the path
+        chosen.scatter_(1, torch.where(on_path, drafted.parents, slots), drafted.tokens)
+        return chosen[:, : len(nodes[0])]
+
+
+def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
+    """The children of one node of each row."""
+    lists = [children(parents) for parents in tree.parents]
+    picked = [known[node + 1] if node + 1 < len(known) else () for known, node in zip(lists, nodes, strict=True)]
+    tokens = [[row[node] for node in own] for row, own in zip(tree.token_lists(), picked, strict=True)]
+    q, width = tree.q, max(map(len, picked))
+    if q is not None:
+        q = torch.stack([q[row, [*own, *[0] * (width - len(own))]] for row, own in enumerate(picked)])
+    return DraftTree(tokens, tuple((-1,) * len(own) for own in picked), q)
 
 
 class _ColumnWalk:

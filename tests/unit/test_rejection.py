@@ -244,11 +244,11 @@ def test_typical_verify_takes_the_third_branch_where_the_second_is_rejected() ->
     assert verify(TypicalVerifier(), tree, plausible_logits([1, 2, 3])).paths == [[2, 5, 6]]
 
 
-def test_typical_column_walk_takes_the_deepest_drafted_branch() -> None:
+def test_typical_column_walk_takes_the_first_plausible_branch() -> None:
     """Column by column nothing is known of deeper nodes; the accepted tokens still follow the rule."""
-    tree = DraftTree(torch.tensor(TOKENS), (BRANCHES,))
+    tree = DraftTree(torch.tensor([[9, 2, 3, 1, 2, 1, 2, 9]]), (BRANCHES,))
     result = verify(TypicalVerifier(), tree, plausible_logits([1, 2, 3]), walk=True)
-    assert result.paths == [[2, 5, 6]] and result.tokens == [[3, 1, 2, 1]]
+    assert result.paths == [[1, 3, 4]] and result.tokens == [[2, 1, 2, 1]]
 
 
 @pytest.mark.parametrize("walk", [False, True], ids=["at-once", "column-walk"])
