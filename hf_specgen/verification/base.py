@@ -43,13 +43,17 @@ class VerificationSession(ABC):
 
     Attributes:
         processors: applies the logits processors of the call at the nodes of a draft.
-        processes_padding: whether each step also runs the target on the padding of ended rows, as plain `generate`
-            does: where scores are returned and some processor needs all rows of a column at once.
     """
 
     def __init__(self, call: Call):
         self.call, self.processors = call, LogitsPipeline(call.logits_processor, call.state, call.do_sample)
-        self.processes_padding = call.keeps_scores and self.processors.lockstep and call.state.pad_id is not None
+        if call.keeps_scores and self.processors.lockstep and call.state.pad_id is not None:
+            names = ", ".join(self.processors.lockstep)
+            raise ValueError(
+                f"output_scores= includes those of rows that have ended, which {names} may compute from all "
+                "rows; set row_wise = True on a processor whose rows are independent, or leave output_scores= or "
+                "candidate_generator= out"
+            )
 
     @abstractmethod
     def choose(
@@ -88,18 +92,6 @@ class VerificationSession(ABC):
             Of the shape of the scores, non-negative. By default the draft's own probabilities.
         """
         return scores.float().softmax(dim=-1)
-
-    def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """Choose the draft tokens that this mode is most likely to accept.
-
-        Args:
-            scores: `[batch, draft vocab]` the draft's scores after its processors, on any device.
-            steps: `[batch]` which generated token each row's draft token is for.
-
-        Returns:
-            `[batch]` tokens.
-        """
-        return self.draft_weights(scores[:, None], [[step] for step in steps])[:, 0].argmax(dim=-1)
 
     def max_row_skew(self) -> float:
         """How many tokens a row may be ahead of the slowest row."""
@@ -250,8 +242,6 @@ class _ColumnWalk:
         self._tree, self._draft_tokens, self._logits = tree, tree.token_lists(), logits
         self._node = [-1] * tree.batch
         self._walking = [row for row in range(tree.batch) if active[row]]
-        padded = session.processes_padding
-        self._padding = [row for row in range(tree.batch) if padded and self._call.state.has_ended(row)]
         self._result = VerificationResult(
             [[] if is_active else None for is_active in active], [[] for _ in active], [0] * tree.batch
         )
@@ -268,8 +258,6 @@ class _ColumnWalk:
             scores = self._processors.column(step, logits)
             chosen = self._choose(scores, step)
             on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
-            for row in self._padding:
-                self._keep(row, scores, logits)
             if self._processors.lockstep and not all(on_draft):
                 break
         for row, path in enumerate(self._result.paths):
@@ -298,7 +286,7 @@ class _ColumnWalk:
         result.accepted[row] += child is not None
         if child is None or ended:
             self._walking.remove(row)
-            return ended and not self._session.processes_padding
+            return ended
         self._node[row] = child
         path = result.paths[row]
         assert path is not None
