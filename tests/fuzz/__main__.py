@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -50,7 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    os.environ.setdefault("HF_SPECGEN_CACHE", tempfile.mkdtemp())  # measured latencies are not those of the user
     use_device(options.device)
     if options.case is not None:
         outcome = run_safely(Case.from_json(options.case))
@@ -118,10 +115,7 @@ def _cases(options: argparse.Namespace, limit: int | None) -> Iterator[Case]:
 
 
 def _model(case: Case) -> tuple[Any, ...]:
-    """A key by which cases with the same model follow each other, so that it is built and checked once.
-
-    Models follow in an arbitrary order, so that an interrupted run has tried architectures of all kinds.
-    """
+    """Cases with the same model follow each other, so that it is built once; models come in an arbitrary order."""
     model = (case.architecture, case.layers, case.attention, case.window, case.tight_positions)
     return crc32(repr(model).encode()), model
 
@@ -155,7 +149,6 @@ def _summary(outcome: Outcome) -> str:
 
 
 # Reduces a failing case to a minimal one: field by field is made simpler, as long as the case still fails alike
-
 
 KEPT = {"seed"}
 """Fields that have no simpler value."""

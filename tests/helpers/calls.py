@@ -41,10 +41,7 @@ def make_call(
 
 
 def ngram_draft(candidates: NgramCandidates, text: list[int], budget: int = AMPLE) -> tuple[list[int], Parents]:
-    """Tokens and parents of the draft that continues one row.
-
-    The last token counts as generated, as in the decoding loop.
-    """
+    """Tokens and parents of the draft that continues one row, whose last token counts as generated."""
     state = make_state([text[:-1]])
     state.append(0, text[-1:])
     tree = candidates.start(make_call(state, candidates=candidates)).draft([budget])

@@ -6,10 +6,7 @@ from hf_specgen import Call, Policy, PolicySession
 
 
 class Irregular(Policy):
-    """Depths that differ by step and row, with plain steps of some or all rows between them.
-
-    The pattern contains every order of drafting and not drafting.
-    """
+    """Depths that differ by step and row, in every order of drafting and not drafting."""
 
     pattern = (2, 0, 0, 3, 1, 0, 4, 4, 0, 0, 0, 5)
 

@@ -120,7 +120,6 @@ def test_model_whose_ranks_are_unknown_is_refused(monkeypatch: pytest.MonkeyPatc
 
 # A target whose layers are spread over two processes (`tp_plan="auto"`): the tokens of plain decoding on both
 
-
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 SAMPLED = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.7}
 

@@ -84,7 +84,6 @@ def test_window_beyond_the_trained_length_is_warned_of_once(caplog: Any) -> None
 
 # A drafter with a smaller output matrix: the same text; its distributions, restricted to the tokens that are left
 
-
 IDS = [2, 3, 5, 8, 13, 21, 34]
 MTP = ["mtp_transformers_glm4_moe", "mtp_transformers_glm4_moe_2layers"]
 
@@ -131,7 +130,6 @@ def test_vocabulary_of_a_parallel_draft_model_is_refused() -> None:
 
 
 # Parallel draft models (PARD, PARD-2): one pass a draft, and the tokens of plain generate
-
 
 DRAFTS = ["pard_llama", "pard2_llama"]
 

@@ -63,8 +63,7 @@ def test_processors_see_what_plain_generate_shows_them(kind: str, processors: st
 @pytest.mark.parametrize("make_processors", [None, lambda: LogitsProcessorList([RowWisePrefixReader()])])
 @pytest.mark.parametrize("kind", ["bart", "whisper"])
 def test_outputs_are_those_of_plain_generate(kind: str, make_processors: Any) -> None:
-    """Would catch: slots that were overwritten while a row had ended, padding that is not read, buffers with spare
-    slots in a cache that others take apart."""
+    """Would catch: slots overwritten while a row had ended, padding not read, spare slots in a returned cache."""
     arguments = {"max_new_tokens": 16, "output_scores": True, "output_logits": True, **ENDS}
     model, inputs = encoder_decoder(kind), encoder_inputs(kind, 3)
     ids, ours = plain_and_speculative(model, inputs, ORACLES["sometimes"], make_processors=make_processors, **arguments)
@@ -182,10 +181,8 @@ def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
 
 # What is refused
 
-
 SIZES = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 99, "draft_vocab_size": 99}
 HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
-
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "cache": (lambda: {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, CACHE),

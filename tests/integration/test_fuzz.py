@@ -108,7 +108,6 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
 MUTATIONS = {name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()}
 """Each makes a context in which the package has that fault."""
 
-
 SEED = "tests"
 CASES_PER_CHUNK, CHUNKS = 16, 10
 # Few, so that models are built once: attention full, in windows and in chunks, positions in a table or rotary, experts.

@@ -146,7 +146,6 @@ def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
 
 # `AutoCandidates`: every format leads to its strategy, and every other folder to a reason
 
-
 KINDS: dict[str, type] = {
     "autoregressive": EagleCandidates,
     "block": DFlashCandidates,
@@ -202,7 +201,6 @@ def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, A
 
 
 # Presets: the strategy that each chooses for a target, and the tokens of plain generate
-
 
 CHOSEN = {
     "auto": "CombinedCandidates([NgramCandidates(",

@@ -1,7 +1,4 @@
-"""The tokens of plain `generate`, whatever is proposed: every strategy by way of sampling, batch, end and depth.
-
-All architectures are in `tests/slow`; arguments of `generate`, by cases of `tests/fuzz`, in `test_cases.py`.
-"""
+"""The tokens of plain `generate` for every strategy, by sampling, batch, end and depth; architectures: tests/slow."""
 
 from collections.abc import Callable
 from typing import Any

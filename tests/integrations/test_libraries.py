@@ -155,7 +155,6 @@ def test_example_of_the_page_runs(title: str, model: Any, tokenizer: Any, tmp_pa
 
 # TRL: the rollouts of GRPO
 
-
 RUN: dict[str, Any] = {"max_steps": 2, "max_completion_length": 24, "logging_steps": 1, "save_strategy": "no"}
 RUN |= {"report_to": [], "use_cpu": True, "bf16": False, "seed": 3, "learning_rate": 1e-3}
 
@@ -206,7 +205,6 @@ def test_grpo_with_continuous_batching_same_rewards(tokenizer: Any, prompt: str,
 
 
 # Structured output: outlines, xgrammar, llguidance and lm-format-enforcer, with attached strategies
-
 
 PATTERN = r"[a-z]{3,8}(, [a-z]{3,8}){2}"
 SCHEMA = {

@@ -1,7 +1,4 @@
-"""The modules of draft heads: masks, layers, and which of the target's hidden states they read.
-
-What heads compute in ragged batches is compared with the originals in `test_head_fixtures.py`.
-"""
+"""The modules of draft heads: masks, layers, layouts; what they compute: `test_head_fixtures.py`."""
 
 import dataclasses
 import json
@@ -132,7 +129,6 @@ def test_assistant_pass_over_several_nodes_is_that_over_each(name: str) -> None:
 
 
 # Draft heads survive being written and read again, in every layout that can hold them
-
 
 EAGLE3 = FIXTURES["eagle3_original"].head_folder
 KINDS = ("eagle1", "eagle3", "peagle", "dflash")

@@ -270,11 +270,7 @@ def test_typical_greedy_accepts_at_least_as_much_as_exact(walk: bool, data: st.D
 
 
 def test_typical_token_after_a_rejected_one_is_sampled_from_p() -> None:
-    """Would catch: noise shared between slots.
-
-    It would show at the second position, after a token that was rejected but sampled all the same. 1e-5 as in
-    test_rejection.py.
-    """
+    """Would catch: noise shared between slots, at the second position, after a token that was rejected but sampled."""
 
     def unlikely(trials: int, parents: Parents) -> tuple[torch.Tensor, None]:
         return warped(target_logits())[FIRST].argsort()[VOCAB - 12].expand(trials, 1).clone(), None

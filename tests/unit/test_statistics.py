@@ -33,10 +33,7 @@ def of_one_row(*pairs: tuple[int, int]) -> Statistics:
 
 
 def test_statistics_of_three_drafts() -> None:
-    """Would catch: positions counted from the end of a draft, or a draft cut short counted as rejected there.
-
-    3 of 3 accepted, then 1 of 3, then 0 of 2.
-    """
+    """Would catch: positions counted from the end of a draft, or a draft cut short counted as rejected there."""
     stats = of_one_row((3, 3), (3, 1), (2, 0))
     assert (stats.steps, stats.drafts, stats.drafted, stats.accepted, stats.emitted) == (3, 3, 8, 4, 8)
     assert stats.acceptance_rate == 0.5
@@ -55,11 +52,7 @@ def test_statistics_of_no_step_are_zero() -> None:
 
 
 def test_record_counts_nodes_depths_and_rows() -> None:
-    """Would catch: padding nodes counted, a tree's nodes taken for its depth, a finished row counted.
-
-    Row 0 drafts two branches of depth 2 and accepts nodes 0 and 2; row 1 drafts one token, which is rejected; row 2
-    is finished.
-    """
+    """Would catch: padding nodes counted, a tree's nodes taken for its depth, a finished row counted."""
     tree = DraftTree.from_nodes([([5, 6, 7], (-1, -1, 0)), ([5], (-1,)), ([], ())])
     stats = Statistics([[], [], []])
     stats.record(tree, VerificationResult([[0, 2], [], None], [[5, 7, 9], [8], []], [2, 0, 0]))
@@ -201,16 +194,12 @@ def test_counting_leaves_out_modules_and_counts_a_read_once() -> None:
 
 # Host reads and tensors from host data of a step: on a GPU each of them waits for the device
 
-
 step_operations = importlib.import_module("benchmarks.micro.step_operations")
 
 
 @pytest.mark.parametrize("strategy", ["n-grams", "chain", "tree"])
 def test_step_makes_few_host_reads(strategy: str) -> None:
-    """Would catch: a read for each level of a draft, for the accepted path, or for the lengths of a cache.
-
-    The growth of a tree of more than four levels reads in between; everything else is read once, after verification.
-    """
+    """Would catch: a read for each level of a draft (of up to four), for the accepted path, or for lengths."""
     model = fresh_model("llama", num_hidden_layers=2)
     draft = perturbed_copy(model, 0.02)
     candidates: dict[str, Any] = {
@@ -227,7 +216,6 @@ def test_step_makes_few_host_reads(strategy: str) -> None:
 
 
 # Projected speedups: by hand, and against a simulation of the steps of a real call
-
 
 CURVE = CostCurve((1, 11), (1.0, 1.2), context=512, batch=1)
 LATENCY = LatencyModel.from_curves(CURVE, draft_token=0.05, draft_step=0.01)
