@@ -153,8 +153,7 @@ class Hub:
 def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: fine-tuned models listed as drafts, formats read from the names of base models."""
     monkeypatch.setattr(checkpoints, "HfApi", Hub)
-    monkeypatch.setattr(checkpoints.constants, "HF_HUB_OFFLINE", False)
-    found = sorted(checkpoints.on_hub("org/target-8B", 10), key=lambda one: one.rank)
+    found = checkpoints.best_first(checkpoints.on_hub("org/target-8B", 10))
     assert [(one.name[0], one.kind, one.size) for one in found] == [
         ("c", "EAGLE", 0.05),
         ("d", "EAGLE", None),
@@ -176,7 +175,6 @@ def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pyt
     names = [REFERENCE_LM, EAGLE_HEAD, DRAFT_LM, other_head, neither]
     repos = [SimpleNamespace(repo_id=str(name), repo_type="model") for name in names]
     monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
-    monkeypatch.setattr(checkpoints.constants, "HF_HUB_OFFLINE", True)
     assert [one.kind for one in checkpoints.in_cache(str(REFERENCE_LM))] == ["EAGLE"]
     monkeypatch.setattr(checkpoints, "MAX_RATIO", 0.9)
     assert run("find", str(REFERENCE_LM)).endswith(f"--draft {EAGLE_HEAD} --draft {DRAFT_LM}")
@@ -229,16 +227,16 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     """Would catch: answers that are generated twice, lost, or other ones than those of an uninterrupted run."""
     complete, resumed = source.with_name("complete.jsonl"), source.with_name("resumed.jsonl")
     generate_rows(source, complete, "--temperature", "0.8")
-    answer, calls = command.answer, []
+    generate_many, calls = command.generate_many, []
 
-    def failing(*arguments: Any) -> Any:
-        calls.append(len(arguments[2]))
-        for number, completion in enumerate(answer(*arguments)):
+    def failing(*arguments: Any, **settings: Any) -> Any:
+        calls.append(len(settings["seed"]))
+        for number, completion in enumerate(generate_many(*arguments, **settings)):
             if number == 2 and len(calls) == 1:
                 raise OSError("no power")
             yield completion
 
-    monkeypatch.setattr(command, "answer", failing)
+    monkeypatch.setattr(command, "generate_many", failing)
     assert "no power" in generate_rows(source, resumed, "--temperature", "0.8", exit_code=2)
     assert not resumed.exists()
     part = next(source.parent.glob("resumed.jsonl.parts/process-0.jsonl"))

@@ -22,7 +22,7 @@ from hf_specgen import (
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.heads import MedusaConfig, MedusaHeads
-from tests.helpers import SAMPLING, PrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
+from tests.helpers import SAMPLING, RowWisePrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.comparison import SEED, plain_and_speculative
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
 from tests.helpers.models import recorded_inputs, width
@@ -60,7 +60,7 @@ def test_processors_see_what_plain_generate_shows_them(kind: str, processors: st
     assert assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=14, **PROCESSORS[processors]).drafted > 0
 
 
-@pytest.mark.parametrize("make_processors", [None, lambda: LogitsProcessorList([PrefixReader()])])
+@pytest.mark.parametrize("make_processors", [None, lambda: LogitsProcessorList([RowWisePrefixReader()])])
 @pytest.mark.parametrize("kind", ["bart", "whisper"])
 def test_outputs_are_those_of_plain_generate(kind: str, make_processors: Any) -> None:
     """Would catch: slots overwritten while a row had ended, padding not read, spare slots in a returned cache."""
