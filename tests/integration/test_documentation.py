@@ -15,7 +15,7 @@ import torch
 import transformers
 import typer
 from accelerate.commands.launch import launch_command_parser
-from transformers import AutoModelForCausalLM, LogitsProcessorList
+from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LogitsProcessorList
 
 import hf_specgen
 from benchmarks.report.tables import BEGIN, END, collect
@@ -46,6 +46,9 @@ PLACEHOLDERS |= {"ID": "org/model"}
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
 INPUTS = {"_", "adapter", "checkpoint", "exit_layer", "head_or_path", "max_k", "model_or_id", "settings", "strategies"}
 """Arguments of strategies that name what they draft with, or are not for users."""
+INPUTS |= {"self", "kwargs"}
+INTERNAL = {"_from_model_config", "is_assistant", "transformers_version"}
+"""Fields of a `GenerationConfig` that nobody sets."""
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
 """The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#]*)(#[^)]*)?\)")
@@ -173,8 +176,10 @@ def test_page_of_keywords_names_every_setting() -> None:
     page = (ROOT / "docs" / "keywords.md").read_text(encoding="utf-8")
     strategies = [getattr(hf_specgen, name) for name in hf_specgen.__all__ if name.endswith("Candidates")]
     settings = {name for one in strategies for name in inspect.signature(one).parameters if one is not Candidates}
-    for name in (settings | set(CALL_SETTINGS)) - INPUTS:
-        assert f"`{name}`" in page, name
+    settings |= set(CALL_SETTINGS) | set(inspect.signature(inspect.unwrap(GenerationMixin.generate)).parameters)
+    settings |= set(GenerationConfig().to_dict()) - INTERNAL
+    for name in settings - INPUTS:
+        assert re.search(rf"`{name}[ =`]", page), name
 
 
 def commands(page: Path) -> Iterator[list[str]]:
