@@ -37,7 +37,7 @@ class _ScriptedSession(DraftSession):
 class RandomDepths(Policy):
     """Any depth in any row at any step, plain steps included."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int = 0):
         self._seed = seed
 
     def start(self, call: Call) -> PolicySession:

@@ -26,6 +26,7 @@ from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
 EAGLE_HEAD = str(REFERENCE_LM.parent / "eagle3-head")
+TWO_LAYERS = str(FIXTURES["speculators_eagle3_e_twolayers_bias_fourtaps"].head_folder)
 CHAT = '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
 BAD_INPUT = [
@@ -34,7 +35,6 @@ BAD_INPUT = [
     (["doctor", MODEL, "--temperature", "-1"], "--temperature"),
     (["doctor", MODEL, "--device", "toaster"], "device 'toaster' cannot be used here"),
     (["doctor"], "Missing argument"),
-    (["doctor", "there/is-none"], "there/is-none"),
     (["doctor", MODEL, "--draft", "./none"], "there is no folder './none'"),
     (["demo", "--dtype", "int3"], "'int3' is not one of 'float32', 'bfloat16', 'float16'"),
     (["doctor", "./no-such-folder"], "there is no folder './no-such-folder'"),
@@ -42,7 +42,6 @@ BAD_INPUT = [
     (["demo", "--device", "toaster"], "device 'toaster' cannot be used here"),
     (["demo", "--wide", "-1"], "--wide"),
     (["chat", MODEL, "--adapter", "/nonexistent"], "there is no folder '/nonexistent'"),
-    (["tune", MODEL, "--dtype", "int3"], "'int3' is not one of"),
     (["tune", MODEL, "--context", "100000"], "positions"),
     (["tune", MODEL, "--batch-size", "100000000000000"], "not enough memory"),
     (["tune", MODEL, "--latency", "none/file.json"], "cannot be written"),
@@ -51,6 +50,7 @@ BAD_INPUT = [
     (["doctor", EAGLE_HEAD], "; give a language model with its tokenizer"),
     (["generate", MODEL, "none.jsonl", "a.jsonl"], "cannot use 'none.jsonl': No such file or directory; name another"),
     (["export", EAGLE_HEAD, "--to", "tgi", "--output", "out"], "Eagle3Head cannot be written for 'tgi'; choose eagle"),
+    (["export", TWO_LAYERS, "--to", "eagle", "--output", "out"], "several layers"),
     (["export", str(DRAFT_LM), "--to", "vllm", "--output", "out"], "a whole model drafts as"),
     (["demo", "--model", MODEL], "No such option: --model"),
 ]
@@ -93,11 +93,6 @@ def test_export_command_writes_a_head_that_loads_alike(name: str, to: str, tmp_p
     ours: dict[str, Any] = load_head(source).state_dict()
     for key, tensor in load_head(tmp_path / "out").state_dict().items():
         torch.testing.assert_close(tensor, ours[key])
-
-
-def test_export_command_refuses_what_a_layout_cannot_express(tmp_path: Path) -> None:
-    source = str(FIXTURES["speculators_eagle3_e_twolayers_bias_fourtaps"].head_folder)
-    assert "several layers" in run("export", source, "--to", "eagle", "--output", str(tmp_path / "out"), exit_code=2)
 
 
 # `hf-specgen tune`: the latencies that it measures, and how they are used
@@ -265,8 +260,7 @@ def test_messages_and_other_columns_are_read(source: Path) -> None:
         ("nonsense\n", (), "{}, line 1: expected a JSON object, got 'nonsense'"),
         ("\n", (), "{} has no rows"),
         ('{"prompt": "a"}\n', ("--draft", "./none"), "there is no folder './none'"),
-        ('{"prompt": "a"}\n', ("--answer-column", "prompt"), "row 1 of {} has a column 'prompt' already"),
-        ('{"prompt": "a", "answer": "b"}\n', (), "row 1 of {} has a column 'answer' already; name another one"),
+        ('{"prompt": "a"}\n', ("--answer-column", "prompt"), "row 1 of {} has a column 'prompt' already; name another"),
         ('{"prompt": "\\ud800"}\n', (), "row 1 of {} has a lone surrogate"),
         (CHAT, (), "row 1 of {} ends with a message of the assistant"),
         ('{"prompt": ["a"]}\n', (), "row 1 of {} has no chat messages"),
@@ -280,9 +274,8 @@ def test_generate_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes
     assert message.format(source).replace(" ", "") in output
 
 
-def test_missing_file_and_existing_output_are_named(source: Path, tmp_path: Path) -> None:
+def test_folder_without_data_and_existing_output_are_named(source: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    assert "No such file" in generate_rows(tmp_path / "none.jsonl", output, exit_code=2)
     (tmp_path / "empty").mkdir()
     assert "cannot load the dataset" in generate_rows(tmp_path / "empty", output, exit_code=2)
     output.touch()

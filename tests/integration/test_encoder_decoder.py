@@ -187,8 +187,6 @@ HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "cache": (lambda: {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, CACHE),
     "static": (lambda: {"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
-    "beams": (lambda: {"num_beams": 2}, "set num_beams=1"),
-    "attentions": (lambda: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "layers": (lambda: drafting(LayerSkipCandidates(1, k=2)), "does not work with BartFor.*decoder-only models"),
     "heads": (lambda: drafting(MedusaCandidates(HEADS)), "does not work with BartFor.*for decoder-only models"),
     "embeddings": (lambda: {"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),
@@ -210,7 +208,7 @@ def drafting(candidates: Candidates) -> dict[str, Any]:
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_calls_are_refused(case: str) -> None:
     make, message = REFUSED[case]
-    model, inputs = encoder_decoder("bart", "eager" if case == "attentions" else "sdpa"), encoder_inputs("bart", 1)
+    model, inputs = encoder_decoder("bart"), encoder_inputs("bart", 1)
     with pytest.raises(ValueError, match=message):
         model.generate(**{**inputs, "max_new_tokens": 4, "candidate_generator": NgramCandidates(), **make()})
 

@@ -12,10 +12,9 @@ from transformers import LogitsProcessorList
 
 from hf_specgen import Call, SpeculationMonitor
 from hf_specgen.verification import CoupledVerifier
-from tests.fuzz.scripted import Scripted
+from tests.fuzz.scripted import RandomDepths, Scripted
 from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, prompts, tiny_model
 from tests.helpers.comparison import assert_same_tokens, plain_and_speculative, plain_output
-from tests.helpers.policies import Irregular
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "none": {"top_k": 0},
@@ -110,7 +109,13 @@ def test_sampling_invalid_logits_of_rejected_node_do_not_raise(verification: str
 # After an exception in the middle of a call: sessions have ended, and the random generator is where plain `generate`
 
 FREELY: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 0}
-FAILING = ("Oracle.draft", "Oracle.observe", "CoupledVerifier.verify", "Irregular.depths", "SpeculationMonitor.observe")
+FAILING = (
+    "Oracle.draft",
+    "Oracle.observe",
+    "CoupledVerifier.verify",
+    "RandomDepths.depths",
+    "SpeculationMonitor.observe",
+)
 
 
 class Failure(Exception):
@@ -147,7 +152,7 @@ def test_exception_anywhere_ends_sessions_and_restores_the_random_state(failing:
     model, inputs, streamer, ended = tiny_model("llama"), prompts(batch), RecordingStreamer(), list[str]()
     torch.manual_seed(5)
     oracle = Oracle(model.generate(**inputs, **FREELY)[:, 12:], 0.6)
-    parts = [oracle, CoupledVerifier(), Irregular(), SpeculationMonitor(prometheus=False)]
+    parts = [oracle, CoupledVerifier(), RandomDepths(), SpeculationMonitor(prometheus=False)]
     names = ("candidate_generator", "verification", "policy", "monitor")
     arguments = dict(zip(names, [fail_in_third_call(failing, part, ended) for part in parts], strict=True))
     torch.manual_seed(5)
