@@ -138,10 +138,13 @@ class RaggedLayer(CacheLayerMixin):
         return -1
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
-        self.lengths, self.committed = tuple(lengths), min(lengths, default=0)
-        if self.first and not any(lengths):
+        """Keep the first `lengths[b]` slots of row b; the others will be overwritten. Raises if a window is gone."""
+        shortest = min(lengths, default=0)
+        if not any(lengths):
             self.first = 0
+        elif self.first and self.first > shortest + 1 - (self.window or 0):
+            raise RuntimeError(f"{shortest} tokens cannot be kept: the sliding window before them has been dropped")
+        self.lengths, self.committed = tuple(lengths), shortest
 
     def reset(self) -> None:
         self.lengths = (0,) * len(self.lengths)

@@ -128,6 +128,10 @@ def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) ->
         seen = min(window + module.MAX_ROLLBACK, everything.shape[2])
         assert torch.equal(keys[:, :, -seen:], everything[:, :, -seen:])
     assert layer.keys.shape[2] <= 2 * window + module.MAX_ROLLBACK + 3 * module.MIN_SPARE_SLOTS
+    with pytest.raises(RuntimeError, match="9 tokens cannot be kept: the sliding window before them"):
+        layer.set_lengths([1000, 9])
+    layer.set_lengths([0, 0])
+    assert layer.first == 0
 
 
 def test_ragged_layer_unwritten_slots_are_finite() -> None:
