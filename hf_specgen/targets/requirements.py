@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
@@ -290,8 +290,6 @@ def compare(
 ) -> None:
     """Decode a prompt, as prepared by `generate`, both ways; raises `DifferenceError` or `UndecidedError`."""
     given = model_kwargs.get(compat.CACHE)
-    if given is not None and given.get_seq_length() == 0 and not isinstance(given, EncoderDecoderCache):
-        given = None
     kwargs = {name: value for name, value in model_kwargs.items() if name != compat.CACHE}
 
     cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)

@@ -100,6 +100,18 @@ def test_generate_with_image_or_audio_same_tokens(kind: str, batch: int) -> None
     assert 0 < statistics.accepted < statistics.drafted
 
 
+def test_self_check_between_two_turns_leaves_the_positions_of_an_image_to_the_next() -> None:
+    """Would catch: `rope_deltas` of the check's text, by which plain `generate` places the tokens of the last turn."""
+    model, inputs, answers = copy.deepcopy(multimodal_model("qwen3_vl")), multimodal_prompts("qwen3_vl", 1), []
+    for second in ({}, {"candidate_generator": NgramCandidates(k=3)}):
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        for settings in (second, {}):
+            ids, given = torch.cat([output.sequences, torch.tensor([[7, 8]])], dim=1), {CACHE: output[CACHE]}
+            output = model.generate(ids, **given, **settings, max_new_tokens=8, return_dict_in_generate=True)
+        answers.append(output.sequences)
+    assert torch.equal(*answers)
+
+
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_draft_model_with_image_same_tokens(kind: str) -> None:
     """Would catch: a draft that cannot read the placeholders of a prompt, or positions of rows that end early.
