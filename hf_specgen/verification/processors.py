@@ -50,7 +50,7 @@ def checked(functions: Sequence[Any], ids: torch.Tensor, do_sample: bool) -> Ite
     """
     before, random_state = ids.clone(), rng_state(ids.device) if do_sample else None
     yield
-    names = ", ".join(type(function).__name__ for function in functions)
+    names = ", ".join(map(name_of, functions))
     if not torch.equal(ids, before):
         raise ValueError(
             f"{names} changed input_ids in place, which plain generate() goes on with; return new scores instead, or "
@@ -61,6 +61,11 @@ def checked(functions: Sequence[Any], ids: torch.Tensor, do_sample: bool) -> Ite
             f"{names} drew from PyTorch's global random generator, which samples the tokens too; use a torch.Generator "
             "of its own, or leave candidate_generator= out"
         )
+
+
+def name_of(function: Any) -> str:
+    """The name of a function, or of the class of an object that is called like one."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
@@ -78,11 +83,10 @@ class LogitsPipeline:
         kinds = [type(processor) for processor in processors]
         self.score_only = all(kind in SCORE_ONLY for kind in kinds)
         """Whether `all_nodes` may be used."""
-        self.lockstep = state.batch > 1 and not all(
-            kind in SCORE_ONLY or kind in ROW_WISE or getattr(processor, "row_wise", False)
-            for kind, processor in zip(kinds, processors, strict=True)
-        )
-        """Whether all rows have to advance by the same number of tokens."""
+        known = SCORE_ONLY | ROW_WISE
+        dependent = [one for one in processors if type(one) not in known and not getattr(one, "row_wise", False)]
+        self.lockstep = [name_of(one) for one in dependent] if state.batch > 1 else []
+        """The processors for which all rows have to advance by the same number of tokens."""
         self._need_arguments = any(len(signature(processor.__call__).parameters) > 2 for processor in processors)
 
     def warp(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:

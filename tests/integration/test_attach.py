@@ -205,7 +205,6 @@ def test_saved_checkpoint_does_not_contain_the_strategy(model: Any, tmp_path: An
 
 # Falling back
 
-
 PLAIN_CALLS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"num_beams": 2, "do_sample": True}, "not with beam_sampl"),
     (lambda: {"assistant_model": tiny_model("llama")}, "assistant_model= were given"),

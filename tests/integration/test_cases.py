@@ -71,10 +71,10 @@ CASES: dict[str, list[Case]] = {
     ],
     # Scores, logits and the returned cache of ended rows; their padding.
     "outputs": [
-        *every(replace(OUTPUTS, eos_ids=END), do_sample=[False, True], processors=[(), ("prefix",)], lengths=BATCHES),
+        *every(replace(OUTPUTS, eos_ids=END), do_sample=[False, True], processors=[(), ("row_wise",)], lengths=BATCHES),
         *every(replace(OUTPUTS, do_sample=True, num_return_sequences=2), strategy=["oracle", "draft"]),
         *every(replace(OUTPUTS, eos_ids=END), strategy=["oracle_tree", "skip"], repetition_penalty=[1.0, 1.3]),
-        *every(replace(OUTPUTS, eos_ids=END, options=("guidance",)), criteria=[(), ("any_row",)], lengths=BATCHES),
+        *every(replace(OUTPUTS, options=("guidance",)), criteria=[(), ("any_row",)], lengths=BATCHES),
         *every(replace(OUTPUTS, eos_ids=END, window=4), architecture=["mistral", "gemma2", "llama4_text"]),
         # A recurrent state that cannot return to where a criterion cuts a row that is ahead.
         *every(replace(OUTPUTS, strategy="oracle", **RECURRENT), criteria=[("after",)], eos_ids=[(), (98,)]),

@@ -102,7 +102,6 @@ def test_acceptance_that_falls_with_the_length_is_warned_of_once(falls: bool, ca
 
 # A drafter with a smaller output matrix: the same text; its distributions, restricted to the tokens that are left
 
-
 IDS = [2, 3, 5, 8, 13, 21, 34]
 MTP = ["mtp_transformers_glm4_moe", "mtp_transformers_glm4_moe_2layers"]
 
@@ -149,7 +148,6 @@ def test_vocabulary_of_a_parallel_draft_model_is_refused() -> None:
 
 
 # Parallel draft models (PARD, PARD-2): one pass a draft, and the tokens of plain generate
-
 
 DRAFTS = ["pard_llama", "pard2_llama"]
 

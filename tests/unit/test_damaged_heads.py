@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_specgen import AutoCandidates, DraftModelCandidates
-from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_HEADS
+from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS
 from hf_specgen.heads import checkpoint, load_exit_head
 from hf_specgen.heads.export import export_head
 from hf_specgen.heads.head_formats import load_head
@@ -272,6 +272,11 @@ MTP_LAYERS: list[tuple[Damage, str]] = [
     (mtp_tensor("self_attn.o_proj.weight", torch.zeros(32, 16, dtype=torch.int8)), "quantised MTP layers"),
     (mtp_tensor("self_attn.extra.weight", torch.zeros(2)), "unexpected_keys: .*extra"),
 ]
+KNOWN = "none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"
+AUTOMATIC: list[tuple[Damage, str]] = [
+    *((config(model_type=value), r"head/config\.json: model_type must be a string") for value in ([], {}, 3)),
+    *((text(one), KNOWN) for one in ("{}", '{"speculators_model_type": "hydra"}')),
+]
 PARD: list[tuple[Damage, str]] = [
     (config(pard_token=4096), "pard_token 4096, but the model has 128 embeddings"),
     (config(pard2_target_layers=[-1, 4]), r"has the tensors .* need a weight of \(64, 128\)"),
@@ -314,8 +319,9 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "automatic": (
         copied(HEAD_FIXTURES / "gemma4_assistant" / "head"),
         lambda folder, _: AutoCandidates.from_pretrained(folder),
-        [(config(model_type=value), r"head/config\.json: model_type must be a string") for value in ([], {}, 3)],
+        AUTOMATIC,
     ),
+    "a model": (copied(EMBEDDED_DRAFT), lambda folder, _: load_head(folder), [(lambda _: None, "not a draft head")]),
     **{
         name: (copied(HEAD_FIXTURES / name / "head"), lambda folder, _: load_head(folder).bind(target_of(QWEN3)), rows)
         for name, rows in LATER.items()

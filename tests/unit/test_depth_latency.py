@@ -15,7 +15,6 @@ from tests.helpers.depth import Clock, Model, Target, depth_call
 
 GPU_LIKE = Path(__file__).parents[2] / "benchmarks" / "profiles" / "gpu_like.json"
 
-
 DRAFT = DraftLatency((1, 16), (0.2, 0.9), 0.05)
 MODEL = LatencyModel(
     (
@@ -130,7 +129,6 @@ def test_shared_latency_is_the_part_of_one_row() -> None:
 
 
 # Measuring T(q) and the cost of a drafter's pass: within the budget, once per model, rolled back
-
 
 CURVES: dict[str, Callable[[int], float]] = {
     "flat": lambda q: 1 + 0.002 * (q - 1),
