@@ -147,25 +147,10 @@ class RaggedLayer(CacheLayerMixin):
         self.lengths = (0,) * len(self.lengths)
         self.first = 0
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` slots of every row."""
-        for part in self.parts[1:]:
-            part.crop(tokens_to_remove)
-        check_crop(tokens_to_remove)
-        self.lengths = tuple(max(length + tokens_to_remove, 0) for length in self.lengths)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        for part in self.parts[1:]:
-            part.batch_select_indices(indices)
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[indices], self.values[indices]
-            self.lengths = tuple(self.lengths[row] for row in indices.tolist())
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys[indices], self.values[indices]
+        self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
     def add_rows(self, other: RaggedLayer) -> None:
         """Add the rows of another layer; slots that either has dropped become zeros, which its mask hides."""
@@ -270,6 +255,26 @@ class RaggedCache(Cache):
         lengths = tuple(lengths)
         for part in self._filled:
             part.set_lengths(lengths)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` slots of every row."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        self.set_lengths([max(length + tokens_to_remove, 0) for length in self.lengths])
+
+    def reset(self) -> None:
+        for part in self._filled:
+            part.reset()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        for part in self._filled:
+            part.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
 
     def add_rows(self, other: RaggedCache) -> None:
         """Add the rows of another cache with the same layers."""
@@ -387,9 +392,3 @@ def _slots(starts: tuple[int, ...], new: int, device: torch.device) -> tuple[tor
     """Index tensors `[batch, 1]` and `[batch, new]` of the slots after each row; shared by all layers of a step."""
     slots = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
     return torch.arange(len(starts), device=device)[:, None], slots
-
-
-def check_crop(tokens_to_remove: int) -> None:
-    """Raise a `ValueError` unless `Cache.crop` received a number of tokens as a negative number."""
-    if tokens_to_remove > 0:
-        raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")

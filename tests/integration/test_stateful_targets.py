@@ -83,6 +83,8 @@ def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:
     assert torch.equal(model.generate(text, **{CACHE: cache}, **arguments), expected)
     with pytest.raises(RuntimeError, match="80 tokens cannot be removed"):
         unchanged.crop(-80)
+    unchanged.reset()
+    assert torch.equal(model.generate(given, **{CACHE: unchanged}, **arguments), output.sequences[:, : 12 + 10])
 
 
 # Models that read images or audio beside text give the tokens of plain `generate`
