@@ -141,6 +141,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
+        super().observe(result)
         for tree, emitted in zip(self._trees, result.tokens, strict=False):  # no trees where nothing was drafted
             self._odds.observe(outcomes(tree, emitted, self._odds))
         self._trees = []

@@ -1,5 +1,6 @@
 """Drafts of `NgramCandidates`, against a slow enumeration of all paths."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ from hf_specgen import NgramCandidates
 from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
-from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first
+from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
+from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
 from tests.helpers.calls import AMPLE, make_call, make_state, ngram_draft
@@ -120,6 +122,24 @@ def test_observe_of_equal_outcomes_keeps_odds_within_a_factor_of_the_prior(accep
     odds.observe([(place, 0.5, accepted)] * 1000)
     assert odds.values[place] == pytest.approx(PRIOR_ODDS[place] * (20 if accepted else 1 / 20))
     assert odds.copy().values == odds.values
+
+
+@pytest.mark.parametrize(("accepted", "shorter"), [(0, True), (3, False)])
+def test_size_of_drafts_follows_what_the_call_has_accepted_of_what_was_expected(accepted: int, shorter: bool) -> None:
+    """Would catch: estimates that fit all texts, in a call whose drafts are all rejected."""
+
+    class Session(SearchSession[None]):
+        def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[None]:
+            return SearchTree([5, 6, 7], [-1, 0, 1], [0.9, 0.6, 0.4], [None] * 3)
+
+    call = make_call(make_state([[1]]))
+    curve = LatencyModel.from_curves(CostCurve((1, 5), (1.0, 2.0), 256, 1))
+    session = Session(replace(call, depth=AdaptiveDepth(curve).start(call)), 3, "auto")
+    sizes = []
+    for _ in range(8):
+        sizes.append(session.draft([3]).nodes)
+        session.observe(VerificationResult([[]], [[9]], [accepted]))
+    assert sizes[0] == 2 and sizes[-1] == (0 if shorter else 2)
 
 
 def test_observe_of_a_session_learns_for_its_model_only() -> None:
