@@ -254,7 +254,7 @@ def call_cache(given: Any, config: Any, generation_config: GenerationConfig, kee
     windows = [] if keeps_all else layer_windows(config)
     if keeps_all and slots is not None:
         slots += 128  # for the padding of captured passes
-    return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
+    return RaggedCache(windows, slots, layers=make_layers(config) if special else None)
 
 
 def return_cache(cache: RaggedCache, given: Any) -> Any:
