@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,10 +35,9 @@ class RaggedLayer(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, window: int | None = None, max_slots: int | None = None) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()
-        self.window, self.max_slots = window, max_slots
-        self.is_sliding = window is not None
+        self.window, self.is_sliding = window, window is not None
         self.committed: int | None = None
         self.lengths: tuple[int, ...] = ()
         self.first = 0
@@ -93,8 +92,6 @@ class RaggedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if width > self.keys.shape[2]:
             capacity = width + max(MIN_SPARE_SLOTS, width // 32)
-            if self.max_slots is not None and self.max_slots - self.first >= width:
-                capacity = min(capacity, self.max_slots - self.first)
             self.keys = _resized(self.keys, 0, capacity)
             self.values = _resized(self.values, 0, capacity)
 
@@ -202,13 +199,14 @@ class RaggedCache(Cache):
     """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
     `windows` are the sliding windows of the layers, None for full attention; further layers have full attention.
+    `max_slots` are those of the whole call.
     """
 
     def __init__(
         self, windows: Sequence[int | None] = (), max_slots: int | None = None, layers: list[Any] | None = None
     ) -> None:
-        super().__init__(layers=[RaggedLayer(window, max_slots) for window in windows] if layers is None else layers)
-        self.layer_class_to_replicate = partial(RaggedLayer, None, max_slots)  # type: ignore[assignment]
+        super().__init__(layers=[RaggedLayer(window) for window in windows] if layers is None else layers)
+        self.layer_class_to_replicate, self._max_slots = RaggedLayer, max_slots or 0
 
     @property
     def first_visible(self) -> int:
@@ -286,8 +284,8 @@ class RaggedCache(Cache):
 
     def reserve(self, slots: int) -> None:
         """Allocate at least so many slots in each layer; those of the whole call if they are at most twice as many."""
+        most = self._max_slots
         for part in self._filled:
-            most = part.max_slots or 0
             part.reserve(most if slots <= most <= 2 * slots else slots)
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -327,7 +325,7 @@ class RaggedCache(Cache):
         result = cls(max_slots=max_slots)
         layers: list[Any] = list(cache.layers)
         for layer in layers:
-            new = RaggedLayer(getattr(layer, "sliding_window", None), max_slots)
+            new = RaggedLayer(getattr(layer, "sliding_window", None))
             result.layers.append(new)
             if layer.is_initialized and layer.get_seq_length():
                 new.update(layer.keys, layer.values)

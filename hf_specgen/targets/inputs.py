@@ -185,18 +185,13 @@ class CallInputs:
 
     def _after_prompt(self, cache: Any) -> dict[str, Any]:
         """The arguments that the model's own preparation passes on in the first step after the prompt."""
-        kwargs = {name: value for name, value in self._kwargs.items() if name != "logits_to_keep"}
-        mask_name, positions_name = self._names["attention_mask"], self._names["position_ids"]
-        if (mask := kwargs.get(mask_name)) is not None:
-            kwargs[mask_name] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        if (positions := kwargs.get(positions_name)) is not None:
-            kwargs[positions_name] = positions[..., -1:] + 1
+        own = {*self._names.values(), *OWN_ARGUMENTS}
+        kwargs = {name: value for name, value in self._kwargs.items() if name not in own}
         for name in TOKEN_TYPES.keys() & kwargs.keys():
             kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
         prepare = cast(Any, self._model).prepare_inputs_for_generation
         kwargs[compat.CACHE] = cache
         prepared: dict[str, Any] = prepare(self._input_ids[:, -1:], next_sequence_length=1, **kwargs)
-        own = {*self._names.values(), *OWN_ARGUMENTS}
         return {name: value for name, value in prepared.items() if name not in own and value is not None}
 
 
@@ -254,7 +249,7 @@ def call_cache(given: Any, config: Any, generation_config: GenerationConfig, kee
     windows = [] if keeps_all else layer_windows(config)
     if keeps_all and slots is not None:
         slots += 128  # for the padding of captured passes
-    return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
+    return RaggedCache(windows, slots, layers=make_layers(config) if special else None)
 
 
 def return_cache(cache: RaggedCache, given: Any) -> Any:

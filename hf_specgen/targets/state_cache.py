@@ -154,8 +154,8 @@ class StateLayer(LinearAttentionLayer):
 class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """A layer with attention and a state."""
 
-    def __init__(self, window: int | None = None, max_slots: int | None = None, number_of_states: int = 1) -> None:
-        RaggedLayer.__init__(self, window, max_slots)
+    def __init__(self, window: int | None = None, number_of_states: int = 1) -> None:
+        RaggedLayer.__init__(self, window)
         self.state = state = StateLayer(number_of_states)
         # The dictionaries are the state's own, so that `Cache` finds its tensors here.
         self.number_of_states, self.record_past = number_of_states, True
@@ -178,9 +178,9 @@ class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[
 class IndexedLayer(RaggedLayer):
     """A layer with the keys `[batch, tokens, head_dim]` of an indexer beside its own keys and values."""
 
-    def __init__(self, max_slots: int | None = None) -> None:
-        super().__init__(None, max_slots)
-        self.indexer = RaggedLayer(None, max_slots)
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexer = RaggedLayer()
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -192,21 +192,21 @@ class IndexedLayer(RaggedLayer):
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
 
 
-def make_layers(config: Any, max_slots: int | None) -> list[Any]:
+def make_layers(config: Any) -> list[Any]:
     """The cache layers of a model."""
     types, arguments = get_layer_types_and_kwargs(config)
-    return [_make_layer(kind, settings, max_slots) for kind, settings in zip(types, arguments, strict=True)]
+    return [_make_layer(kind, settings) for kind, settings in zip(types, arguments, strict=True)]
 
 
-def _make_layer(layer_type: str, settings: dict[str, Any], max_slots: int | None) -> Any:
+def _make_layer(layer_type: str, settings: dict[str, Any]) -> Any:
     states, window = settings.get("number_of_states", 1), settings.get("sliding_window")
     if layer_type in ("conv", "linear_attention"):
         return StateLayer(states)
     if layer_type in ("hybrid", "hybrid_sliding"):
-        return HybridLayer(window, max_slots, states)
+        return HybridLayer(window, states)
     if layer_type in INDEXED_TYPES:
-        return IndexedLayer(max_slots)
-    return RaggedLayer(window, max_slots)
+        return IndexedLayer()
+    return RaggedLayer(window)
 
 
 class ReplayQueue:

@@ -83,6 +83,9 @@ def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:
     assert torch.equal(model.generate(text, **{CACHE: cache}, **arguments), expected)
     with pytest.raises(RuntimeError, match="80 tokens cannot be removed"):
         unchanged.crop(-80)
+    recurrent = stateful_model("qwen3_next").generate(given, **call)[CACHE]
+    with pytest.raises(RuntimeError, match="its recurrent state was kept at"):
+        recurrent.crop(-30)
     unchanged.reset()
     assert torch.equal(model.generate(given, **{CACHE: unchanged}, **arguments), output.sequences[:, : 12 + 10])
 
