@@ -137,20 +137,15 @@ class DecodingLoop:
 
     def decode(self) -> None:
         """Run steps until every row has stopped."""
-        state, padding = self.state, self.padding
+        state = self.state
         while not state.all_stopped:
-            tree, pending = self.begin_step()
-            processed = [True] * state.batch if padding.in_steps else self._active
+            self.plan_step()
+            tree = self.draft_step()
             with self.timer.part("forward"):
-                logits = self.target.forward(tree, pending, processed)
+                logits = self.target.forward(tree, state.pending(), self._active)
             self.end_step(tree, logits)
-            if state.batch > 1 and not padding.is_visible:
+            if state.batch > 1 and not self.padding.is_visible:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
-
-    def begin_step(self, may_draft: bool = True) -> tuple[DraftTree, list[int]]:
-        """The draft and the pending tokens of the next step."""
-        self.plan_step(may_draft)
-        return self.draft_step()
 
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose how deep the rows draft in the next step."""
@@ -159,11 +154,10 @@ class DecodingLoop:
         with self.timer.part("draft"):
             self.drafter.plan(self._max_depths)
 
-    def draft_step(self) -> tuple[DraftTree, list[int]]:
-        """The draft that was planned, and the pending tokens."""
+    def draft_step(self) -> DraftTree:
+        """The draft that was planned."""
         with self.timer.part("draft"):
-            tree = self.drafter.draft(self._max_depths)
-        return tree, self.padding.pending()
+            return self.drafter.draft(self._max_depths)
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
@@ -207,7 +201,7 @@ class DecodingLoop:
         """Append the tokens to the rows, roll the cache back to the accepted ones, and emit complete columns."""
         for row, tokens in enumerate(result.tokens):
             self.state.append(row, tokens)
-        self.target.commit(self.padding.paths(result))
+        self.target.commit(result.paths)
         self.outputs.add(result)
         self.verification.confirm(self.outputs.columns)
 

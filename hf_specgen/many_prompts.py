@@ -115,17 +115,16 @@ def generate_many(
     return iter(tqdm(completions, total=total, unit="prompt")) if progress_bar else completions
 
 
-def _of_common_width(drafts: list[tuple[DraftTree, list[int]]], latency: StepLatency | None) -> list[Any]:
-    """The drafts cut to the number of tokens with the most expected tokens per second of all rows together.
+def _of_common_width(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
+    """The trees cut to the number of tokens with the most expected tokens per second of all rows together.
 
     Each row pays for the largest draft. Without it n-grams have 0.94 of the projected speed.
     """
-    trees = [tree for tree, _ in drafts]
     if latency is None or not all(tree.probability for tree in trees if tree.nodes):
-        return drafts
+        return trees
     probability = [tree.probability[0] for tree in trees if tree.probability]
     width = TreeSize(None, latency=latency, rows=len(trees)).best_size(probability) if probability else 0
-    return [(tree.first_nodes(width), pending) for tree, pending in drafts]
+    return [tree.first_nodes(width) for tree in trees]
 
 
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
@@ -229,11 +228,11 @@ class _Batch:
             drafter.draft()
         known = loops[0].policy.pass_latency
         latency = None if known is None else known.at(len(loops), max(self._target.cache.lengths))
-        drafts = _of_common_width([loop.draft_step() for loop in loops], latency)
-        trees, width = [tree for tree, _ in drafts], max(tree.nodes for tree, _ in drafts)
+        trees = _of_common_width([loop.draft_step() for loop in loops], latency)
+        width, pending = max(tree.nodes for tree in trees), [loop.state.last_token(0) for loop in loops]
         parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
         begin = perf_counter()
-        logits = self._target.forward(DraftTree.from_nodes(parts).padded(width), [token for _, [token] in drafts])
+        logits = self._target.forward(DraftTree.from_nodes(parts).padded(width), pending)
         seconds = {"forward": perf_counter() - begin, "draft": sum(drafter.seconds for drafter in self._drafters)}
         for place, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
             for part, value in seconds.items():

@@ -74,19 +74,7 @@ class SpeculationMonitor(Monitor):
         window: number of row steps in the window.
         prometheus: count in `prometheus_client` under vLLM's names: `spec_decode_num_drafts`,
             `spec_decode_num_draft_tokens`, `spec_decode_num_accepted_tokens` and the last one per position. None counts
-            if the package is installed.
-
-    Raises:
-        ValueError: if the window is not positive.
-        ImportError: with `prometheus=True`, if `prometheus_client` is not installed.
-
-    Example:
-        >>> monitor = SpeculationMonitor(window=50, prometheus=False)
-        >>> # model.generate(**inputs, candidate_generator=NgramCandidates(k="auto"), monitor=monitor)
-        >>> monitor.summary()
-        'last 0 row steps: nothing was drafted'
-        >>> monitor.acceptance("total").p95
-        0.0
+            if the package is installed, True raises an `ImportError` if it is not.
     """
 
     def __init__(self, window: int = 100, *, prometheus: bool | None = None):
@@ -156,18 +144,17 @@ class _SpeculationMonitorSession(MonitorSession):
 
     def __init__(self, monitor: SpeculationMonitor, call: Call):
         self._monitor, self._call, self._started = monitor, call, perf_counter()
-        self._steps, self._rows = 0, list[RowStep]()
+        self._rows = list[RowStep]()
 
     def observe(self, step: StepRecord) -> None:
-        self._steps += 1
         self._rows += [row for row in step.rows if row is not None]
         self._monitor.record(self._call, step)
 
     def end(self) -> None:
         counts, tokens = Statistics([self._rows]), sum(map(len, self._call.state.generated))
         logger.info(
-            f"{self._call.drafting.name}: {tokens} tokens, {self._steps} steps, {counts.tokens_per_step:.2f} tokens "
-            f"per step, drafted {counts.drafted}, accepted {counts.accepted} ({counts.acceptance_rate:.0%}), "
+            f"{self._call.drafting.name}: {tokens} tokens, {counts.tokens_per_step:.2f} tokens per step, drafted "
+            f"{counts.drafted}, accepted {counts.accepted} ({counts.acceptance_rate:.0%}), "
             f"{perf_counter() - self._started:.2f} s"
         )
 

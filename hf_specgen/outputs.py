@@ -5,9 +5,7 @@ token in it; only then do the stopping criteria and the streamer receive it, in 
 passes it.
 
 Plain `generate` feeds padding to ended rows until the last row ends. The results appear only in the returned cache and
-scores, so here one forward pass at the end of the call processes all padding. There is one exception: processors that
-need all rows of a column at once (`LogitsPipeline.lockstep`) need the padding's logits in the step that decides the
-column, if their scores are returned. Then ended rows take part in every step, which drafts nothing.
+scores, so here one forward pass at the end of the call processes all padding.
 """
 
 from __future__ import annotations
@@ -127,8 +125,6 @@ class OutputCollector:
             state.stop(row)
             if state.pad_id is not None:
                 state.truncate(row, min(len(text), self.columns))
-                for rows in self._waiting.values():
-                    rows[row].clear()
 
     def _custom_stops(self) -> list[bool]:
         if not self._custom:
@@ -149,45 +145,25 @@ class Padding:
     """Runs the target on the padding of ended rows, where the returned cache or scores contain the results."""
 
     def __init__(self, call: Call, target: Target, verification: VerificationSession, outputs: OutputCollector):
-        self._call, self._state, self._target, self._outputs = call, call.state, target, outputs
-        self._processors, self.in_steps = verification.processors, verification.processes_padding
+        self._state, self._target, self._outputs = call.state, target, outputs
+        self._processors = verification.processors
         self.is_visible = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property
     def needs_plain_steps(self) -> bool:
         """Whether steps must not draft, because what the user sees besides the tokens could not be computed.
 
-        Where padding takes part in the steps it takes one column at a time, and a custom stopping criterion may end a
-        row inside its draft. In a batch such a criterion may also cut off tokens of an earlier step, which a recurrent
-        state cannot forget.
+        In a batch a custom stopping criterion may cut off tokens of an earlier step, which a recurrent state cannot
+        forget.
         """
-        state, criteria = self._state, self._outputs.has_custom_criteria
-        if self.in_steps:
-            return criteria or any(state.has_ended(row) for row in range(state.batch))
-        return criteria and self.is_visible and state.batch > 1 and self._target.has_recurrent_state
-
-    def pending(self) -> list[int]:
-        """The pending token of each row; where padding takes part in the steps, that of ended rows."""
-        pending = self._state.pending()
-        if self.in_steps:
-            assert self._state.pad_id is not None
-            for row, tokens in enumerate(self._state.generated):
-                pending[row] = self._state.pad_id if len(tokens) < self._outputs.columns else pending[row]
-        return pending
-
-    def paths(self, result: VerificationResult) -> list[list[int] | None]:
-        """The nodes of each row to keep in the cache: accepted ones; an ended row keeps its pending padding."""
-        return [path or [] for path in result.paths] if self.in_steps else result.paths
+        criteria = self._outputs.has_custom_criteria
+        return criteria and self.is_visible and self._state.batch > 1 and self._target.has_recurrent_state
 
     def process_rest(self) -> None:
         """At the end of a call with a visible cache: cut it to the output, process all padding, add its scores."""
         if not self.is_visible:
             return
         state, columns = self._state, self._outputs.columns
-        if self.in_steps and self._target.has_recurrent_state:
-            # The steps have processed the padding, and such a state cannot return to the end of a row's text.
-            self._target.rewind([columns - 1] * state.batch)
-            return
         self._target.rewind([len(text) - 1 for text in state.generated])
         missing = [columns - len(text) for text in state.generated]
         if not any(missing):
@@ -196,7 +172,7 @@ class Padding:
         tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in missing])
         logits = self._target.forward(tree, state.pending(), [count > 0 for count in missing]).float()
         self._target.commit([list(range(count - 1)) if count else None for count in missing])
-        if self._outputs.kept and not self.in_steps:
+        if self._outputs.kept:
             self._fill_in_scores(logits, missing)
 
     def _fill_in_scores(self, logits: torch.Tensor, missing: Sequence[int]) -> None:

@@ -130,7 +130,7 @@ class Request:
     def draft(self, seconds: float) -> None:
         """Draft as planned; the passes of all requests have taken these seconds."""
         self.loop.timer.add("draft", seconds)
-        self.tree, _ = self.loop.draft_step()
+        self.tree = self.loop.draft_step()
 
     def gains(self) -> Sequence[float]:
         """What ranks each proposed token: its path probability; 1 if a policy has chosen the depth, or without one."""

@@ -21,21 +21,14 @@ LONGEST_FIRST = ("slow", "integrations", "integration")
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Load the fixtures, and PyTorch and Transformers with them, in the processes that run tests.
-
-    With several workers the main process runs none: it starts them at once, instead of after these imports.
-    """
+    """Load fixtures and PyTorch where tests run: with several workers, not in the process that starts them."""
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     if hasattr(session.config, "workerinput") or not getattr(session.config.option, "tx", None):
         session.config.pluginmanager.import_plugin("tests.helpers.fixtures")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test with the name of its folder; doctests count as unit tests.
-
-    Folders with long files come first: the last files are those with quick tests, so that several workers end at about
-    the same time.
-    """
+    """Mark every test with the name of its folder (doctests: unit); folders with long files come first."""
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.unit)

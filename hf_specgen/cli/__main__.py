@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_specgen.cli import settings as options
-from hf_specgen.cli.settings import command, errors
+from hf_specgen.cli.settings import errors
 from hf_specgen.version import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Lossless speculative decoding for Transformers.")
+COMMANDS: dict[Any, tuple[str, str]] = {
+    options.DemoSettings: ("demo", "demo.show"),
+    options.ChatSettings: ("chat", "chat.show"),
+    options.GenerateSettings: ("generate", "generate.show"),
+    options.DoctorSettings: ("doctor", "doctor.show"),
+    options.TuneSettings: ("tune", "doctor.tune"),
+    options.FindSettings: ("find", "checkpoints.find"),
+}
+"""By the options of a command its name, and the function that takes them."""
+
+
+def run(settings: Any, **_: Any) -> None:
+    """Run a command with its options; the exit code is 1 where its function returns False."""
+    if settings is not None:
+        module, function = COMMANDS[type(settings)][1].split(".")
+        with errors():
+            succeeded = getattr(import_module(f"hf_specgen.cli.{module}"), function)(settings)
+        if succeeded is False:
+            raise typer.Exit(1)
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, result_callback=run)
+for settings, (name, _) in COMMANDS.items():
+    app.command(name, help=inspect.getdoc(settings))(settings)
 
 
 def _print_version(wanted: bool) -> None:
@@ -27,14 +52,6 @@ def main(
     ] = False,
 ) -> None:
     """Lossless speculative decoding for Transformers."""
-
-
-command(app, "demo", options.DemoSettings, "demo.show")
-command(app, "chat", options.ChatSettings, "chat.show")
-command(app, "generate", options.GenerateSettings, "generate.show")
-command(app, "doctor", options.DoctorSettings, "doctor.show")
-command(app, "tune", options.TuneSettings, "doctor.tune")
-command(app, "find", options.FindSettings, "checkpoints.find")
 
 
 @app.command()

@@ -39,8 +39,7 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Write):
         self._tokenizer, self._write = tokenizer, write
         self._generated: list[int] = []
-        self._done, self._line_begin = 0, 0  # tokens that were read, and those before the current line
-        self._written, self._has_prompt = "", False  # the text of that line
+        self._done, self._written, self._has_prompt = 0, "", False  # tokens and text that were written
 
     def put(self, value: torch.Tensor) -> None:
         """Receive the prompt, then every token of a plain call."""
@@ -65,22 +64,17 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
 
     def _write_tokens(self, accepted: int, emitted: int) -> None:
         """Write the new tokens; the last `emitted` are those of a step that accepted so many draft tokens."""
-        first = max(self._done, len(self._generated) - emitted)
+        first = len(self._generated) - emitted
         while self._done < len(self._generated):
             self._done += 1
             self._decode(first < self._done <= first + accepted)
 
     def _decode(self, accepted: bool, *, final: bool = False) -> None:
         """Write what the last token adds to the text, once its characters are complete."""
-        tokens = self._generated[self._line_begin : self._done]
-        text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-        if text.endswith("\ufffd") and not final:  # the first bytes of a character
-            return
-        if text[len(self._written) :]:
+        text = str(self._tokenizer.decode(self._generated[: self._done], skip_special_tokens=True))
+        if final or not text.endswith("\ufffd"):
             self._write(text[len(self._written) :], accepted)
-        self._written = text
-        if text.endswith("\n"):
-            self._line_begin, self._written = self._done, ""
+            self._written = text
 
 
 class Chat:
@@ -142,7 +136,6 @@ class Chat:
         begin, generate = perf_counter(), cast(Any, self._model).generate
         output = generate(ids, attention_mask=torch.ones_like(ids), candidate_generator=candidates, **arguments)
         seconds = perf_counter() - begin
-        writer.end()
         tokens = output.sequences[0, ids.shape[1] :]
         self.cached = output.sequences, output[CACHE]
         answer = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
@@ -169,13 +162,11 @@ class Chat:
         self.console.print(text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
 
     def _command(self, name: str = "", argument: str = "") -> None:
-        if name == "plain":
-            name, argument = "strategy", PLAIN
-        if name == "strategy" and argument in self.choices:
-            self.strategy = argument
-            message = f"strategy: {argument}"
-        elif name == "strategy":
-            unknown = f"there is no strategy {argument!r}; " if argument else ""
+        message = HELP
+        if name in ("plain", "strategy"):
+            wanted = PLAIN if name == "plain" else argument
+            self.strategy = wanted if wanted in self.choices else self.strategy
+            unknown = f"there is no strategy {wanted!r}; " if wanted not in ("", self.strategy) else ""
             message = f"{unknown}strategies: {', '.join(self.choices)}; now: {self.strategy}"
         elif name == "again" and self.messages[-1:] != self._begin:
             self.cached = None
@@ -185,8 +176,6 @@ class Chat:
         elif name == "new":
             self.clear()
             message = "a new conversation"
-        else:
-            message = HELP
         self.console.print(f"[dim]{message}[/]\n", highlight=False)
 
 
@@ -194,7 +183,7 @@ def show(settings: ChatSettings) -> None:
     """Load the models and chat on the terminal."""
     model, tokenizer = workloads.load(settings.model, settings.dtype, settings.device)
     choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: default_candidates()}
-    named = workloads.strategies(settings.draft, tokenizer=tokenizer)[1:]
+    named = workloads.strategies(settings.draft, tokenizer=tokenizer)[1:]  # without n-grams alone
     choices |= {strategy.name: strategy.candidates for strategy in named}
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     console = Console()

@@ -6,6 +6,7 @@ The checks of `hf-specgen doctor`: support, tokenizers, sizes, heads.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, prod
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import HfApi, constants, scan_cache_dir
-from huggingface_hub.errors import CacheNotFound, HfHubHTTPError
+from huggingface_hub import HfApi, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel
 
 from hf_specgen.candidates import AutoCandidates, Candidates, DraftModelCandidates, LayerSkipCandidates, MTPCandidates
+from hf_specgen.candidates.cross_tokenizer import load_tokenizer, shared_ids
 from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
@@ -47,8 +49,8 @@ KINDS = {
     DRAFT: r"\bdraft\b|speculator",
 }
 """How the names and tags of repositories call each format, the most accurate per draft token first."""
-MAX_RATIO = 0.35
-"""Largest draft model, as a fraction of the target: a larger one is rarely faster."""
+SMALL, MAX_RATIO = 0.12, 0.35
+"""Draft models as a fraction of the target: usually faster up to the first one, rarely above the second one."""
 
 
 @dataclass(frozen=True)
@@ -61,83 +63,56 @@ class Finding:
     meaning: str = ""
 
 
-@dataclass
-class Blueprint:
-    """A model without weights: its modules on the meta device, in its future dtype, and its tokenizer if it has one."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-
-    @property
-    def config(self) -> Any:
-        """The configuration of the language model."""
-        return self.model.config.get_text_config()
-
-
-def blueprint(name: str, dtype: str) -> Blueprint:
-    """Read the configuration and the tokenizer of a model, in a dtype or "auto" for the checkpoint's."""
+def without_weights(name: str, dtype: str) -> PreTrainedModel:
+    """A model on the meta device, in a dtype or "auto" for the checkpoint's; only its configuration is read."""
     with source_errors(name):
         config = AutoConfig.from_pretrained(name)
         chosen = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
             model = workloads.generating_class(config)(config).eval().to(chosen)
         model.tie_weights()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception:  # damaged files and missing packages raise errors of many types; `tokenizers` reports it
-        tokenizer = None
-    return Blueprint(name, model, tokenizer)
+    return cast(PreTrainedModel, model)
 
 
-def support(model: Blueprint, role: str) -> Finding:
+def support(model: PreTrainedModel, role: str) -> Finding:
     """Whether the model can verify draft trees: attention implementation, positions, a cache with rollback."""
-    kind = f"{type(model.model).__name__}, attention {attention_implementation(model.config)!r}"
+    attention = attention_implementation(model.config.get_text_config())
+    found = f"{type(model).__name__}, {_count(model)} parameters, attention {attention!r}"
     try:
-        check_model(model.model)
+        check_model(model)
     except ValueError as error:
-        return Finding(f"{role} support", BAD, kind, str(error))
-    return Finding(f"{role} support", GOOD, f"{kind}, key/value cache that can be rolled back")
+        return Finding(f"{role} support", BAD, found, str(error))
+    return Finding(f"{role} support", GOOD, f"{found}, key/value cache that can be rolled back")
 
 
-def tokenizers(target: Blueprint, draft: Blueprint) -> list[Finding]:
-    """Whether both models have the same vocabulary, special tokens and chat template."""
-    sizes = f"embedding tables of {target.config.vocab_size} and {draft.config.vocab_size} rows"
-    a, b = target.tokenizer, draft.tokenizer
-    if a is None or b is None:
-        same = target.config.vocab_size == draft.config.vocab_size
-        found = f"no tokenizer could be loaded for {target.name if a is None else draft.name!r}; {sizes}"
-        meaning = "the tokenizers cannot be compared; give folders that hold them"
-        return [Finding("tokenizers", WARNING if same else BAD, found, meaning)]
+def draft_model(target: PreTrainedModel, draft: PreTrainedModel) -> list[Finding]:
+    """Whether a draft model is small, and has the vocabulary and the chat template of the target."""
+    ratio = draft.num_parameters() / target.num_parameters()
+    meaning = "" if ratio <= SMALL else f"faster only if most draft tokens are accepted; {SMALL:.0%} and less is safe"
+    size = Finding("draft size", WARNING if meaning else GOOD, f"{ratio:.0%} of the target's parameters", meaning)
+    names = str(target.name_or_path), str(draft.name_or_path)
+    try:
+        a, b = map(load_tokenizer, names)
+    except Exception as error:  # damaged files and missing packages raise errors of many types
+        same = len({one.config.get_text_config().vocab_size for one in (target, draft)}) == 1
+        found, meaning = f"cannot be loaded: {error}", "not compared; give folders that hold the tokenizers"
+        return [size, Finding("tokenizers", WARNING if same else BAD, found, meaning)]
     if a.get_vocab() != b.get_vocab():
-        shared = a.get_vocab().keys() & b.get_vocab().keys()
-        tokens = a.convert_ids_to_tokens([token for text in PROMPTS for token in a(text)["input_ids"]])
-        fraction = sum(token in shared for token in tokens) / len(tokens)
-        found = f"another tokenizer: {len(shared)} tokens are in both, {fraction:.0%} of those of sample texts; {sizes}"
+        shared = shared_ids(*names)
+        tokens = [token for text in PROMPTS for token in a(text, add_special_tokens=False)["input_ids"]]
+        fraction = sum(shared[token] >= 0 for token in tokens) / len(tokens)
+        count = sum(token >= 0 for token in shared)
+        found = f"another tokenizer: {count} tokens are in both, {fraction:.0%} of those of sample texts"
         meaning = "supported: draft tokens come from those in both; a draft model of the same family is faster"
-        return [Finding("tokenizers", WARNING if fraction > 0.5 else BAD, found, meaning)]
-    findings = [Finding("tokenizers", GOOD, f"all {len(a.get_vocab())} entries are the same; {sizes}")]
-    settings = {"special tokens": ("bos_token_id", "eos_token_id"), "chat template": ("chat_template",)}
-    for subject, names in settings.items():
-        if any(getattr(a, name) is not None and getattr(a, name) != getattr(b, name) for name in names):
-            meaning = "trained on texts of another form: fewer of its draft tokens are accepted"
-            findings.append(Finding(subject, WARNING, "not the target's", meaning))
-        else:
-            findings.append(Finding(subject, GOOD, "the same"))
-    return findings
+        return [size, Finding("tokenizers", WARNING if fraction > 0.5 else BAD, found, meaning)]
+    findings = [size, Finding("tokenizers", GOOD, f"all {len(a.get_vocab())} entries are the same")]
+    if a.chat_template == b.chat_template:
+        return [*findings, Finding("chat template", GOOD, "the same")]
+    meaning = "trained on texts of another form: fewer of its draft tokens are accepted"
+    return [*findings, Finding("chat template", WARNING, "not the target's", meaning)]
 
 
-def size_ratio(target: Blueprint, draft: Blueprint) -> Finding:
-    """Whether the draft model, which runs once per draft token, is small enough."""
-    ratio = draft.model.num_parameters() / target.model.num_parameters()
-    found = f"{_count(draft.model)} / {_count(target.model)} parameters, {ratio:.0%}"
-    if ratio <= 0.12:
-        return Finding("draft size", GOOD, found)
-    rarely = "faster only if most draft tokens are accepted" if ratio <= 0.35 else "rarely faster"
-    return Finding("draft size", WARNING, found, f"{rarely}; about a tenth of the target is safe")
-
-
-def heads(candidates: Candidates, name: str, target: Blueprint) -> list[Finding]:
+def heads(candidates: Candidates, name: str, target: PreTrainedModel) -> list[Finding]:
     """Whether the heads or the exit adapter of a strategy belong to the target."""
     if isinstance(candidates, LayerSkipCandidates):
         return [Finding("exit adapter", GOOD, f"drafts with the first {candidates.exit_layer} layers")]
@@ -146,12 +121,13 @@ def heads(candidates: Candidates, name: str, target: Blueprint) -> list[Finding]
     head = load_head(name)
     findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")]
     try:
-        head.bind(target.model)
+        head.bind(target)
     except ValueError as error:
         findings.append(Finding("heads' target", BAD, "not this target", str(error)))
-    if (base := head.config.base_model) and Path(base).name != Path(target.name).name:
+    name = str(target.name_or_path)
+    if (base := head.config.base_model) and Path(base).name != Path(name).name:
         meaning = "draft tokens are accepted only if the heads were trained on this very model"
-        findings.append(Finding("heads' base", WARNING, f"trained on {base!r}, not {target.name!r}", meaning))
+        findings.append(Finding("heads' base", WARNING, f"trained on {base!r}, not {name!r}", meaning))
     return findings
 
 
@@ -169,28 +145,21 @@ class Draft:
     size: float | None
     downloads: int = 0
 
-    @property
-    def rank(self) -> tuple[int, float, int]:
-        """Heads first, by format; then the smaller ones, and those that are used more."""
-        return (
-            [*KINDS, workloads.ASSISTANT, workloads.SKIP].index(self.kind),
-            inf if self.size is None else self.size,
-            -self.downloads,
-        )
+
+def best_first(found: Iterable[Draft]) -> list[Draft]:
+    """Heads first, by format; then the smaller ones, and those that are used more."""
+    kinds = [*KINDS, workloads.ASSISTANT, workloads.SKIP]
+    return sorted(found, key=lambda one: (kinds.index(one.kind), inf if one.size is None else one.size, -one.downloads))
 
 
 def find(settings: FindSettings) -> bool:
     """Print what was found on the Hub, or else in the local cache, best first; returns False if that is nothing."""
-    console, place = terminal(), "the local cache"
+    console, place = terminal(), "the Hub"
     try:
-        if not constants.HF_HUB_OFFLINE:
-            place, found = "the Hub", on_hub(settings.model, settings.limit)
-    except (HfHubHTTPError, OSError) as error:
-        console.print(f"the Hub cannot be reached ({type(error).__name__}); looking in the local cache")
-        place = "the local cache"
-    if place != "the Hub":
-        found = in_cache(settings.model)
-    found = sorted(found, key=lambda draft: draft.rank)[: settings.limit]
+        found = best_first(on_hub(settings.model, settings.limit))[: settings.limit]
+    except (HfHubHTTPError, HFValidationError, OSError) as error:  # no connection, HF_HUB_OFFLINE=1, a folder
+        console.print(f"not found on the Hub ({type(error).__name__}); looking in the local cache")
+        place, found = "the local cache", best_first(in_cache(settings.model))[: settings.limit]
     if not found:
         console.print(f"nothing was found for {settings.model!r} in {place}; the presets need no checkpoint")
         return False
@@ -225,7 +194,7 @@ def on_hub(target: str, limit: int) -> list[Draft]:
 
 def in_cache(target: str) -> list[Draft]:
     """Cached checkpoints that fit the target: heads by their tensors, draft models by size and tokenizer."""
-    plan, found = blueprint(target, "auto"), []
+    model, found = without_weights(target, "auto"), []
     try:
         names = {repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"}
     except CacheNotFound:
@@ -235,13 +204,13 @@ def in_cache(target: str) -> list[Draft]:
             candidates = AutoCandidates.from_pretrained(name)
             tensors = open_checkpoint(Source(name)).tensors.values()
             if is_model := isinstance(candidates, DraftModelCandidates):
-                draft = blueprint(name, "auto")
-                checks = [support(draft, "draft"), *tokenizers(plan, draft)]
+                draft = without_weights(name, "auto")
+                checks = [support(draft, "draft"), *draft_model(model, draft)]
             else:
-                checks = heads(candidates, name, plan)
+                checks = heads(candidates, name, model)
         except (OSError, ValueError, ImportError):
             continue  # neither a head nor a draft model
-        size = sum(prod(info.shape) for info in tensors) / plan.model.num_parameters()
+        size = sum(prod(info.shape) for info in tensors) / model.num_parameters()
         if all(check.result != BAD for check in checks) and (size <= MAX_RATIO or not is_model):
             found.append(Draft(name, workloads.STRATEGY_NAMES[type(candidates).__name__], size))
     return found

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from itertools import chain
 from time import perf_counter
+from typing import Any
 
 import torch
 from rich.console import Console, Group
 from rich.live import Live
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.checkpoints import BAD
@@ -32,7 +32,7 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
     model, tokenizer = workloads.load("", settings.dtype, settings.device)
     end = begin + settings.seconds
     first_end = begin + settings.seconds * (FIRST_SHARE if settings.wide else 1)
-    same = measure_target("16M", model, tokenizer, settings, first_end, console)
+    same = measure_target("16M", (model, tokenizer), settings, first_end, console)
     if settings.wide and settings.seconds and perf_counter() > end:
         console.print(f"[yellow]The {settings.wide}M target was left out: the first one took all of the time.[/]")
     elif settings.wide:
@@ -40,7 +40,7 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
             dtype = fast_dtype(model, settings.wide * 10**6)
             model = widen(model, settings.wide * 10**6, getattr(torch, dtype))
         console.print()
-        same &= measure_target(f"{settings.wide}M", model, tokenizer, settings, end, console)
+        same &= measure_target(f"{settings.wide}M", (model, tokenizer), settings, end, console)
         console.print(
             f"[dim]The target of {settings.wide}M computes the function of the small one with wider layers: a latency "
             "model of a larger target. Texts and acceptance are those of the small one, the cost of a step is not.[/]"
@@ -50,19 +50,22 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
 
 
 def measure_target(
-    size: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: DemoSettings,
-    deadline: float,
-    console: Console,
+    size: str, loaded: tuple[Any, Any], settings: DemoSettings, deadline: float, console: Console
 ) -> bool:
-    """Measure all variants on a target and print them; returns False if a token differs in float32."""
+    """Measure all variants on a target and print them; returns False if a token differs in float32.
+
+    Answers are cut so that a prompt of each domain fits into the time, if no variant is slower than plain `generate`.
+    """
+    model, tokenizer = loaded
     title, measured = f"{size} {str(model.dtype).removeprefix('torch.')}", Comparison(variants(settings))
     with Live(console=console, auto_refresh=False, transient=True) as live:
         live.update(f"{title}: loading drafts, checking the target, warming up", refresh=True)
-        length = _warm_up(model, tokenizer, measured, settings.max_new_tokens, deadline)
+        (inputs,) = encode(tokenizer, ["Write a function that adds two numbers."], 1)
+        plain = measure_round(model, inputs, measured.variants, {"max_new_tokens": 8, "do_sample": False}, 0)[PLAIN]
+        speed = max(1, plain.tokens - 1) / max(1e-3, plain.seconds - plain.first_token)
         domains, slowest = workloads.domain_prompts(), 0.0
+        fitting = (deadline - perf_counter()) * speed / (len(measured.variants) * len(domains))
+        length = int(min(settings.max_new_tokens, max(24, fitting)))
         # The first prompt of every domain, then the second of every domain, and so on.
         rounds = [zip(domains, prompts, strict=True) for prompts in zip(*domains.values(), strict=True)]
         for domain, prompt in chain.from_iterable(rounds):
@@ -74,34 +77,15 @@ def measure_target(
                 live.update(Group(ranking(measured, title), f"[dim]{domain}, {name}[/]"), refresh=True)
             slowest = max(slowest, perf_counter() - started)
     console.print(ranking(measured, title))
-    count, exact = len(measured.plain), model.dtype == torch.float32
     ours = [name for name in measured.samples if name not in (PLAIN, PEER)]
     best, reason = recommend({name: measured.speed(name) for name in ours})
+    count = len(measured.plain)
     prompts = "1 prompt" if count == 1 else f"{count} prompts"
     console.print(f"[bold green]{best}[/]: {reason} ({prompts}, up to {length} new tokens each)", highlight=False)
-    findings = list(judge(measured, ours, exact))
+    findings = list(judge(measured, ours, exact=model.dtype == torch.float32))
     for finding in findings:
         console.print(f"{SIGNS[finding.result]} {finding.found}", highlight=False)
     return all(finding.result != BAD for finding in findings)
-
-
-def _warm_up(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    measured: Comparison,
-    max_new_tokens: int,
-    deadline: float,
-) -> int:
-    """Run every variant once; returns a length of answers for which a prompt of each domain fits into the time.
-
-    If no variant is slower than plain `generate`.
-    """
-    (inputs,) = encode(tokenizer, ["Write a function that adds two numbers."], 1)
-    generation = {"max_new_tokens": 8, "do_sample": False}
-    plain = measure_round(model, inputs, measured.variants, generation, 0)[PLAIN]
-    speed = max(1, plain.tokens - 1) / max(1e-3, plain.seconds - plain.first_token)
-    calls = len(measured.variants) * len(workloads.DOMAINS)
-    return int(min(max_new_tokens, max(24, (deadline - perf_counter()) * speed / calls)))
 
 
 def variants(settings: DemoSettings) -> list[Variant]:

@@ -21,19 +21,8 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates import AutoCandidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.candidates.combined import Preset, PresetCandidates
-from hf_specgen.cli.checkpoints import (
-    BAD,
-    GOOD,
-    PROMPTS,
-    WARNING,
-    Blueprint,
-    Finding,
-    blueprint,
-    heads,
-    size_ratio,
-    support,
-    tokenizers,
-)
+from hf_specgen.cli import checkpoints
+from hf_specgen.cli.checkpoints import BAD, GOOD, WARNING, Finding
 from hf_specgen.cli.settings import DoctorSettings, TuneSettings, terminal
 from hf_specgen.depth import CostCurve, FixedDepth
 from hf_specgen.depth.latency import ANY_DRAFTER
@@ -103,41 +92,39 @@ def examine(settings: DoctorSettings) -> Report:
     """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found."""
     device = workloads.usable_device(settings.device)
     report = Report()
-    target = blueprint(settings.model, settings.dtype)
+    target = checkpoints.without_weights(settings.model, settings.dtype)
     named = strategies(settings.draft, dtype=settings.dtype)
-    report.findings.append(support(target, "target"))
+    report.findings.append(checkpoints.support(target, "target"))
     for name in settings.draft:
         candidates = AutoCandidates.from_pretrained(name)
         if isinstance(candidates, DraftModelCandidates):
-            draft = blueprint(name, settings.dtype)
-            found = [support(draft, "draft"), *tokenizers(target, draft), size_ratio(target, draft)]
+            draft = checkpoints.without_weights(name, settings.dtype)
+            found = [checkpoints.support(draft, "draft"), *checkpoints.draft_model(target, draft)]
         else:
-            found = heads(candidates, name, target)
+            found = checkpoints.heads(candidates, name, target)
         label = f"{name}: " if len(settings.draft) > 1 else ""
         report.findings += [replace(finding, found=label + finding.found) for finding in found]
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
-        _measure(settings, device, target, named, report)
+        _measure(settings, device, target.dtype, named, report)
     else:
         report.recommendation = LINE.format(named[-1].code)
         report.reason = "the static checks found no problem; the speed was not measured"
     return report
 
 
-def _measure(
-    settings: DoctorSettings, device: str, target: Blueprint, named: Sequence[Strategy], report: Report
-) -> None:
+def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: list[Strategy], report: Report) -> None:
     """Time T(q), and every strategy against plain `generate`; add findings and a recommendation to the report."""
-    model, tokenizer = workloads.load(settings.model, target.model.dtype, device)
-    limit = getattr(target.config, "max_position_embeddings", None) or 2**31
+    model, tokenizer = workloads.load(settings.model, dtype, device)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if not model.config.is_encoder_decoder:
         sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
         curve = measure_cost_curve(model, sizes, context=context, batch=settings.batch_size, repeats=5)
         report.findings.append(verification_cost(curve))
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     codes, variants = _variants([*_presets(model), *named], device)
-    prompts = list(settings.prompt or PROMPTS)
+    prompts = list(settings.prompt or checkpoints.PROMPTS)
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
     measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
@@ -145,10 +132,12 @@ def _measure(
     for inputs in batches * settings.rounds:
         for _ in measured.measure(model, inputs, generation):
             pass  # the names of the variants, for a display of progress
-    speeds = {variant.name: measured.speed(variant.name) for variant in variants}
     report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
-    notes = {name: note(speed) for name, speed in speeds.items() if name != PLAIN}
+    speeds = {variant.name: measured.speed(variant.name) for variant in variants}
+    about = {}
     for name, speed in speeds.items():
+        code, reason = codes.get(name, ""), "" if name == PLAIN else note(speed)
+        about[name] = f"{code}\n[dim]{reason}[/]" if reason else code
         report.measured[name] = {
             "tokens_per_second": throughput(measured.samples[name]),
             "speedup": speed.value,
@@ -156,10 +145,9 @@ def _measure(
             "speedup_high": speed.high,
             "tokens_per_step": speed.counts.tokens_per_step,
             "acceptance_rate": speed.counts.acceptance_rate,
-            "code": codes.get(name, ""),
-            "note": notes.get(name, ""),
+            "code": code,
+            "note": reason,
         }
-    about = {name: f"{code}\n[dim]{notes[name]}[/]".removesuffix("\n[dim][/]") for name, code in codes.items()}
     report.ranking = ranking(measured, texts=about)
     best, report.reason = recommend({name: speeds[name] for name in codes})
     report.recommendation = LINE.format(codes[best]) if best != PLAIN else "model.generate(**inputs)"
@@ -195,10 +183,8 @@ def verification_cost(curve: CostCurve) -> Finding:
     )
     if ratio <= 1.3:
         return Finding("verification", GOOD, found, "bound by memory bandwidth: draft tokens are nearly free")
-    if ratio <= 2.0:
-        return Finding("verification", WARNING, found, "draft tokens take time: a high acceptance rate is needed")
-    meaning = "bound by computation: only text that repeats itself is faster; try a smaller batch"
-    return Finding("verification", WARNING, found, meaning)
+    meaning = "a high acceptance rate is needed" if ratio <= 2.0 else "only text that repeats itself is faster"
+    return Finding("verification", WARNING, found, f"draft tokens take time: {meaning}")
 
 
 def note(measured: Speed) -> str:
@@ -211,9 +197,7 @@ def note(measured: Speed) -> str:
         return "nothing was drafted"
     if not measured.differs:
         return "no difference was shown; more --rounds make the interval smaller"
-    if measured.counts.acceptance_rate < 0.3:
-        return "few draft tokens are accepted: no repetition, a high temperature, or an unrelated draft"
-    return "drafting and verifying take too long"
+    return "too few draft tokens are accepted for the time that drafting and verifying them takes"
 
 
 def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[Finding]:
@@ -256,10 +240,8 @@ def tune(settings: TuneSettings) -> None:
         latency = measure_latency(model, candidates, rows=settings.batch_size, context=settings.context)
     latency.save(settings.latency)
     for curve, drafters in latency.buckets:
-        sizes = ", ".join(f"T({tokens}) {curve.relative(tokens):.2f}" for tokens in (2, 4, 8, 16, 32))
-        passes = [f", {kind} {one.seconds[0] / curve(1):.2f}" for kind, one in drafters.items() if kind != ANY_DRAFTER]
-        console.print(
-            f"{curve.batch} rows of {curve.context} tokens: a plain step takes {1000 * curve(1):.1f} ms; in plain "
-            f"steps: {sizes}{''.join(passes)}"
-        )
+        passes = {f"T({tokens})": curve.relative(tokens) for tokens in (2, 4, 8, 16, 32)}
+        passes |= {kind: one.seconds[0] / curve(1) for kind, one in drafters.items() if kind != ANY_DRAFTER}
+        step = f"{curve.batch} rows of {curve.context} tokens: T(1) {1000 * curve(1):.1f} ms"
+        console.print(f"{step}; relative to it: {', '.join(f'{name} {value:.2f}' for name, value in passes.items())}")
     console.print(f"{settings.latency}: read by AdaptiveDepth(latency={str(settings.latency)!r})", highlight=False)

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates import Candidates
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, maybe_prepacked, prompt_text, read_rows
-from hf_specgen.many_prompts import Completion, generate_many
+from hf_specgen.many_prompts import generate_many
 
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "device")
@@ -41,9 +39,14 @@ def show(settings: GenerateSettings) -> None:
     model, tokenizer = workloads.load(settings.model, settings.dtype, settings.device or str(processes.device))
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
     strategy, counts = chosen_strategy(settings.draft, tokenizer), list[int]()
+    special = not (tokenizer.chat_template and settings.chat)  # a chat template writes them into the text
+    arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
+    arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
 
     def answers(numbers: list[int]) -> Iterator[tuple[int, str]]:
-        for found in answer(model, tokenizer, [texts[number] for number in numbers], numbers, strategy, settings):
+        prompts = (tokenizer(texts[number], add_special_tokens=special)["input_ids"] for number in numbers)
+        seeds = [settings.seed + number for number in numbers]
+        for found in generate_many(model, prompts, strategy, max_rows=settings.batch_size, seed=seeds, **arguments):
             counts.append(len(found.tokens))
             yield numbers[found.index], str(tokenizer.decode(found.tokens, skip_special_tokens=True))
 
@@ -96,7 +99,7 @@ def read_answers(parts: Path) -> dict[int, Any]:
 
 def write_rows(output: Path, rows: Iterable[Row]) -> None:
     """Write a JSONL file, compressed if its name ends in .gz; it appears when it is complete."""
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
     unfinished = output.with_name(output.name + ".unfinished")
     # Without a time stamp, equal rows are equal files.
     unfinished.write_bytes(gzip.compress(text, mtime=0) if output.suffix == ".gz" else text)
@@ -127,29 +130,10 @@ def _problem(row: Row, settings: GenerateSettings) -> str:
         if prompt[-1]["role"] == "assistant":
             return "ends with a message of the assistant, so there is nothing to answer; remove that message"
     try:
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
+        json.dumps(row, ensure_ascii=False, default=str).encode("utf-8")
     except UnicodeEncodeError:
         return "has a lone surrogate, which is not text; remove it"
-    except TypeError as error:
-        return f"has a value that a JSONL file cannot hold ({error}); remove that column"
     return ""
-
-
-def answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    rows: Sequence[int],
-    strategy: Candidates,
-    settings: GenerateSettings,
-) -> Iterator[Completion]:
-    """The answers to the prompts of these rows, in the order of completion."""
-    formatted = bool(tokenizer.chat_template) and settings.chat
-    ids: Iterator[Any] = (tokenizer(text, add_special_tokens=not formatted)["input_ids"] for text in texts)
-    arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
-    arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
-    seeds = [settings.seed + row for row in rows]
-    return generate_many(model, ids, strategy, max_rows=settings.batch_size, seed=seeds, **arguments)
 
 
 def _begin(parts: Path, settings: GenerateSettings) -> None:

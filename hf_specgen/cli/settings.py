@@ -1,16 +1,13 @@
-"""The options of every command, one dataclass each, and how a dataclass becomes a command. Without heavy imports."""
+"""The options of every command, one dataclass each, and how errors are printed. Without heavy imports."""
 
-from __future__ import annotations
-
-import inspect
+# Annotations are evaluated here: typer reads the options from the signature of each dataclass.
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from importlib import import_module
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -30,6 +27,9 @@ BatchSize = Annotated[int, Option(help="Prompts that are answered at a time.", m
 BatchSizes = Annotated[list[int], Option(help="Rows; may be given several times.", min=1)]
 NewTokens = Annotated[int, Option(help="Tokens per answer.", min=1)]
 Device = Annotated[str, Option(help="cpu, cuda:1, mps …; auto for several; the accelerator if left out.")]
+NONE: Any = ()
+ONE_ROW: Any = (1,)
+"""Defaults of options that may be given several times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class ModelSettings:
     """A target, and what drafts for it."""
 
     model: Target
-    draft: Drafts = field(default_factory=list)
+    draft: Drafts = NONE
     dtype: Annotated[Dtype, Option(help="Data type of the models; auto for that of the checkpoint.")] = "auto"
     device: Device = ""
 
@@ -64,7 +64,7 @@ class DoctorSettings(ModelSettings):
     Exit code 1 if a problem has to be solved first.
     """
 
-    prompt: Prompts = field(default_factory=list)
+    prompt: Prompts = NONE
     batch_size: BatchSize = 1
     temperature: Temperature = 0.0
     max_new_tokens: NewTokens = 96
@@ -89,7 +89,7 @@ class TuneSettings(ModelSettings):
     """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths."""
 
     latency: Annotated[Path, Option(help="File to write, for AdaptiveDepth(latency=...).")] = Path("latency.json")
-    batch_size: BatchSizes = field(default_factory=lambda: [1])
+    batch_size: BatchSizes = ONE_ROW
     context: Annotated[int, Option(help="Cached tokens per row.", min=1)] = 256
 
 
@@ -125,30 +125,6 @@ class GenerateSettings(AnswerSettings):
     batch_size: BatchSize = 8
     max_new_tokens: NewTokens = 256
     seed: Annotated[int, Option(help="Seed; that of each row is its number added to it.")] = 0
-
-
-def command(app: typer.Typer, name: str, settings: Any, function: str) -> None:
-    """Register `hf_specgen.cli.FUNCTION(settings)` as a command whose options are the fields of a dataclass.
-
-    The docstring of the dataclass is the command's help. Where the function returns False, the exit code is 1.
-    """
-    module, function = function.split(".")
-
-    def run(**options: Any) -> None:
-        with errors():
-            succeeded = getattr(import_module(f"hf_specgen.cli.{module}"), function)(settings(**options))
-        if succeeded is False:
-            raise typer.Exit(1)
-
-    hints = get_type_hints(settings, include_extras=True)
-    made = {one.name: one.default_factory() for one in fields(settings) if callable(one.default_factory)}
-    parameters = [
-        one.replace(default=made.get(name, one.default), annotation=hints[name])
-        for name, one in inspect.signature(settings).parameters.items()
-    ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = hints
-    app.command(name, help=inspect.getdoc(settings))(run)
 
 
 @contextmanager

@@ -36,9 +36,6 @@ def measure_cost_curve(
     The sizes are interleaved within each repeat, so that other load on the machine affects all of them; the first
     repeat is a warm-up and not counted; each time is the median over the repeats.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}")
-    CostCurve(tuple(queries), (1.0,) * len(queries), context, batch)  # raises for other values that make no sense
     config = text_config(model)
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     if context + queries[-1] > limit:

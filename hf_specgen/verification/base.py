@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
@@ -41,13 +43,17 @@ class VerificationSession(ABC):
 
     Attributes:
         processors: applies the logits processors of the call at the nodes of a draft.
-        processes_padding: whether each step also runs the target on the padding of ended rows, as plain `generate`
-            does: where scores are returned and some processor needs all rows of a column at once.
     """
 
     def __init__(self, call: Call):
         self.call, self.processors = call, LogitsPipeline(call.logits_processor, call.state, call.do_sample)
-        self.processes_padding = call.keeps_scores and self.processors.lockstep and call.state.pad_id is not None
+        if call.keeps_scores and self.processors.lockstep and call.state.pad_id is not None:
+            names = ", ".join(self.processors.lockstep)
+            raise ValueError(
+                f"output_scores= includes those of rows that have ended, which {names} may compute from all "
+                "rows; set row_wise = True on a processor whose rows are independent, or leave output_scores= or "
+                "candidate_generator= out"
+            )
 
     @abstractmethod
     def choose(
@@ -86,18 +92,6 @@ class VerificationSession(ABC):
             Of the shape of the scores, non-negative. By default the draft's own probabilities.
         """
         return scores.float().softmax(dim=-1)
-
-    def sample_draft(self, scores: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
-        """Choose the draft tokens that this mode is most likely to accept.
-
-        Args:
-            scores: `[batch, draft vocab]` the draft's scores after its processors, on any device.
-            steps: `[batch]` which generated token each row's draft token is for.
-
-        Returns:
-            `[batch]` tokens.
-        """
-        return self.draft_weights(scores[:, None], [[step] for step in steps])[:, 0].argmax(dim=-1)
 
     def max_row_skew(self) -> float:
         """How many tokens a row may be ahead of the slowest row."""
@@ -159,11 +153,27 @@ class VerificationSession(ABC):
         ]
 
 
-class IndependentDraftSession(VerificationSession):
-    """A session whose draft tokens are sampled with a random generator of their own.
+class Nodes(NamedTuple):
+    """The nodes of draft trees, `[batch, nodes]`: tokens, slots of their parents, and whether they are no padding."""
 
-    Acceptance tests and bonus tokens use torch's global generator; rejection sampling requires draft tokens that are
-    independent of them. The seed is drawn from the global generator, so a seeded run is reproducible.
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    are_real: torch.Tensor
+
+    @classmethod
+    def of_tree(cls, tree: DraftTree, device: torch.device) -> Nodes:
+        """The tensors on a device; slot 0 is a row's last token, slot ``i + 1`` its node ``i``."""
+        padded = [[*(parent + 1 for parent in row), *[-1] * (tree.nodes - len(row))] for row in tree.parents]
+        parents = torch.tensor(padded, dtype=torch.long, device=device)
+        tokens = (torch.tensor(tree.token_lists()) if tree.keeps_all else tree.tokens).to(device)
+        return cls(tokens.clamp(min=0), parents.clamp(min=0), (parents >= 0) & (tokens >= 0))
+
+
+class PathSession(VerificationSession):
+    """A session that accepts whole paths of a draft tree, rather than choosing a token after each node.
+
+    Acceptance tests and bonus tokens use torch's global generator, of which the draft tokens must be independent: they
+    are sampled with a generator of their own. Its seed is drawn from the global one, so a seeded run is reproducible.
     """
 
     def __init__(self, call: Call):
@@ -182,6 +192,38 @@ class IndependentDraftSession(VerificationSession):
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return weights / exponential(weights.shape, device, self._generators[device])
 
+    @abstractmethod
+    def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[batch]` the last accepted slot of each row, and the token after it, `[batch, slots]` or `[batch, 1]`.
+
+        `scores` are `[batch, slots, vocab]`, after each row's last token and after each node.
+        """
+
+    def choose(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        if len(nodes[0]) == 1 and tree.nodes:  # one node of each row: its children, after which nothing is drafted
+            tree = _children_only(tree, [node for [node] in nodes])
+            scores = scores.expand(-1, 1 + tree.nodes, -1)
+        drafted = Nodes.of_tree(tree, scores.device)
+        last, following = self.accept(scores, tree, drafted)
+        rows, slots = torch.arange(len(last), device=last.device), scores.shape[1]
+        on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:] & drafted.are_real
+        chosen = pad(following.expand(-1, slots), (0, 1))  # one slot more, for nodes off the path
+        chosen.scatter_(1, torch.where(on_path, drafted.parents, slots), drafted.tokens)
+        return chosen[:, : len(nodes[0])]
+
+
+def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
+    """The children of one node of each row."""
+    lists = [children(parents) for parents in tree.parents]
+    picked = [known[node + 1] if node + 1 < len(known) else () for known, node in zip(lists, nodes, strict=True)]
+    tokens = [[row[node] for node in own] for row, own in zip(tree.token_lists(), picked, strict=True)]
+    q, width = tree.q, max(map(len, picked))
+    if q is not None:
+        q = torch.stack([q[row, [*own, *[0] * (width - len(own))]] for row, own in enumerate(picked)])
+    return DraftTree(tokens, tuple((-1,) * len(own) for own in picked), q)
+
 
 class _ColumnWalk:
     """Verification column by column along the accepted paths, for processors that depend on the preceding tokens.
@@ -196,8 +238,6 @@ class _ColumnWalk:
         self._tree, self._draft_tokens, self._logits = tree, tree.token_lists(), logits
         self._node = [-1] * tree.batch
         self._walking = [row for row in range(tree.batch) if active[row]]
-        padded = session.processes_padding
-        self._padding = [row for row in range(tree.batch) if padded and self._call.state.has_ended(row)]
         self._result = VerificationResult(
             [[] if is_active else None for is_active in active], [[] for _ in active], [0] * tree.batch
         )
@@ -212,21 +252,15 @@ class _ColumnWalk:
             members = [row for row in self._walking if len(generated[row]) == step]
             logits = torch.stack([self._logits[row, node + 1] for row, node in enumerate(self._node)])
             scores = self._processors.column(step, logits)
-            chosen = self._choose(scores, step)
-            on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
-            for row in self._padding:
-                self._keep(row, scores, logits)
+            steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
+            chosen = self._tree.read_with(self._session.choose(scores[:, None], steps, self._tree, nodes))
+            on_draft = [self._take(row, chosen[row][0], scores, logits) for row in members]
             if self._processors.lockstep and not all(on_draft):
                 break
         for row, path in enumerate(self._result.paths):
             if path:
                 del path[len(self._result.tokens[row]) - 1 :]
         return self._result
-
-    def _choose(self, scores: torch.Tensor, step: int) -> list[int]:
-        steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
-        chosen = self._session.choose(scores[:, None], steps, self._tree, nodes)
-        return [token for [token] in self._tree.read_with(chosen)]
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
         """Emit a token; in lockstep, True lets the other rows continue: the row follows its draft or has ended."""
@@ -244,7 +278,7 @@ class _ColumnWalk:
         result.accepted[row] += child is not None
         if child is None or ended:
             self._walking.remove(row)
-            return ended and not self._session.processes_padding
+            return ended
         self._node[row] = child
         path = result.paths[row]
         assert path is not None

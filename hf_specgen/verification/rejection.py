@@ -31,7 +31,8 @@ import torch
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, Parents, children
 from hf_specgen.verification.base import (
-    IndependentDraftSession,
+    Nodes,
+    PathSession,
     VerificationSession,
     Verifier,
     argmax,
@@ -51,7 +52,7 @@ class RejectionVerifier(Verifier):
         return RejectionSession(call)
 
 
-class RejectionSession(IndependentDraftSession):
+class RejectionSession(PathSession):
     """Rejection sampling in one call; the argmax without sampling."""
 
     @property
@@ -61,46 +62,19 @@ class RejectionSession(IndependentDraftSession):
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        if not self.call.do_sample:
-            return argmax(scores)
+        return super().choose(scores, steps, tree, nodes) if self.call.do_sample else argmax(scores)
+
+    def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
         p = scores.softmax(dim=-1)
-        if len(nodes[0]) > 1 or not tree.nodes:
-            return _accept_path(p, tree)
-        tree = _children_only(tree, [node for [node] in nodes])
-        return _accept_path(p.expand(-1, 1 + tree.nodes, -1), tree)[:, :1]
-
-
-def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
-    """The children of one node of each row, after which nothing is drafted."""
-    lists = [children(parents) for parents in tree.parents]
-    picked = [known[node + 1] if node + 1 < len(known) else () for known, node in zip(lists, nodes, strict=True)]
-    tokens = [[row[node] for node in own] for row, own in zip(tree.token_lists(), picked, strict=True)]
-    q, width = tree.q, max(map(len, picked))
-    if q is not None:
-        q = torch.stack([q[row, [*own, *[0] * (width - len(own))]] for row, own in enumerate(picked)])
-    return DraftTree(tokens, tuple((-1,) * len(own) for own in picked), q)
-
-
-def _accept_path(p: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-    """`[batch, slots]` choices that follow the path accepted in each row, and then the bonus token."""
-    batch, slots, vocab = p.shape
-    q = None if tree.q is None else _fit(tree.q, vocab).to(p.device, torch.float32)
-    rows, structure = torch.arange(batch, device=p.device), tree.structure()
-    padded = [[*(parent + 1 for parent in row), *[0] * (tree.nodes - len(row))] for row in tree.parents]
-    tokens = (torch.tensor(tree.token_lists()) if tree.keeps_all else tree.tokens).to(p.device)
-    parents = torch.tensor(padded, dtype=torch.long, device=p.device)
-    lengths = torch.tensor([len(row) for row in tree.parents], device=p.device)
-    is_node = (torch.arange(slots - 1, device=p.device) < lengths[:, None]) & (tokens >= 0)
-    weights, remaining = path_weights(p, q, tokens.clamp(min=0), parents, is_node)
-    accepted = torch.rand(batch, slots, device=p.device) < weights
-    accepted[:, 0] = True
-    accepted[:, 1:] &= is_node
-    order = torch.tensor([(*post_order(row), *[slots] * (slots - 1 - len(row))) for row in tree.parents])
-    last = order.to(p.device).masked_fill(~accepted, slots).argmin(dim=1)
-    bonus = exponential_race(remaining[rows, last], exponential((batch, vocab), p.device))
-    on_path = structure.ancestors.to(p.device)[rows, last][:, 1:] & is_node
-    chosen = bonus[:, None].repeat(1, slots + 1)  # one slot more, for nodes off the path
-    return chosen.scatter_(1, torch.where(on_path, parents, slots), tokens)[:, :slots]
+        rows, (batch, slots, vocab) = torch.arange(len(p), device=p.device), p.shape
+        q = None if tree.q is None else _fit(tree.q, vocab).to(p.device, torch.float32)
+        weights, remaining = path_weights(p, q, *nodes)
+        accepted = torch.rand(batch, slots, device=p.device) < weights
+        accepted[:, 0] = True
+        order = torch.tensor([(*post_order(row), *[slots] * (slots - 1 - len(row))) for row in tree.parents])
+        last = order.to(p.device).masked_fill(~accepted, slots).argmin(dim=1)
+        left = remaining[rows, last]
+        return last, exponential_race(left, exponential(left.shape, p.device))[:, None]
 
 
 def path_weights(
@@ -119,7 +93,7 @@ def path_weights(
         drawn_from = draft_distribution(None if q is None else q[:, node], is_left[rows, slot], token)
         is_left[rows, slot, token[:, 0]] = False
         reached = weights[rows, slot, None] * remaining[rows, slot]
-        excess = residual(reached, drawn_from)
+        excess = (reached - drawn_from).clamp_(min=0)  # 0 at a rejected token, which has no more than q
         mass, rest = excess.sum(dim=-1), 1 - weights[rows, slot]
         accepted = (reached.gather(-1, token) / drawn_from.gather(-1, token))[:, 0].clamp(max=1)
         weights[:, node + 1] = torch.where(is_real, accepted, 0)
@@ -145,11 +119,6 @@ def post_order(parents: Parents) -> tuple[int, ...]:
         open_slots += [node + 1 for node in lists[order[-1]]]
     times = {slot: time for time, slot in enumerate(reversed(order))}
     return tuple(times[slot] for slot in range(len(order)))
-
-
-def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(0, p - q), not normalised; 0 at a rejected token, which has p <= q."""
-    return (p - q).clamp_(min=0)
 
 
 def draft_distribution(q: torch.Tensor | None, is_left: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,14 @@ section 2.3.1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch.nn.functional import pad
 
 from hf_specgen.call import Call
-from hf_specgen.tree import DraftTree, Parents, children
+from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import (
-    IndependentDraftSession,
+    Nodes,
+    PathSession,
     VerificationSession,
     Verifier,
     argmax,
@@ -48,44 +48,15 @@ class TypicalVerifier(Verifier):
         return (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)
 
 
-class _TypicalSession(IndependentDraftSession):
+class _TypicalSession(PathSession):
     def __init__(self, settings: TypicalVerifier, call: Call):
         super().__init__(call)
         self._settings = settings
 
-    def choose(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        p = scores.softmax(dim=-1)
+    def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
+        p, (depths, ancestors) = scores.softmax(dim=-1), (part.to(scores.device) for part in tree.structure())
+        probability = p[torch.arange(len(p), device=p.device)[:, None], nodes.parents, nodes.tokens]
+        accepted = (probability > self._settings.threshold(p).gather(1, nodes.parents)) & nodes.are_real
+        is_reached = (pad(accepted, (1, 0), value=True)[:, None] | ~ancestors).all(dim=2)
         own = exponential_race(p, exponential(p.shape, p.device)) if self.call.do_sample else argmax(scores)
-        tokens = tree.token_lists()
-        drafted = [
-            (row, slot, node)
-            for row, (parents, slots) in enumerate(zip(tree.parents, nodes, strict=True))
-            for slot, parent in enumerate(slots)
-            if parent < len(parents)
-            for node in children(parents)[parent + 1]
-        ]
-        places = [(row, slot, tokens[row][node]) for row, slot, node in drafted]
-        rows, at, token = torch.tensor(places, dtype=torch.long, device=p.device).view(-1, 3).unbind(dim=1)
-        plausible = ((p[rows, at, token] > self._settings.threshold(p)[rows, at]) & (token >= 0)).tolist()
-        # Nodes of slots that are decided in a later call count as accepted.
-        accepted = [[True] * len(parents) for parents in tree.parents]
-        for (row, _, node), is_plausible in zip(drafted, plausible, strict=True):
-            accepted[row][node] = is_plausible
-        lengths = [_accepted_lengths(*row) for row in zip(tree.parents, accepted, strict=True)]
-        chosen, longest = own.tolist(), [[0] * len(slots) for slots in nodes]
-        for row, slot, node in drafted:
-            if lengths[row][node] > longest[row][slot]:
-                longest[row][slot], chosen[row][slot] = lengths[row][node], tokens[row][node]
-        return torch.tensor(chosen)
-
-
-def _accepted_lengths(parents: Parents, accepted: Sequence[bool]) -> list[int]:
-    """The most nodes of an accepted path that begins with each node; 0 if it is not accepted."""
-    lengths = [0] * len(parents)
-    for node in reversed(range(len(parents))):
-        lengths[node] = lengths[node] + 1 if accepted[node] else 0
-        if parents[node] >= 0:
-            lengths[parents[node]] = max(lengths[parents[node]], lengths[node])
-    return lengths
+        return depths.masked_fill(~is_reached, -1).argmax(dim=1), own

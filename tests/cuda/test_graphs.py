@@ -53,10 +53,7 @@ DRAFTERS: dict[str, Callable[[], Candidates]] = {
 def test_captured_passes_in_several_calls_same_tokens(
     target: Any, drafter: str, batch: int, compile_target: Any, mode: str
 ) -> None:
-    """Graphs of target and drafter are replayed alternately, in later calls too, whose prompts are shorter and longer.
-
-    Heads read the hidden states of a replayed pass; accepted paths scattered over a tree are moved by a graph.
-    """
+    """Replayed in later calls too, with shorter and longer prompts; a graph moves paths scattered over a tree."""
     candidates = DRAFTERS[drafter]()
     for length in (12, 30, 7):
         given = inputs(batch, length)

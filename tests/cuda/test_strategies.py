@@ -68,7 +68,6 @@ def test_quantized_draft_on_cuda_same_tokens() -> None:
 
 # Attention kernels of a GPU: FlashAttention, flex attention, and SDPA with grouped heads in bfloat16
 
-
 FLASH = "flash_attention_2"
 HAS_FLASH = importlib.util.find_spec("flash_attn") is not None
 

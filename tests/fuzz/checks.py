@@ -202,7 +202,6 @@ def _statistics(ours: Run, prompt_length: int) -> Iterator[Difference]:
 
 # One model before and after
 
-
 Fingerprint = dict[str, Any]
 
 

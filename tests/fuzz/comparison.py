@@ -132,10 +132,7 @@ class Comparison:
         return plain, ours
 
     def _with_valid_padding(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, ours: Run) -> Run | None:
-        """Plain `generate` again, without the invalid scores of rows that have ended; None if it raises nevertheless.
-
-        It samples the padding of these rows too, and raises; speculation returns the tokens of the others.
-        """
+        """Plain `generate` again, with valid scores where it samples padding of ended rows; None if it still raises."""
         statistics = self._statistics(ours)
         if statistics is None:
             return None

@@ -139,7 +139,6 @@ def random_head(name: str, model: Any, random: Random) -> DraftHead:
 
 # Heads that know a text: fitted to what plain `generate` wrote, so that their drafts are often accepted
 
-
 PATH_WEIGHT = 0.01
 """Size of the weights with which heads read the path before their token: enough to change a draft."""
 
@@ -147,10 +146,7 @@ PATH_WEIGHT = 0.01
 def medusa_heads(
     model: Any, ids: torch.Tensor, mask: torch.Tensor, num_heads: int = 3, reads_path: bool = False, start: int = 0
 ) -> MedusaHeads:
-    """Medusa heads: output matrices by ridge regression from its states to the tokens h + 2 places on.
-
-    They learn from the text behind `start`.
-    """
+    """Medusa heads: ridge regression from the states behind `start` to the tokens h + 2 places on."""
     matrix = output_matrix(model)
     states = inputs_of(matrix, model, ids, mask)
     more = {"reads_token": reads_path, "reads_path": reads_path}

@@ -21,19 +21,21 @@ VOCAB = 99
 FIRST_CHARACTER = 0x4E00
 UNKNOWN = "?"
 CHARACTERS = [chr(FIRST_CHARACTER + place) for place in range(VOCAB)]
+FOLDERS = tempfile.TemporaryDirectory(prefix="tiny-tokenizers-")
+"""Of the tokenizers; removed when the process ends."""
 KINDS = ("characters", "reversed", "subset", "pairs", "bytes")
 """Of `tokenizer_folder`; the first is that of the targets."""
 
 
 @lru_cache(maxsize=len(KINDS))
 def tokenizer_folder(kind: str = "characters") -> Path:
-    """A folder with a tokenizer; it lives as long as the process.
+    """A folder with a tokenizer.
 
     "characters": token i is the i-th character; "reversed": the same backwards; "subset": every third one is unknown;
     "pairs": SentencePiece's way of writing spaces, half of the characters, and pairs of them; "bytes": BPE of
     bytes, in which a third of the characters are tokens.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f"tiny-tokenizer-{kind}-"))
+    folder = Path(FOLDERS.name) / kind
     special = {"unk_token": UNKNOWN} if kind != "bytes" else {}
     PreTrainedTokenizerFast(tokenizer_object=_backend(kind), **special).save_pretrained(folder)
     return folder
@@ -253,10 +255,7 @@ def _is_read_only(config_class: type, name: str) -> bool:
 
 
 def _randomize(model: nn.Module) -> None:
-    """Weights with which the next token depends on the whole text.
-
-    Models as they are initialised write one token again and again, and a wrong position or cache slot would not show.
-    """
+    """Weights with which the next token depends on the whole text: initial ones write one token again and again."""
     generator = torch.Generator().manual_seed(1)
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     with torch.no_grad():
@@ -300,7 +299,6 @@ def with_other_tokenizer(model: Any, kind: str) -> Any:
 
 
 # The device that the models of all cases are on
-
 
 _device = torch.device("cpu")
 

@@ -8,7 +8,6 @@ from hf_specgen import Call, Candidates, DraftSession, DraftTree, Policy, Policy
 Nodes = tuple[list[int], tuple[int, ...]]
 """Tokens and parents of a row's draft tree; parent -1 continues the row."""
 
-
 Script = Callable[[int, list[int], int], Nodes]
 """Proposes tokens for one row, given its number, its generated tokens and the depth; one object a call."""
 
@@ -38,7 +37,7 @@ class _ScriptedSession(DraftSession):
 class RandomDepths(Policy):
     """Any depth in any row at any step, plain steps included."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int = 0):
         self._seed = seed
 
     def start(self, call: Call) -> PolicySession:

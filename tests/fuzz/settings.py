@@ -25,7 +25,6 @@ from tests.helpers import PrefixReader, RecordingStreamer, RowWisePrefixReader, 
 
 # Processors, stopping criteria, a streamer, and the faults that they raise
 
-
 PROCESSORS = {"prefix": PrefixReader, "row_wise": RowWisePrefixReader, "stateful": StatefulReader}
 
 

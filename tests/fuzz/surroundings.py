@@ -37,10 +37,7 @@ def call_settings(case: Case) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def attached_to(case: Case, model: Any, candidates: Any) -> Iterator[None]:
-    """The strategy is attached to the model; in every second case calls that cannot speculate are plain.
-
-    Not where a fault is raised: plain `generate` does not put back the caller's cache.
-    """
+    """Attached; in every second case without a fault, calls that cannot speculate are plain."""
     strict = case.seed % 2 == 0 or case.fault != ""
     with attached(model, candidates, strict=strict, **call_settings(case)):
         yield
@@ -142,10 +139,7 @@ def time_limit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def broken_logits(model: Any, kind: str) -> Iterator[None]:
-    """Now and then the model's logits are not finite: a function of the logits alone, so that it is reproducible.
-
-    "rounded" makes many of them equal, so that a choice depends on the order of ties.
-    """
+    """Now and then logits are not finite, as a function of themselves; or "rounded", so that order decides ties."""
     if not kind:
         yield
         return

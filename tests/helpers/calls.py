@@ -1,6 +1,6 @@
 """Calls without a model, for tests of single sessions."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -13,18 +13,12 @@ AMPLE = 2**31
 """A budget that limits no draft."""
 
 
-def make_state(
-    prompts: Sequence[Sequence[int]],
-    *,
-    stop_ids: Collection[int] = (),
-    max_length: float = float("inf"),
-    pad_id: int | None = None,
-) -> GenerationState:
+def make_state(prompts: Sequence[Sequence[int]]) -> GenerationState:
     """The state of prompts of any lengths, left-padded with 0."""
     width = max(1, *map(len, prompts)) if prompts else 1
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    return GenerationState(ids, mask, stop_ids, max_length, pad_id)
+    return GenerationState(ids, mask)
 
 
 def make_call(
@@ -33,18 +27,14 @@ def make_call(
     candidates: Candidates | None = None,
     processors: LogitsProcessorList | None = None,
     do_sample: bool = False,
-    keeps_scores: bool = False,
 ) -> DraftCall:
     """A call in this state, without model and target."""
     settings, config = (candidates or NgramCandidates(k=4)).settings(), GenerationConfig(do_sample=do_sample)
-    return DraftCall(None, state, config, settings, processors or LogitsProcessorList(), keeps_scores=keeps_scores)
+    return DraftCall(None, state, config, settings, processors or LogitsProcessorList())
 
 
 def ngram_draft(candidates: NgramCandidates, text: list[int], budget: int = AMPLE) -> tuple[list[int], Parents]:
-    """Tokens and parents of the draft that continues one row.
-
-    The last token counts as generated, as in the decoding loop.
-    """
+    """Tokens and parents of the draft that continues one row, whose last token counts as generated."""
     state = make_state([text[:-1]])
     state.append(0, text[-1:])
     tree = candidates.start(make_call(state, candidates=candidates)).draft([budget])

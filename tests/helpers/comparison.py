@@ -95,11 +95,7 @@ def _generate(
 
 
 def seed(number: int) -> None:
-    """Seed the CPU's generator alone.
-
-    `torch.manual_seed` also notes the seed, with a stack trace, for each kind of accelerator that was not used yet,
-    which takes a millisecond.
-    """
+    """Seed the CPU's generator alone: `torch.manual_seed` takes a millisecond for each unused kind of accelerator."""
     torch.default_generator.manual_seed(number)
 
 

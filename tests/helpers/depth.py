@@ -80,7 +80,7 @@ def depth_call(
     return Call(model, state, config, settings)
 
 
-def run(session: PolicySession, steps: int, accepted: Sequence[int], cost_passes: bool = True) -> list[list[int]]:
+def run(session: PolicySession, steps: int, accepted: Sequence[int]) -> list[list[int]]:
     """Run a session for some steps; each row accepts at most so many tokens. Returns the depths of all steps."""
     depths = []
     for _ in range(steps):
@@ -88,6 +88,5 @@ def run(session: PolicySession, steps: int, accepted: Sequence[int], cost_passes
         depths.append(requested)
         counts = [(depth, min(depth, most)) for depth, most in zip(requested, accepted, strict=True)]
         rows = [RowStep(depth, depth, count, count + 1) for depth, count in counts]
-        passes = None if cost_passes else ()
-        session.observe(StepRecord(requested, rows, 1 + max(requested), {"draft": 0.1, "forward": 1.0}, passes))
+        session.observe(StepRecord(requested, rows, 1 + max(requested), {"draft": 0.1, "forward": 1.0}, None))
     return depths

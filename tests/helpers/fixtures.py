@@ -1,10 +1,9 @@
-"""Fixtures: the embedded model, a profile directory of its own for every test, and one test for each fixture folder."""
+"""Fixtures: the embedded model, a seed for every test, and one test for each folder of head fixtures."""
 
-import itertools
 import json
+import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,6 @@ from tests.helpers.strategies import medusa_heads
 
 pytest_plugins = ["tests.helpers.recipes"]
 
-_profile_directories = itertools.count()
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for every draft-head fixture in the folder."""
@@ -37,15 +34,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("head_fixture", found, ids=lambda fixture: fixture.folder.name)
 
 
-@pytest.fixture(scope="session")
-def _profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Files of examples that `tempfile` makes lie in pytest's folder, which pytest removes."""
+    tempfile.tempdir = str(tmp_path_factory.mktemp("temporary"))
 
 
 @pytest.fixture(autouse=True)
-def _isolated(_profiles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fixed seed, and no latency profile of the user or of another test."""
-    monkeypatch.setenv("HF_SPECGEN_CACHE", str(_profiles / str(next(_profile_directories))))
+def _seeded() -> None:
     seed(0)
 
 

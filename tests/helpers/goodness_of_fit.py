@@ -132,10 +132,7 @@ def p_values(texts: torch.Tensor) -> list[float]:
 
 
 def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
-    """The p-value of Pearson's chi-square test of `[strata, cells]` counts, whose sums are equal in each stratum.
-
-    Small cells of a stratum are pooled; a stratum is left out if less than two cells remain.
-    """
+    """The p-value of Pearson's chi-square test of `[strata, cells]` counts; small cells of a stratum are pooled."""
     if observed[expected == 0].any():
         return 0.0
     found, wanted, strata = [], [], 0
@@ -154,11 +151,7 @@ def goodness_of_fit(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 def fit_of_two_tokens(target: Any, ids: torch.Tensor, candidates: Any, calls: int) -> float:
-    """The p-value of the first two tokens that rejection sampling verifies, in calls with 500 texts each.
-
-    They are the second and third of a text, as the prefill gives the first. By chance the p-value is below 1e-3 in one
-    of 1,000 runs of another seed.
-    """
+    """The p-value of the first two tokens after the prefill, by rejection sampling in calls with 500 texts each."""
     vocab = target.config.vocab_size
     with torch.no_grad():
         first = target(ids).logits[0, -1].softmax(-1)

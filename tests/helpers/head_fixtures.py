@@ -44,7 +44,6 @@ FAMILIES = {
 }
 """How a format drafts, by the beginning of its name; the longest match counts."""
 
-
 RECORDED = {"autoregressive": "chain.", "mtp_recursive": "chain.", "path": "greedy.", "parallel_draft": "slots."}
 RECORDED |= {"parallel": "block.", "block": "block.", "assistant": "clean.", "medusa": "heads.", "mtp": ""}
 """By family, under which prefix a fixture has the drafts of a round."""

@@ -1,28 +1,8 @@
-"""Policies that mix plain steps with drafts of different depths."""
+"""A policy that drafts after plain steps."""
 
 from collections.abc import Sequence
 
 from hf_specgen import Call, Policy, PolicySession
-
-
-class Irregular(Policy):
-    """Depths that differ by step and row, with plain steps of some or all rows between them.
-
-    The pattern contains every order of drafting and not drafting.
-    """
-
-    pattern = (2, 0, 0, 3, 1, 0, 4, 4, 0, 0, 0, 5)
-
-    def start(self, call: Call) -> PolicySession:
-        return _IrregularSession()
-
-
-class _IrregularSession(PolicySession):
-    step = 0
-
-    def depths(self, limits: Sequence[int]) -> list[int]:
-        self.step += 1
-        return [Irregular.pattern[(self.step + 5 * row) % 12] if self.step % 4 else 0 for row in range(len(limits))]
 
 
 class AfterPlainSteps(Policy):

@@ -53,10 +53,7 @@ def _forking() -> Iterator[None]:
 
 
 def _begin() -> None:
-    """As in the workers of PyTorch's `DataLoader`: one thread, so that no thread of the first process is waited for.
-
-    What Accelerate remembers of the first process does not hold here.
-    """
+    """One thread, as in workers of PyTorch's `DataLoader`, and nothing that Accelerate knows of the first process."""
     torch.set_num_threads(1)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()

@@ -80,10 +80,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def run_as_script(recipe: str, arguments: list[str]) -> None:
-    """In a process of its own: what `python recipes/RECIPE` does, or `accelerate launch` in each rank.
-
-    Modules of the folder are imported anew, from the folder as Python would put it into the path.
-    """
+    """In a process of its own: what `python recipes/RECIPE` does, with modules of the folder imported anew."""
     script = ROOT / "recipes" / recipe
     for name, module in list(sys.modules.items()):
         if Path(getattr(module, "__file__", None) or "").parent == script.parent:

@@ -140,10 +140,7 @@ def ngram_nodes(
     depth: int,
     prefix: tuple[int, ...] = (),
 ) -> dict[tuple[int, ...], float]:
-    """The path probability of every path that occurrences in the row's own text propose.
-
-    `occurrences` has the length of the match by position.
-    """
+    """The path probability of every path that occurrences in the row's own text (match lengths by position) propose."""
     done = len(prefix)
     votes: dict[int, float] = {}
     voters: dict[int, dict[int, int]] = {}

@@ -233,12 +233,17 @@ def with_two_streamers() -> dict[str, Any]:
     return {**arguments, "custom_generate": speculate(NgramCandidates(), streamer=RecordingStreamer())}
 
 
+SCORES = {"output_scores": True, "return_dict_in_generate": True}
 INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"inputs": torch.empty(1, 0, dtype=torch.long)}, "prompt is empty"),
     (lambda: {"inputs": torch.empty(0, 4, dtype=torch.long)}, "prompt is empty"),
     (lambda: {"inputs_embeds": torch.randn(1, 5, 64)}, "not as inputs_embeds"),
     (lambda: {**prompts(1), "attention_mask": torch.ones(1, 40).triu(1)}, "mask has 40 columns for a prompt of 12"),
     (lambda: {CACHE: StaticCache(tiny_model("llama").config, 32), **prompts(1)}, "not with StaticCache"),
+    (
+        lambda: {**prompts(3), **SCORES, "eos_token_id": 5, "logits_processor": [torch.add]},
+        "which add may compute",
+    ),
     (with_two_streamers, "both generate(streamer=…) and speculate(streamer=…) were given; leave one out"),
 ]
 

@@ -1,7 +1,4 @@
-"""Captured passes of targets and drafters: tokens of plain `generate`, few captures, refusals with the true reason.
-
-A replay on a CPU stands in for CUDA graphs; tests/cuda has the real ones.
-"""
+"""Captured passes of targets and drafters, with a replay on a CPU in place of CUDA graphs, which tests/cuda has."""
 
 import traceback
 from functools import partial
@@ -36,10 +33,7 @@ same_tokens = partial(assert_same_tokens, compile="graphs", max_new_tokens=12)
 
 @pytest.mark.parametrize(("architecture", "layers"), [("mistral", 1), ("gemma2", 2)])
 def test_captured_target_with_sliding_windows_same_tokens(architecture: str, layers: int, captures: list[Any]) -> None:
-    """Would catch: a cache that drops slots while a captured pass has fixed ones, and masks of several kinds.
-
-    All layers of Mistral have a window, every second one of Gemma 2.
-    """
+    """Would catch: a cache that drops slots while a captured pass has fixed ones; masks of several kinds (Gemma 2)."""
     same_tokens(small(architecture, layers), prompts(1, length=16), NgramCandidates(k=3), max_new_tokens=16)
     assert captures
 
@@ -210,7 +204,6 @@ def test_auto_without_memory_for_buffers_goes_on_eagerly(captures: list[Any], mo
 
 
 # EAGLE heads whose passes are captured as graphs draft what they draft otherwise
-
 
 EAGLE1, EAGLE3 = FIXTURES["eagle1_original"], FIXTURES["eagle3_original"]
 ENDS = {"eos_token_id": [*range(40, 48)], "pad_token_id": 0}

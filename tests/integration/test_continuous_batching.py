@@ -1,7 +1,4 @@
-"""`generate_batch` with draft tokens: the tokens of plain `generate_batch` and of plain `generate`.
-
-Requests that are streamed or cancelled are in `tests/slow/test_many_requests.py`.
-"""
+"""`generate_batch`: tokens of plain `generate_batch` and `generate`; cancelled requests are in tests/slow."""
 
 import warnings
 from typing import Any
@@ -240,10 +237,7 @@ def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) 
 
 @pytest.mark.parametrize("knee", [1, 16])
 def test_draft_budget_follows_the_latency_of_the_step(reference_model: Any, tokenizer: Any, knee: int) -> None:
-    """Eight requests at once, on a device that computes `knee` tokens in the time of one, and more in proportion.
-
-    Would catch: drafts that a compute-bound step has no time for, drafting that goes on though nothing is verified.
-    """
+    """Would catch: drafts that a compute-bound step has no time for, drafting that goes on without verification."""
     texts = domain_prompts(4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
     sizes = tuple(sorted({1, knee, 256}))
@@ -307,11 +301,9 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tokenizer: Any, name: str) -> None:
-    """While requests join and leave the drafter's passes, in prompts that are split, and after an eviction.
+    """Tokens and acceptance of `generate`, while requests join, leave and are evicted, with prompts that are split.
 
-    Would catch: states or a cache of another request, or of a rejected token; states twice.
-
-    Tokens and acceptance are compared with `generate`: a lower acceptance shows wrong states.
+    Would catch: states or a cache of another request, or of a rejected token, which lower the acceptance; states twice.
     """
     texts = domain_prompts(2)
     prompts = [tokenizer(text)["input_ids"] for domain in ("json", "code") for text in texts[domain]]
@@ -330,10 +322,7 @@ def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tok
 
 @pytest.mark.parametrize("strategy", ["draft model", "combined"])
 def test_drafter_makes_one_pass_for_all_requests(strategy: str) -> None:
-    """Also while requests join and leave it.
-
-    Would catch: a draft model that drafts for one request after the other, padding of a prompt that has left.
-    """
+    """Would catch: a draft model that drafts for one request after the other, padding of a prompt that has left."""
     model, prompts, passes = tiny_model("llama"), sorted(requests(12), key=len, reverse=True), list[int]()
     draft = fresh_model("llama")
     candidates: Any = DraftModelCandidates(draft, k=3)

@@ -142,9 +142,7 @@ def test_domain_prompts_come_in_the_order_of_the_domains() -> None:
 
 # `hf-specgen chat`: the same answers with every strategy, coloured as they were drafted, over several turns
 
-
 EDIT = "Rename `x` to `total`: def add(x, y): return x + y"
-
 
 CHOICES = {"plain": None, "n-grams": NgramCandidates(k=4)}
 

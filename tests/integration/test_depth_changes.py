@@ -17,10 +17,10 @@ import hf_specgen
 from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftModelCandidates, FixedDepth, NgramCandidates
 from hf_specgen.depth import CostCurve, LatencyModel, calibrate
 from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
+from tests.fuzz.scripted import RandomDepths
 from tests.helpers import assert_same_tokens, perturbed_copy, prompts, shared_draft, tiny_model
 from tests.helpers.depth import Clock, Model, Target, depth_call, run
 from tests.helpers.models import fresh_model
-from tests.helpers.policies import Irregular
 from tests.helpers.processes import run_in_ranks
 
 FREE_TOKENS = LatencyModel.from_curves(CostCurve((1, 32), (0.010, 0.0101), 256, 1))
@@ -31,7 +31,7 @@ FREE_TOKENS = LatencyModel.from_curves(CostCurve((1, 32), (0.010, 0.0101), 256, 
 def test_draft_model_equal_to_target_after_plain_steps_all_accepted(batch: int) -> None:
     """All tokens are accepted only if the draft has read the tokens of plain steps, each of them once."""
     model = tiny_model("llama")
-    candidates = DraftModelCandidates(model, k=5, policy=Irregular())
+    candidates = DraftModelCandidates(model, k=5, policy=RandomDepths())
     statistics = assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=60)
     assert statistics.accepted == statistics.drafted > 20
 
@@ -119,7 +119,6 @@ def test_model_whose_ranks_are_unknown_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 # A target whose layers are spread over two processes (`tp_plan="auto"`): the tokens of plain decoding on both
-
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 SAMPLED = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.7}

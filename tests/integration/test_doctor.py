@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hf_specgen import AutoCandidates, NgramCandidates
 from hf_specgen.cli import checkpoints, doctor
 from hf_specgen.cli.__main__ import app
-from hf_specgen.cli.doctor import Report, blueprint, examine
+from hf_specgen.cli.doctor import Report, examine
 from hf_specgen.cli.settings import DoctorSettings
 from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation import measure
@@ -37,7 +37,7 @@ def checked(**settings: Any) -> Report:
 
 def test_doctor_measures_and_recommends_every_strategy_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: heads that are checked, but neither measured nor recommended; the default strategy left out."""
-    monkeypatch.setattr(doctor, "PROMPTS", doctor.PROMPTS[:1])
+    monkeypatch.setattr(checkpoints, "PROMPTS", checkpoints.PROMPTS[:1])
     calls: list[list[str]] = []
     measure_round = doctor.measure_round
 
@@ -95,13 +95,14 @@ def exchange_two_tokens(folder: Path) -> None:
 
 def test_draft_with_another_tokenizer_and_template_is_a_warning(tmp_path: Path) -> None:
     """Would catch: a supported pair called bad, so that nothing is measured; sizes alone do not show it."""
-    shutil.copytree(DRAFT, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
-    report = results(checked(draft=(str(tmp_path),)))
+    template, tokens = (shutil.copytree(DRAFT, tmp_path / name) for name in ("template", "tokens"))
+    (template / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    report = results(checked(draft=(str(template),)))
     assert (report["tokenizers"], report["chat template"]) == ("good", "warning")
-    exchange_two_tokens(tmp_path)
-    other = checked(draft=(str(tmp_path),))
+    exchange_two_tokens(tokens)
+    other = checked(draft=(str(tokens),))
     assert results(other)["tokenizers"] == "warning" and other.recommendation
+    assert any("100% of those of sample texts" in finding.found for finding in other.findings)
 
 
 def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path) -> None:
@@ -117,10 +118,10 @@ def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None
     fixture = FIXTURES[name]
     head = str(fixture.head_folder)
     candidates = AutoCandidates.from_pretrained(head)
-    found = checkpoints.heads(candidates, head, blueprint(str(fixture.target_folder), "float32"))
+    found = checkpoints.heads(candidates, head, checkpoints.without_weights(str(fixture.target_folder), "float32"))
     assert found[0].result == "good" and "parameters" in found[0].found
     assert not any(finding.result == "bad" for finding in found)
-    others = checkpoints.heads(candidates, head, blueprint(DRAFT, "float32"))
+    others = checkpoints.heads(candidates, head, checkpoints.without_weights(DRAFT, "float32"))
     assert any(one.result == "bad" and "made for a target" in one.meaning for one in others)
 
 
@@ -131,7 +132,6 @@ def calls(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25,
 
 
 PLAIN = calls(2.0)
-
 
 MACHINES = {
     "memory-bound": {"auto": calls(1.2, steps=15), "n-grams": calls(1.6), "draft model": calls(0.8, steps=8)},

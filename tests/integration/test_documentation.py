@@ -15,7 +15,7 @@ import torch
 import transformers
 import typer
 from accelerate.commands.launch import launch_command_parser
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import hf_specgen
 from benchmarks.report.tables import BEGIN, END, collect
@@ -54,15 +54,11 @@ HEADING = re.compile(r"^#+ (.*)$", re.M)
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What a page may assume from the pages before it: a model, its tokenizer, inputs, two strategies."""
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_LM, padding_side="left")
-    return {
-        "model": AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32),
-        "tokenizer": tokenizer,
-        "inputs": tokenizer("def add(x, y):", return_tensors="pt"),
-        "draft": DraftModelCandidates(str(DRAFT_LM)),
-        "NgramCandidates": NgramCandidates,
-    }
+    """What a page may assume, and says so: the lines of a section of the quickstart."""
+    section = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").split("## The examples of these pages")[1]
+    found: dict[str, Any] = {}
+    exec(section.split("```python\n")[1].split("```")[0].replace("benchmarks/assets", str(REFERENCE_LM.parent)), found)
+    return found
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
@@ -70,8 +66,9 @@ def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatc
     """Would catch: an example that the API has left behind."""
     monkeypatch.chdir(ROOT)
     before = set(ROOT.iterdir())
-    namespace = dict(names)
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
+    text = page.read_text(encoding="utf-8")
+    namespace = dict(names) if "#the-examples-of-these-pages" in text else {}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
         code = MODEL.sub(f'name = "{REFERENCE_LM.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
         exec(compile(code, str(page), "exec"), namespace)
     assert set(ROOT.iterdir()) == before, "an example wrote into the working folder"
@@ -103,6 +100,10 @@ COPIED = [
     ("compilation.md", "| eager |", "large-target", DOMAINS),
     ("compilation.md", '| `compile="graphs"` |', "large-target-graphs", DOMAINS),
     ("strategies/draft_model.md", "| draft's tokenizer |", "other-tokenizer", ("shared, tree of 16", CHAIN)),
+    ("strategies/ngram.md", "| answers |", "trace-replay", ("tokens/forward", "over prompt lookup n=2")),
+    ("batches.md", "| at a time |", "packed-passes", ("passes over plain", "time over plain")),
+    ("integrations.md", "| grammar |", "grammar-drafts", ("tokens/step without", "tokens/step", "ratio")),
+    ("exactness.md", "| temperature |", "block-verification", ("one by one", "jointly", "ratio")),
 ]
 """Tables with figures of a record: page, first cell of the head, record, its columns, the last ones of the table."""
 
@@ -117,13 +118,25 @@ def test_copied_figures_are_those_of_the_record(page: str, head: str, record: st
     assert shown <= {tuple(f"{row[column]:.2f}" for column in columns) for row in recorded}
 
 
-def test_projected_speedups_of_situations_are_those_of_the_record() -> None:
-    """Would catch: a choice of strategy that a new record contradicts."""
-    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
-    table = text[text.index("| situation |") :].split("\n\n")[0]
-    report = json.loads((RESULTS / "projected" / "report.json").read_text(encoding="utf-8"))
-    recorded = {f"{value:.2f}" for row in report["tables"]["projected by domain"] for value in list(row.values())[1:]}
-    assert set(re.findall(r"\b\d+\.\d\d\b", table)) <= recorded
+SENTENCES = [
+    ("README.md", "a pass over 8 tokens", "as long as", "domains/report.json", "cost"),
+    ("README.md", "all sides eager, n-grams", "times plain", "large-target.json", "rows"),
+    ("docs/hardware.md", "lower: eagerly", "with CUDA", "large-target.json", "rows"),
+    ("docs/hardware.md", "| situation |", "\n\n", "projected/report.json", "projected by domain"),
+    ("docs/compilation.md", "`generate` has", "of the speed", "large-target.json", "rows"),
+]
+"""Text with figures of a record: page, its first and last words, file, table."""
+
+
+@pytest.mark.parametrize(("page", "first", "last", "file", "table"), SENTENCES, ids=lambda value: str(value)[:25])
+def test_figures_in_sentences_are_those_of_the_record(page: str, first: str, last: str, file: str, table: str) -> None:
+    """Would catch: a sentence that a new record contradicts."""
+    text = (ROOT / page).read_text(encoding="utf-8").split(first)[1].split(last)[0]
+    record = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    values = [value for row in record.get("tables", record)[table] for value in row.values()]
+    shown = re.findall(r"\b\d+\.(\d+)\b", text), re.findall(r"\b\d+\.\d+\b", text)
+    for digits, figure in zip(*shown, strict=True):
+        assert figure in {f"{value:.{len(digits)}f}" for value in values if isinstance(value, float)}, figure
 
 
 def best_depth(rate: float, latency: Any = None, draft_pass: float = 0.0) -> str:
@@ -236,7 +249,6 @@ def test_commands_of_a_page_are_understood(page: Path, monkeypatch: pytest.Monke
 
 
 # The reference implementation in `docs/how_it_works.md` generates the tokens of plain `generate`, and so do we
-
 
 PROMPT = "def add(x, y):\n    return x + y\n\ndef add(x, y):"
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 50}

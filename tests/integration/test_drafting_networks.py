@@ -1,7 +1,4 @@
-"""Draft models and layer skip: the same tokens, the expected number of steps, and an unchanged model afterwards.
-
-Every architecture is tried in `tests/slow/test_architectures.py`.
-"""
+"""Draft models and layer skip: same tokens, number of steps, unchanged models; every architecture is in tests/slow."""
 
 import copy
 import re
@@ -174,7 +171,6 @@ def test_layer_skip_adapter_given_as_a_path_is_the_folder_of_that_name(reference
 
 
 # Draft trees of draft models: what they gain, and their distribution under rejection sampling
-
 
 LATENCY = LatencyModel.from_curves(CostCurve((1, 65), (1.0, 1.1), 256, 1), draft_token=0.05)
 

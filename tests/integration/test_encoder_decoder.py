@@ -22,7 +22,7 @@ from hf_specgen import (
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.heads import MedusaConfig, MedusaHeads
-from tests.helpers import SAMPLING, PrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
+from tests.helpers import SAMPLING, RowWisePrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.comparison import SEED, plain_and_speculative
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
 from tests.helpers.models import recorded_inputs, width
@@ -60,11 +60,10 @@ def test_processors_see_what_plain_generate_shows_them(kind: str, processors: st
     assert assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=14, **PROCESSORS[processors]).drafted > 0
 
 
-@pytest.mark.parametrize("make_processors", [None, lambda: LogitsProcessorList([PrefixReader()])])
+@pytest.mark.parametrize("make_processors", [None, lambda: LogitsProcessorList([RowWisePrefixReader()])])
 @pytest.mark.parametrize("kind", ["bart", "whisper"])
 def test_outputs_are_those_of_plain_generate(kind: str, make_processors: Any) -> None:
-    """Would catch: slots that were overwritten while a row had ended, padding that is not read, buffers with spare
-    slots in a cache that others take apart."""
+    """Would catch: slots overwritten while a row had ended, padding not read, spare slots in a returned cache."""
     arguments = {"max_new_tokens": 16, "output_scores": True, "output_logits": True, **ENDS}
     model, inputs = encoder_decoder(kind), encoder_inputs(kind, 3)
     ids, ours = plain_and_speculative(model, inputs, ORACLES["sometimes"], make_processors=make_processors, **arguments)
@@ -90,6 +89,14 @@ def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
     assert assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=12).accepted > 0
     draft = DraftModelCandidates(shared_draft(encoder_decoder(kind)), k=3)
     assert assert_same(kind, inputs, draft, max_new_tokens=12).drafted > 0
+
+
+def test_draft_with_an_encoder_of_given_encoder_outputs_is_refused() -> None:
+    """Would catch: the -100 that `generate` fills in for ids that were not given, read by the draft's encoder."""
+    model, inputs = encoder_decoder("t5"), encoder_inputs("t5", 1)
+    given = {"encoder_outputs": model.get_encoder()(**inputs), "max_new_tokens": 4}
+    with pytest.raises(ValueError, match="needs the input of the target's encoder"):
+        model.generate(**given, candidate_generator=DraftModelCandidates(shared_draft(model), k=3))
 
 
 def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,16 +189,12 @@ def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
 
 # What is refused
 
-
 SIZES = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 99, "draft_vocab_size": 99}
 HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
-
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "cache": (lambda: {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, CACHE),
     "static": (lambda: {"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
-    "beams": (lambda: {"num_beams": 2}, "set num_beams=1"),
-    "attentions": (lambda: {"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "layers": (lambda: drafting(LayerSkipCandidates(1, k=2)), "does not work with BartFor.*decoder-only models"),
     "heads": (lambda: drafting(MedusaCandidates(HEADS)), "does not work with BartFor.*for decoder-only models"),
     "embeddings": (lambda: {"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),
@@ -213,7 +216,7 @@ def drafting(candidates: Candidates) -> dict[str, Any]:
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_calls_are_refused(case: str) -> None:
     make, message = REFUSED[case]
-    model, inputs = encoder_decoder("bart", "eager" if case == "attentions" else "sdpa"), encoder_inputs("bart", 1)
+    model, inputs = encoder_decoder("bart"), encoder_inputs("bart", 1)
     with pytest.raises(ValueError, match=message):
         model.generate(**{**inputs, "max_new_tokens": 4, "candidate_generator": NgramCandidates(), **make()})
 

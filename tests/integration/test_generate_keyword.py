@@ -1,7 +1,5 @@
 """The keyword `candidate_generator=` and its surroundings: pipelines, PEFT, Transformers' own loop and generators."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +30,21 @@ from tests.helpers import fresh_model, prompts, tiny_model
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.paths import BENCHMARK_ASSETS, HEAD_FIXTURES
 
-
-@pytest.fixture
-def uninstalled() -> Iterator[None]:
-    """`generate` without the keyword."""
-    hf_specgen.uninstall()
-    yield
-    hf_specgen.install()
-
-
 # Installation
 
 
-def test_uninstall_restores_the_original() -> None:
+@pytest.mark.parametrize("batch", [1, 3])
+def test_uninstall_restores_the_original_and_custom_generate_works(batch: int) -> None:
     original = GenerationMixin.generate._hf_specgen_original  # type: ignore[attr-defined]
+    model, inputs, ngram = tiny_model("llama"), prompts(batch), NgramCandidates(k=5)
     try:
         for _ in range(2):
             hf_specgen.uninstall()
             assert GenerationMixin.generate is original
+        ours = model.generate(**inputs, max_new_tokens=12, custom_generate=speculate(ngram))
     finally:
         hf_specgen.install()
+    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=12)) and ngram.speculation is not None
 
 
 def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,14 +60,6 @@ def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytes
     model, custom = tiny_model("llama"), len  # any callable
     assert model.generate(1, 2, three=3, streamer=4, custom_generate=custom) == "result"
     assert seen == [(model, (1, 2), {"three": 3, "streamer": 4, "custom_generate": custom})]
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_custom_generate_after_uninstall_same_tokens(uninstalled: None, batch: int) -> None:
-    model, inputs, ngram = tiny_model("llama"), prompts(batch), NgramCandidates(k=5)
-    ours = model.generate(**inputs, max_new_tokens=12, custom_generate=speculate(ngram))
-    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=12))
-    assert ngram.speculation is not None
 
 
 # Pipelines and PEFT
@@ -146,7 +131,6 @@ def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
 
 # `AutoCandidates`: every format leads to its strategy, and every other folder to a reason
 
-
 KINDS: dict[str, type] = {
     "autoregressive": EagleCandidates,
     "block": DFlashCandidates,
@@ -194,15 +178,7 @@ def test_hub_arguments_reach_the_download_of_any_checkpoint(kind: Any, monkeypat
     assert "'org/draft'" in repr(kind.from_pretrained("org/draft")) and len(calls) == 1
 
 
-@pytest.mark.parametrize("config", [{}, {"speculators_model_type": "hydra"}, {"architectures": ["LlamaForCausalLM"]}])
-def test_auto_unknown_format_raises_and_lists_the_known_ones(config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"):
-        AutoCandidates.from_pretrained(tmp_path)
-
-
 # Presets: the strategy that each chooses for a target, and the tokens of plain generate
-
 
 CHOSEN = {
     "auto": "CombinedCandidates([NgramCandidates(",

@@ -132,11 +132,7 @@ def test_grouped_attention_outside_of_the_context_is_bitwise_transformers_own(fo
 
 
 def test_grouped_attention_in_one_thread_is_not_seen_by_another(folded_calls: list[int]) -> None:
-    """Would catch: a flag on the model, the config or the process instead of the thread.
-
-    Both threads use one model. The other one generates while this one stands inside of the context, and runs forward
-    passes there, from the first to the last of its steps.
-    """
+    """Would catch: a flag on model or process: one thread generates while another one runs passes in the context."""
     model, inputs = tiny_model("qwen3"), prompts(3)
     arguments = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
     before = model.generate(**inputs, **arguments)

@@ -27,10 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Rounds:
-    """A strategy's session beside the target, in the steps that a fixture recorded for some of its prompts.
-
-    `logits` are those of the last draft, `[batch, vocab]` for each of its depths.
-    """
+    """A strategy's session beside the target, in recorded steps; `logits` are the last draft's, by depth."""
 
     def __init__(self, fixture: Fixture, prompts: list[str], candidates: Candidates):
         self.target_model = fixture.target
@@ -119,7 +116,6 @@ def test_head_drafts_with_the_logits_of_its_original(head_fixture: Fixture, rows
 
 # What heads read and keep in the decoding loop: each accepted token once, with the target's own hidden states
 
-
 ONE_OF_EACH = ["eagle1_original", "eagle3_original", "mtp_transformers_glm4_moe", "mtp_transformers_glm4_moe_2layers"]
 ONE_OF_EACH += ["dflash_zlab", "speculators_peagle_llama", "speculators_dspark_rnn"]
 EAGLE = FIXTURES["eagle1_original"]
@@ -137,13 +133,13 @@ def partly_right(name: str, batch: int, new: int, sampling: Any = None, **settin
 @pytest.mark.parametrize("case", ["drafts", "plain steps first", "chunks"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_committed_cache_equals_reading_from_scratch(name: str, case: str, shape: Any, monkeypatch: Any) -> None:
-    """Would catch: features of rejected nodes or of the head itself in the cache, a shift by one position, hidden
-    states of steps without a draft that the head never receives."""
+    """Would catch: features of rejected nodes or of the head itself, a shift by one, states of plain steps left out."""
     if case == "chunks":
         monkeypatch.setattr("hf_specgen.heads.runner.PREFILL_CHUNK", 5)
     policy = AfterPlainSteps(3) if case == "plain steps first" else FixedDepth()
     candidates = partly_right(name, 3, 16, **shape, policy=policy)
-    statistics = assert_same_tokens(FIXTURES[name].target, prompts(3), candidates, max_new_tokens=16)
+    arguments = {"max_new_tokens": 16, "prefill_chunk_size": 7 if case == "chunks" else None}
+    statistics = assert_same_tokens(FIXTURES[name].target, prompts(3), candidates, **arguments)
     assert 0 < statistics.accepted < statistics.drafted
     session = candidates.session
     runner = session.runner

@@ -75,7 +75,6 @@ def test_strategy_that_does_not_fit_the_model_is_refused(strategy: str, message:
 
 # The metric of evaluate, on cases that the field agrees on
 
-
 evaluate: Any = pytest.importorskip("evaluate", reason="the metric needs evaluate")
 THREE_DRAFTS = {"drafted": [3, 3, 2], "accepted": [3, 1, 0]}
 
@@ -182,7 +181,6 @@ def test_bad_domains(spec: dict, rows: list | None, message: str, tmp_path: Path
 
 # Default settings are not slower than plain decoding, by counted passes and given latencies
 
-
 DRAFTERS = ("draft_model", "medusa", "eagle", "layer_skip")
 MACHINES = {"free verification": (1.02, 0.05), "compute-bound": (4.0, 0.4)}
 """T(33) / T(1), and the time of a drafter pass in plain steps."""
@@ -199,10 +197,7 @@ def machine(name: str) -> LatencyModel:
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_default_settings_are_not_slower_than_plain(reference_model, tokenizer, strategy: str, name: str) -> None:
-    """Sampled prose, which drafts hardly foresee, and copied code, on a machine for drafts and on one against them.
-
-    Would catch: a default that drafts where plain decoding is faster. A call may lose 1.5 plain steps before it knows.
-    """
+    """Would catch: a default that drafts where plain decoding is faster; a call may lose 1.5 plain steps."""
     memory.clear()
     (family,) = build([strategy], [], reference_model, machine(name))
     (arguments,) = family.with_defaults().settings.values()

@@ -47,17 +47,6 @@ def states_of(heads: Any, hidden: torch.Tensor) -> torch.Tensor:
     return torch.stack([heads.head_state(head, hidden) for head in range(heads.config.num_heads)], dim=1)
 
 
-SHAPES: list[Any] = [{}, {"own_outputs": True}, {"reads_token": True, "num_layers": 2}, HYDRA, {"lora_rank": 4}]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_save_head_round_trip_keeps_weights_and_config(shape: dict, tmp_path: Path) -> None:
-    heads = random_heads(tiny_model("llama"), **shape)
-    save_head(heads, tmp_path)
-    loaded = load_head(tmp_path)
-    assert have_equal_weights(heads, loaded) and loaded.config == heads.config
-
-
 EXPORTS = [case for case in product(["medusa", "tgi", "vllm"], [False, True], [1, 2]) if case != ("tgi", False, 2)]
 
 

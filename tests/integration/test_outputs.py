@@ -52,7 +52,6 @@ def test_cache_made_in_inference_mode_continues_outside() -> None:
 
 # Peak memory: what a call keeps alive beyond what plain `generate` keeps
 
-
 VOCAB = 2_000
 COLUMNS = 40
 K = 8

@@ -1,7 +1,4 @@
-"""The tokens of plain `generate`, whatever is proposed: every strategy by way of sampling, batch, end and depth.
-
-All architectures are in `tests/slow`; arguments of `generate`, by cases of `tests/fuzz`, in `test_cases.py`.
-"""
+"""The tokens of plain `generate` for every strategy, by sampling, batch, end and depth; architectures: tests/slow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +8,16 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_specgen import AdaptiveDepth, AutoCandidates, NgramCandidates, Policy
+from tests.fuzz.scripted import RandomDepths
 from tests.helpers import END, SAMPLING, PrefixReader, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.comparison import answers, plain_output
 from tests.helpers.head_fixtures import FIXTURES
-from tests.helpers.oracle import ORACLES
-from tests.helpers.policies import Irregular
 from tests.helpers.processors import RecordingStreamer
 from tests.helpers.strategies import ENCODER_DECODERS, PARTLY_RIGHT, RANDOM_HEADS, STRATEGIES, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS, TOKENS_WITH_POLICY = 16, 24
-"""With a policy enough steps for the whole pattern of `Irregular`, and for adaptive depths to change."""
+"""With a policy enough steps for plain ones among them, and for adaptive depths to change."""
 SETTINGS: dict[str, dict[str, Any]] = {
     **SAMPLING,
     "sampled by text": {"do_sample": True, "top_p": 0.8, "no_repeat_ngram_size": 3},
@@ -39,8 +35,8 @@ CASES: list[tuple[str, Callable[[], Policy] | None, int]] = [
     ("lockstep", None, 3),
     ("EOS", None, 4),
     ("stop string", None, 3),
-    ("greedy", Irregular, 1),
-    ("sampled", Irregular, 3),
+    ("greedy", RandomDepths, 1),
+    ("sampled", RandomDepths, 3),
     ("EOS", AdaptiveDepth, 3),
     ("sampled", AdaptiveDepth, 1),
     ("two tokens", None, 3),
@@ -68,11 +64,14 @@ def test_strategy_same_tokens(strategy: str, settings: str, policy: Any, batch: 
     target, inputs = STRATEGIES[strategy].target(), STRATEGIES[strategy].inputs(batch)
     times = 2 if strategy in LEARN_FROM_CALLS else 1
     calls = [assert_same_tokens(target, inputs, candidates, **arguments) for _ in range(times)]
-    if policy is Irregular:
+    if policy is RandomDepths:
         drafted = {step.drafted for row in calls[-1].rows for step in row}
         assert 0 in drafted and max(drafted) > 0, "both kinds of steps are needed"
     if (settings, policy, batch) == ("greedy", None, 3) and strategy not in RANDOM_HEADS:
         assert 0 < sum(call.accepted for call in calls) < sum(call.drafted for call in calls)
+        assert strategy != "oracle, some" or len({len(steps) for steps in calls[0].rows}) > 1, (
+            "cut to the shortest draft"
+        )
 
 
 @pytest.mark.parametrize("prompt", UNUSUAL_PROMPTS)
@@ -112,14 +111,6 @@ def test_head_of_every_format_same_tokens(name: str, tree: int | None) -> None:
     fixture = FIXTURES[name]
     candidates = AutoCandidates.from_pretrained(fixture.checkpoint_folder, k=2, tree=tree)
     assert assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=6).drafted > 0
-
-
-@pytest.mark.parametrize("arguments", [{}, {"repetition_penalty": 1.2}], ids=["score-only", "row-wise"])
-def test_generate_batch_of_rows_takes_different_numbers_of_steps(arguments: dict[str, Any]) -> None:
-    """Would catch: a batch cut to its shortest accepted draft."""
-    arguments = {"max_new_tokens": 40, **arguments}
-    statistics = assert_same_tokens(tiny_model("llama"), prompts(3), ORACLES["sometimes"], **arguments)
-    assert len({len(steps) for steps in statistics.rows}) > 1
 
 
 # Unusual inputs: prompts of one token, other integer types, positional arguments, lower precision

@@ -12,10 +12,9 @@ from transformers import LogitsProcessorList
 
 from hf_specgen import Call, SpeculationMonitor
 from hf_specgen.verification import CoupledVerifier
-from tests.fuzz.scripted import Scripted
+from tests.fuzz.scripted import RandomDepths, Scripted
 from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, prompts, tiny_model
 from tests.helpers.comparison import assert_same_tokens, plain_and_speculative, plain_output
-from tests.helpers.policies import Irregular
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "none": {"top_k": 0},
@@ -38,10 +37,7 @@ def arguments_of(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("branching", [False, True], ids=["chain", "tree"])
 @torch.no_grad()
 def test_sampled_output_logits_are_those_of_its_text(batch: int, kind: str, verification: str, branching: bool) -> None:
-    """Would catch: a rejected token left in the cache, tokens after EOS.
-
-    The logits of every step are compared with one pass over the output; 1e-4: float32 over 4 layers.
-    """
+    """Would catch: a rejected token left in the cache (compared with one pass over the output), tokens after EOS."""
     model, inputs = tiny_model("llama"), prompts(batch)
     width = inputs["input_ids"].shape[1]
     common = {"max_new_tokens": 20, "do_sample": True, "pad_token_id": 0}
@@ -72,7 +68,6 @@ def test_typical_acceptance_is_lossy_and_accepts_more() -> None:
 
 
 # Invalid scores that plain `generate` never computes, and what an exception leaves behind; others: `test_cases.py`
-
 
 VERIFICATION = ["exact", "rejection", "typical"]
 
@@ -113,9 +108,14 @@ def test_sampling_invalid_logits_of_rejected_node_do_not_raise(verification: str
 
 # After an exception in the middle of a call: sessions have ended, and the random generator is where plain `generate`
 
-
 FREELY: dict[str, Any] = {"max_new_tokens": 30, "do_sample": True, "top_k": 0}
-FAILING = ("Oracle.draft", "Oracle.observe", "CoupledVerifier.verify", "Irregular.depths", "SpeculationMonitor.observe")
+FAILING = (
+    "Oracle.draft",
+    "Oracle.observe",
+    "CoupledVerifier.verify",
+    "RandomDepths.depths",
+    "SpeculationMonitor.observe",
+)
 
 
 class Failure(Exception):
@@ -148,14 +148,11 @@ def fail_in_third_call(failing: str, part: Any, ended: list[str]) -> Any:
 @pytest.mark.parametrize("failing", FAILING)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_exception_anywhere_ends_sessions_and_restores_the_random_state(failing: str, batch: int) -> None:
-    """Would catch: noise drawn ahead that is not given back, a session whose `end` is never called, or called twice.
-
-    Faults in what plain `generate` has too, its streamer and criteria, are drawn by `tests/fuzz`.
-    """
+    """Would catch: noise drawn ahead that is not given back, a session whose `end` is never called, or called twice."""
     model, inputs, streamer, ended = tiny_model("llama"), prompts(batch), RecordingStreamer(), list[str]()
     torch.manual_seed(5)
     oracle = Oracle(model.generate(**inputs, **FREELY)[:, 12:], 0.6)
-    parts = [oracle, CoupledVerifier(), Irregular(), SpeculationMonitor(prometheus=False)]
+    parts = [oracle, CoupledVerifier(), RandomDepths(), SpeculationMonitor(prometheus=False)]
     names = ("candidate_generator", "verification", "policy", "monitor")
     arguments = dict(zip(names, [fail_in_third_call(failing, part, ended) for part in parts], strict=True))
     torch.manual_seed(5)

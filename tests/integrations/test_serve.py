@@ -47,10 +47,7 @@ def server() -> Any:
 def test_sixteen_streaming_clients_receive_the_texts_of_plain_generation(
     server: Any, reference_model: Any, tokenizer: Any, pytestconfig: pytest.Config
 ) -> None:
-    """Two requests of each; with `--thread-seconds 60` for a minute.
-
-    Would catch: tokens lost or repeated in a stream, a request that ends with another, a text of another request.
-    """
+    """Would catch: tokens lost or repeated in a stream, a request that ends with another, a text of another request."""
     port, attachment = server
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
 

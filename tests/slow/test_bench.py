@@ -76,10 +76,7 @@ def test_comparison_that_is_not_level_is_refused() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_difference_is_explained_by_what_decides_it(sampled: bool) -> None:
-    """A token nearly as good as plain decoding's is rounding; one that its noise makes far worse is an error.
-
-    Would catch: sampled tokens explained by their logits, which do not decide between them.
-    """
+    """Would catch: errors explained as rounding; sampled tokens explained by logits, which do not decide them."""
     model = tiny_model("llama").bfloat16()
     prompt, seed, temperature = torch.arange(6)[None], 3, 0.7
     with torch.no_grad():

@@ -17,10 +17,7 @@ SCARCE = {"num_blocks": 24, "page_size": 8, "max_batch_tokens": 96}
 
 
 def test_many_requests_of_which_some_are_cancelled(pytestconfig: Any) -> None:
-    """Would catch: a lost or mixed-up request, tokens changed by an eviction, blocks or sessions that are never freed.
-
-    Every seventh request is cancelled as soon as it is added, or when another one ends.
-    """
+    """Would catch: a lost or mixed-up request, tokens changed by an eviction or a cancellation, blocks never freed."""
     count = 400 if pytestconfig.getoption("thread_seconds") < 60 else 2000
     model, prompts = fresh_model("llama"), requests(40)
     expected = [tokens[:TOKENS] for tokens in run(model, prompts)]

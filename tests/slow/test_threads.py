@@ -44,10 +44,7 @@ class Outcome:
 
 
 def mixed_jobs() -> tuple[Any, list[Job]]:
-    """A model, and greedy calls with every strategy that may run in threads, each strategy object shared by all calls.
-
-    Layer skip is left out: it changes the layer list of the model while it drafts.
-    """
+    """Greedy calls with every strategy object shared; layer skip, which changes the list of layers, is left out."""
     model, no_answers = llama(), torch.empty(0, 0, dtype=torch.long)
     shared: list[dict[str, Any]] = [
         {"verification": CoupledVerifier()},

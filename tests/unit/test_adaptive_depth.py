@@ -149,7 +149,6 @@ def test_adaptive_depth_after_a_pause_counts_what_the_drafter_has_to_catch_up_on
 
 # Policies by rule
 
-
 LATENCY = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1))
 
 

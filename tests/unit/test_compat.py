@@ -159,7 +159,6 @@ def test_without_compilation_finds_every_way_to_compile() -> None:
 
 # Start-up: `import hf_specgen` and `hf-specgen --help` load neither PyTorch nor anything else that takes seconds
 
-
 HEAVY = ("torch", "transformers", "peft", "torchao", "accelerate", "numpy", "rich.progress")
 SLOW = "transformers.cache_utils, transformers.distributed.fsdp, transformers.masking_utils"
 """Nearly all of the time that importing `transformers.generation.utils` takes is spent on what these import."""

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_specgen import AutoCandidates, DraftModelCandidates
-from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_HEADS
+from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_DRAFT, EMBEDDED_HEADS
 from hf_specgen.heads import checkpoint, load_exit_head
 from hf_specgen.heads.export import export_head
 from hf_specgen.heads.head_formats import load_head
@@ -67,11 +67,14 @@ def mtp_tensor(part: str, value: torch.Tensor | None) -> Damage:
     return tensors(change)
 
 
-def packed_by(method: str, extra: str = "_packed") -> Damage:
-    """Quantises a matrix as a library does: config and names show it; `extra` ends a further tensor's name."""
-    name = "midlayer.mlp.up_proj.weight"
-    renamed = tensors(lambda t: t.update({f"{name}{extra}": torch.ones(1), f"{name}_packed": t.pop(name)}))
-    changes = config(quantization_config={"quant_method": method}), renamed
+def packed_by(method: str, *parts: str) -> Damage:
+    """Puts the tensors of a library that quantises, named in the config, in place of a matrix."""
+    module = "midlayer.mlp.up_proj"
+    added = {f"{module}.{part}": torch.ones(1) for part in parts}
+    changes = (
+        config(quantization_config={"quant_method": method}),
+        tensors(lambda t: (t.pop(f"{module}.weight"), t.update(added))),
+    )
     return lambda folder: [change(folder) for change in changes]
 
 
@@ -158,8 +161,12 @@ EAGLE: list[tuple[Damage, str]] = [
     (config(target_layer_ids=[1, 2, 3], **{EAGLE_IDS: [1, 2, 3]}), "twice, and differently"),
     (tensors(lambda t: t.pop("fc.weight")), "the tensor fc.weight is missing"),
     (tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "1 tensors are missing, such as layers.0.mlp.up_proj"),
-    (packed_by("compressed-tensors", "_scale"), "install compressed-tensors to read it"),
-    (packed_by("compressed-tensors"), "the head is quantised by 'compressed-tensors', which is not read"),
+    (
+        packed_by("compressed-tensors", "weight_packed", "weight_scale"),
+        "install compressed-tensors|cannot be read",
+    ),
+    (packed_by("compressed-tensors", "weight_packed"), "quantised by 'compressed-tensors', which is not read"),
+    (packed_by("torchao", "_weight_qdata"), "metadata do not describe midlayer.mlp.up_proj.weight|install torchao"),
     (tensors(lambda t: t.pop("midlayer.self_attn.q_proj.weight")), "layers.0.self_attn.q_proj.weight is missing"),
     (tensors(lambda t: t.pop("d2t")), "needs an integer tensor d2t of that size, found none"),
     (tensors(lambda t: t.update(d2t=torch.zeros(12))), "needs an integer tensor d2t .* dtype torch.float32"),
@@ -265,6 +272,11 @@ MTP_LAYERS: list[tuple[Damage, str]] = [
     (mtp_tensor("self_attn.o_proj.weight", torch.zeros(32, 16, dtype=torch.int8)), "quantised MTP layers"),
     (mtp_tensor("self_attn.extra.weight", torch.zeros(2)), "unexpected_keys: .*extra"),
 ]
+KNOWN = "none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"
+AUTOMATIC: list[tuple[Damage, str]] = [
+    *((config(model_type=value), r"head/config\.json: model_type must be a string") for value in ([], {}, 3)),
+    *((text(one), KNOWN) for one in ("{}", '{"speculators_model_type": "hydra"}')),
+]
 PARD: list[tuple[Damage, str]] = [
     (config(pard_token=4096), "pard_token 4096, but the model has 128 embeddings"),
     (config(pard2_target_layers=[-1, 4]), r"has the tensors .* need a weight of \(64, 128\)"),
@@ -307,8 +319,9 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "automatic": (
         copied(HEAD_FIXTURES / "gemma4_assistant" / "head"),
         lambda folder, _: AutoCandidates.from_pretrained(folder),
-        [(config(model_type=value), r"head/config\.json: model_type must be a string") for value in ([], {}, 3)],
+        AUTOMATIC,
     ),
+    "a model": (copied(EMBEDDED_DRAFT), lambda folder, _: load_head(folder), [(lambda _: None, "not a draft head")]),
     **{
         name: (copied(HEAD_FIXTURES / name / "head"), lambda folder, _: load_head(folder).bind(target_of(QWEN3)), rows)
         for name, rows in LATER.items()

@@ -163,9 +163,7 @@ RECORD = '{"name":"@","role":{"title":"@","level":"@"},"city":"@"}'
 
 @pytest.mark.parametrize("layout, steps", [("pretty", 41), ("spaces", 30), ("compact", 30), ("letters", 62)])
 def test_grammar_with_free_whitespace_drafts_the_layout_of_the_text(layout: str, steps: int) -> None:
-    """Would catch: whitespace drafted again and again, or never; keys that are not drafted after whitespace, or in long
-    tokens where the target writes each letter as a token.
-    """
+    """Would catch: whitespace drafted again and again, or never; keys not drafted after it, or in too long tokens."""
     separator = {"pretty": None, "spaces": " ", "compact": "", "letters": ""}[layout]
     tokenizer = load_tokenizer(str(REFERENCE_LM))
     text = LAYOUT if separator is None else separator.join(LAYOUT.split())

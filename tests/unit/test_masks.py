@@ -104,7 +104,6 @@ def test_masks_of_chains_equal_the_reference(window: int | None, rows: str, quer
 
 # A drafter's tree pass: reading a tree level by level equals reading each of its paths alone
 
-
 SHAPE = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64}
 SHAPE |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 TREES = [
@@ -172,7 +171,6 @@ def test_grow_then_commit_keeps_a_path_per_row(model: torch.nn.Module) -> None:
 
 
 # Tests that cuDNN's attention is off in passes on a GPU, and on again afterwards
-
 
 kernels, GPU = torch.backends.cuda, torch.device("cuda")
 

@@ -283,7 +283,6 @@ def test_add_folder_remembers_its_texts(tmp_path: Path) -> None:
 
 # The n-gram index, against loops over the whole text
 
-
 texts = st.lists(st.sampled_from([0, 1, 2**30]), max_size=40)  # few tokens: matches of every length, many of each
 ALL = 10**6
 
@@ -291,10 +290,7 @@ ALL = 10**6
 @thorough
 @given(st.lists(texts, max_size=6), texts, st.integers(1, 30))
 def test_occurrences_in_a_growing_text_agree_with_the_reference(parts: Any, other: list[int], batch: int) -> None:
-    """Would catch: an occurrence missed, one too short, n-grams lost where the tables grow or between two batches.
-
-    Separators follow some of the pieces.
-    """
+    """Would catch: an occurrence missed or too short, n-grams lost where tables grow or between batches."""
     tokens: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_BATCH", batch)

@@ -150,7 +150,6 @@ def test_recycling_rejection_sampling_does_not_depend_on_earlier_calls() -> None
 
 # Combinations: the merged tree against a slow reference, and which members draft in a step
 
-
 Path = tuple[int, ...]
 some_paths = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 tries = st.dictionaries(some_paths, st.floats(0.05, 0.95), max_size=5)

@@ -4,13 +4,10 @@ import importlib
 import json
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from benchmarks.harness.projection import latency_for, project
-from benchmarks.micro.operation_counter import BUILT, KINDS, READS, counting
+from benchmarks.micro.operation_counter import BUILT, READS
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.counters import RowStep, Statistics, StepRecord
 from hf_specgen.depth import CostCurve, LatencyModel
@@ -33,10 +30,7 @@ def of_one_row(*pairs: tuple[int, int]) -> Statistics:
 
 
 def test_statistics_of_three_drafts() -> None:
-    """Would catch: positions counted from the end of a draft, or a draft cut short counted as rejected there.
-
-    3 of 3 accepted, then 1 of 3, then 0 of 2.
-    """
+    """Would catch: positions counted from the end of a draft, or a draft cut short counted as rejected there."""
     stats = of_one_row((3, 3), (3, 1), (2, 0))
     assert (stats.steps, stats.drafts, stats.drafted, stats.accepted, stats.emitted) == (3, 3, 8, 4, 8)
     assert stats.acceptance_rate == 0.5
@@ -55,11 +49,7 @@ def test_statistics_of_no_step_are_zero() -> None:
 
 
 def test_record_counts_nodes_depths_and_rows() -> None:
-    """Would catch: padding nodes counted, a tree's nodes taken for its depth, a finished row counted.
-
-    Row 0 drafts two branches of depth 2 and accepts nodes 0 and 2; row 1 drafts one token, which is rejected; row 2
-    is finished.
-    """
+    """Would catch: padding nodes counted, a tree's nodes taken for its depth, a finished row counted."""
     tree = DraftTree.from_nodes([([5, 6, 7], (-1, -1, 0)), ([5], (-1,)), ([], ())])
     stats = Statistics([[], [], []])
     stats.record(tree, VerificationResult([[0, 2], [], None], [[5, 7, 9], [8], []], [2, 0, 0]))
@@ -93,7 +83,7 @@ def test_to_dict_survives_json() -> None:
     """Would catch: a tensor or numpy number among the values; rows that are missing, or nested in a row."""
     stats = Statistics([steps((3, 3), (3, 0)), steps((2, 1))], [6, 3], {"draft": 0.5})
     data = json.loads(json.dumps(stats.to_dict()))
-    assert data == stats.to_dict() == json.loads(stats.to_json())
+    assert data == stats.to_dict()
     assert (data["drafts"], data["drafted"], data["accepted"], data["emitted"]) == (3, 8, 4, 9)
     assert data["accepted_per_position"] == [2, 1, 1] and data["seconds"] == {"draft": 0.5}
     assert [row["drafted"] for row in data["rows"]] == [6, 2]
@@ -162,55 +152,14 @@ def test_plain_step_has_no_drafter_passes() -> None:
     assert [not step.has_draft for step in statistics.passes] == [count == 0 for count in drafted]
 
 
-# The counter of `micro step-operations`
-
-
-def known_operations(module: nn.Module) -> None:
-    """Four operations that compute, four reads, four tensors from host data, one list as index."""
-    values = torch.ones(2, 4)  # computes
-    module(values)
-    result = values[0] * 2  # a view, and computes
-    result.cpu().numpy()  # one read, of which `numpy` makes a view
-    result.tolist()
-    if bool(result[0] > 1):  # a view, computes, and is read by `_local_scalar_dense`
-        np.asarray(result)
-    torch.tensor([1, 2])
-    torch.as_tensor([1, 2])
-    torch.as_tensor(result)  # of a tensor
-    torch.from_numpy(np.ones(2))
-    result.new_tensor([1.0])
-    values[[0]]  # computes
-
-
-class Reading(nn.Module):
-    """A module that does everything that is counted."""
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.tensor((values + values).tolist())
-
-
-def test_counting_leaves_out_modules_and_counts_a_read_once() -> None:
-    """Would catch: what passes do, views among operations, a read that is counted by each function it goes through."""
-    before = torch.tensor, torch.Tensor.cpu, torch.Tensor.__bool__, nn.Module.__call__
-    with counting() as (counts, passes):
-        known_operations(Reading())
-    assert [counts[kind] for kind in KINDS[1:]] == [5, 4, 4, 1]  # `_local_scalar_dense` is an operation, too
-    assert counts["operations"] > counts["without views"] and len(passes.modules) == 1
-    assert before == (torch.tensor, torch.Tensor.cpu, torch.Tensor.__bool__, nn.Module.__call__)
-
-
 # Host reads and tensors from host data of a step: on a GPU each of them waits for the device
-
 
 step_operations = importlib.import_module("benchmarks.micro.step_operations")
 
 
 @pytest.mark.parametrize("strategy", ["n-grams", "chain", "tree"])
 def test_step_makes_few_host_reads(strategy: str) -> None:
-    """Would catch: a read for each level of a draft, for the accepted path, or for the lengths of a cache.
-
-    The growth of a tree of more than four levels reads in between; everything else is read once, after verification.
-    """
+    """Would catch: a read for each level of a draft (of up to four), for the accepted path, or for lengths."""
     model = fresh_model("llama", num_hidden_layers=2)
     draft = perturbed_copy(model, 0.02)
     candidates: dict[str, Any] = {
@@ -222,12 +171,11 @@ def test_step_makes_few_host_reads(strategy: str) -> None:
     model.generate(**call)  # the checks of a first call
     steps, counts = step_operations._counts(model, call)
     assert steps > 5
-    assert counts[READS] <= steps + 1  # with the end of the call
-    assert counts[BUILT] <= 3 * steps
+    assert steps - 1 <= counts[READS] <= steps + 1  # with the end of the call
+    assert 0 < counts[BUILT] <= 3 * steps
 
 
 # Projected speedups: by hand, and against a simulation of the steps of a real call
-
 
 CURVE = CostCurve((1, 11), (1.0, 1.2), context=512, batch=1)
 LATENCY = LatencyModel.from_curves(CURVE, draft_token=0.05, draft_step=0.01)

@@ -103,10 +103,8 @@ def test_accepted_path_ignores_padding_behind_the_nodes() -> None:
 
 # The outcome of a step in terms of another tree than the verified one
 
-
 BRANCHED = DraftTree.from_nodes([([5, 8, 6, 7], (-1, -1, 0, 2))])
 """Nodes 0: 5, 1: 8, 2: 6 after 5, 3: 7 after 6."""
-
 
 RESULTS: dict[str, tuple[Any, list[int], int, DraftTree, Any, int]] = {
     "the same tree": ([0, 2], [5, 6, 9], 2, BRANCHED, [0, 2], 2),
@@ -131,14 +129,12 @@ def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(na
 
 
 def test_padded_tree_has_the_same_nodes_and_more_columns() -> None:
-    tree = DraftTree(torch.tensor([[5, 6]]), ((-1, 0),), torch.ones(1, 2, 3))
+    tree = DraftTree(torch.tensor([[5, 6]]), ((-1, 0),))
     padded = tree.padded(4)
-    assert padded.tokens.tolist() == [[5, 6, 0, 0]] and padded.parents == tree.parents
-    assert padded.q is not None and padded.q.shape == (1, 4, 3) and tree.padded(1) is tree
+    assert padded.tokens.tolist() == [[5, 6, 0, 0]] and padded.parents == tree.parents and tree.padded(1) is tree
 
 
 # The tokens of each row, and the prefixes that plain `generate` would pass to processors and criteria
-
 
 PAD, STOP = 7, 9
 
@@ -158,10 +154,7 @@ def test_prompts_with_a_longer_mask_use_its_end() -> None:
 @thorough
 @given(st.data())
 def test_state_agrees_with_lists(data: st.DataObject) -> None:
-    """Would catch: padding recognised by its id, tokens behind EOS or behind a length that is counted without padding,
-    a prefix that is stale, shared, or without the padding of the prompt, in any order of calls; a verification that
-    counts otherwise.
-    """
+    """Would catch: padding recognised by its id, tokens behind an end, a prefix that is stale, shared or unpadded."""
     prompt, width = [[PAD, 2, PAD], [3, PAD, 4]], 3
     padding = [data.draw(st.integers(0, 2)) for _ in prompt]
     limit = data.draw(st.one_of(st.just(float("inf")), st.integers(4, 40)))

@@ -112,10 +112,7 @@ def new_growth(depths: list[int], children: int) -> Growth:
 def test_growth_agrees_with_the_reference(
     seed: int, rows: int, width: int, size: int, expanded_first: bool, structures: tuple[int, ...]
 ) -> None:
-    """Would catch: a node without its parent, a depth limit that is ignored, wrong structures or probabilities.
-
-    `structures` are the levels after which a drafter reads the structure.
-    """
+    """Would catch: a node without its parent, a depth limit that is ignored, wrong probabilities or structures."""
     random = np.random.default_rng(seed)
     limits = random.integers(0, 5, rows).tolist()
     limits[0] = 4
