@@ -10,7 +10,7 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, reduce
 from typing import Literal, NamedTuple, get_args
@@ -227,8 +227,6 @@ class _RowSearch:
             [] if parent is None else children.get(parent, [])
             for parent, children in zip(origin.nodes, self._children, strict=False)
         ]
-        if not any(proposed):
-            return self._recycled(origin.token)
         drawn = {token for children in proposed[self._first_network :] for _, token, _ in children}
         found: dict[int, tuple[float, _Origin]] = {}
         for number, children in enumerate(proposed):
@@ -248,13 +246,6 @@ class _RowSearch:
         scale = 1 / max(1.0, sum(values.values()))
         ranked = [(token, scale * value, found[token][1]) for token, value in values.items()]
         return sorted(ranked, key=lambda child: -child[1])
-
-    def _recycled(self, token: int) -> Iterator[tuple[int, float, _Origin]]:
-        """The children of a node after which no member proposes anything: those of Token Recycling."""
-        known = [] if self._recycling is None else self._recycling.candidate_tokens(token)
-        scale = 1 / max(1.0, sum([acceptance for _, acceptance, _ in known]))
-        for child, acceptance, recycled in sorted(known, key=lambda one: -one[1]):
-            yield child, scale * acceptance, _Origin(child, self._nowhere, recycled)
 
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
