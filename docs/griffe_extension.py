@@ -1,4 +1,4 @@
-"""Griffe extension of the API reference: docstrings of overridden methods, and examples as code."""
+"""Griffe extension of the API reference: inherited docstrings, arguments described together, examples as code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import griffe
 
+TOGETHER = re.compile(r"^( +)(\w+(?:, \w+)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)
+"""Several arguments with one description."""
+
 
 class ApiReference(griffe.Extension):
     """Completes the docstrings of all classes before they are rendered."""
@@ -14,7 +17,7 @@ class ApiReference(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Change the docstrings of a package that has been read."""
         for module in _modules(pkg):
-            _render_examples(module)
+            _complete(module)
             for one in module.classes.values():
                 if not one.is_alias:
                     _inherit_docstrings(one)
@@ -25,13 +28,19 @@ def _modules(module: griffe.Module) -> list[griffe.Module]:
     return [module, *(inner for part in own for inner in _modules(part))]
 
 
-def _render_examples(owner: griffe.Object) -> None:
-    """Rename `Example:` to `Examples:`: that section alone is rendered as code."""
+def _complete(owner: griffe.Object) -> None:
+    """Rename `Example:` to `Examples:`, which is rendered as code; give every argument a description of its own."""
     if owner.docstring is not None:
-        owner.docstring.value = re.sub(r"^Example:$", "Examples:", owner.docstring.value, flags=re.MULTILINE)
+        text = re.sub(r"^Example:$", "Examples:", owner.docstring.value, flags=re.MULTILINE)
+        owner.docstring.value = TOGETHER.sub(_described_alone, text)
     for member in owner.members.values():
         if not member.is_alias and not member.is_module:
-            _render_examples(member)
+            _complete(member)
+
+
+def _described_alone(found: re.Match[str]) -> str:
+    indentation, names, description = found.groups()
+    return "\n".join(f"{indentation}{name}: {description}" for name in names.split(", "))
 
 
 def _inherit_docstrings(one: griffe.Class) -> None:

@@ -296,7 +296,7 @@ class MTPCandidates(HeadCandidates):
         checkpoint: folder or Hub id of the target's checkpoint, or of a head in the `mtp` format of speculators; left
             out, it is where the target was loaded from.
         draft_vocabulary: which tokens are drafted, as for `DraftModelCandidates`.
-        k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`.
+        k, settings: `k`, `tree`, `aux_hidden_state_layers`, `draft_window`, `policy`, as for `HeadCandidates`.
 
     Example:
         >>> MTPCandidates(k=2)

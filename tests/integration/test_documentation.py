@@ -15,7 +15,7 @@ import torch
 import transformers
 import typer
 from accelerate.commands.launch import launch_command_parser
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import hf_specgen
 from benchmarks.report.tables import BEGIN, END, collect
@@ -54,15 +54,11 @@ HEADING = re.compile(r"^#+ (.*)$", re.M)
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What a page may assume from the pages before it: a model, its tokenizer, inputs, two strategies."""
-    tokenizer = AutoTokenizer.from_pretrained(REFERENCE_LM, padding_side="left")
-    return {
-        "model": AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32),
-        "tokenizer": tokenizer,
-        "inputs": tokenizer("def add(x, y):", return_tensors="pt"),
-        "draft": DraftModelCandidates(str(DRAFT_LM)),
-        "NgramCandidates": NgramCandidates,
-    }
+    """What a page may assume, and says so: the lines of a section of the quickstart."""
+    section = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").split("## The examples of these pages")[1]
+    found: dict[str, Any] = {}
+    exec(section.split("```python\n")[1].split("```")[0].replace("benchmarks/assets", str(REFERENCE_LM.parent)), found)
+    return found
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
@@ -70,8 +66,9 @@ def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatc
     """Would catch: an example that the API has left behind."""
     monkeypatch.chdir(ROOT)
     before = set(ROOT.iterdir())
-    namespace = dict(names)
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
+    text = page.read_text(encoding="utf-8")
+    namespace = dict(names) if "#the-examples-of-these-pages" in text else {}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
         code = MODEL.sub(f'name = "{REFERENCE_LM.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
         exec(compile(code, str(page), "exec"), namespace)
     assert set(ROOT.iterdir()) == before, "an example wrote into the working folder"
