@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_specgen.call import Call, memory
 from hf_specgen.counters import StepRecord
-from hf_specgen.depth.calibrate import DrafterTimer, TargetTimer, known_curve, target_curve
+from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, LatencyModel, StepLatency
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.targets.target import Target
@@ -56,9 +56,8 @@ class AdaptiveDepth(Policy):
     pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps, the tokens that
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
-    call, nothing is drafted. The latencies, T(q) of the target and the time of drafting, are measured once per model,
-    and T(q) is corrected by the time of steps (`hf_specgen.depth.calibrate`). All ranks of a tensor-parallel model use
-    the first rank's.
+    call, nothing is drafted. The latencies, T(q) of the target and the time of drafting, are measured once per model
+    (`hf_specgen.depth.calibrate`). All ranks of a tensor-parallel model use the first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead: nothing is then measured, and
@@ -103,7 +102,6 @@ class AdaptiveSession(PolicySession):
         self._model = call.model if self.remembers else None
         self._loss = policy.common_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
-        self._target_timer: TargetTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         self._uncached, self._has_drafted = call.context_length, False
         self._share: tuple[LatencyModel | None, int, LatencyModel | None] = None, 0, None
@@ -131,7 +129,6 @@ class AdaptiveSession(PolicySession):
     def _use(self, curve: CostCurve | None) -> None:
         if curve is not None:
             self._timer = DrafterTimer(self._call, curve)
-            self._target_timer = TargetTimer(self._call, curve) if self.remembers else None
             self.known = LatencyModel((Bucket(curve, {ANY_DRAFTER: self._timer.latency()}),))
 
     def _at(self, rows: int) -> StepLatency:
@@ -184,8 +181,6 @@ class AdaptiveSession(PolicySession):
 
     def observe(self, step: StepRecord) -> None:
         """Count the loss and the acceptance of a step with a draft."""
-        if self._target_timer is not None and self._target_timer.observe(step):
-            self._use(self._target_timer.curve)
         if self.known is None or not step.has_draft:
             return
         rows = [row for row in step.rows if row is not None]

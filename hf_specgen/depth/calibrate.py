@@ -2,14 +2,13 @@
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
 sizes, which are rolled back. Together they take about the time of eight plain steps. The time of drafting is taken from
-the first drafts. Both are kept as long as the model. T(q) is corrected where steps with a draft take another time than
-it predicts. All ranks of a tensor-parallel model use what the first rank measured.
+the first drafts. Both are kept as long as the model; decisions then follow from the text alone. All ranks of a
+tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from itertools import cycle
 from math import sqrt
 from statistics import median
@@ -34,8 +33,6 @@ QUERIES = (1, 8, 2, 24, 1, 64)
 """Tokens per row of the timed passes, in this order, as far as there is time for them."""
 MAX_PLAIN_STEPS = 8.0
 """Time that the passes of a calibration may take, in plain steps."""
-OBSERVED_STEPS = 16
-"""Plain steps, and steps with a draft, after which T(q) is corrected by their time."""
 
 
 def known_curve(call: Call) -> CostCurve | None:
@@ -127,42 +124,6 @@ def wait(device: torch.device) -> None:
     """Block until all work submitted to the device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-class TargetTimer:
-    """Corrects T(q) by the time of steps with a draft over that of plain steps: its part beyond T(1) is scaled.
-
-    Passes of a calibration may be faster than steps: other data is in the caches, other processes run beside.
-    """
-
-    def __init__(self, call: Call, curve: CostCurve):
-        self._call, self.curve, self._group = call, curve, lockstep_group(call.model)
-        self._plain, self._drafted, self._predicted = list[float](), list[float](), list[float]()
-
-    def observe(self, step: StepRecord) -> bool:
-        """Use the time of a step; returns whether T(q) has changed by it."""
-        if "forward" not in step.seconds or self._call.state.other_rows:
-            return False
-        seconds = step.seconds["forward"] + step.seconds.get("verify", 0.0)  # an accelerator is waited for there
-        if step.tokens_per_row == 1:
-            self._plain.append(seconds)
-        else:
-            self._drafted.append(seconds)
-            self._predicted.append(self.curve.relative(step.tokens_per_row) - 1)
-        if min(len(self._plain), len(self._drafted)) < OBSERVED_STEPS:
-            return False
-        # Beyond T(1), in plain steps; one that is assumed keeps short passes, whose times hardly differ, from deciding.
-        observed = median(self._drafted) / median(self._plain) - 1
-        count = len(self._drafted)
-        scale = (1 + count * observed) / (1 + count * median(self._predicted))
-        scale = from_first_rank(max(0.2, scale), self._group)
-        self._plain, self._drafted, self._predicted = [], [], []
-        if 1 / 1.1 < scale < 1.1:
-            return False
-        plain = self.curve.seconds[0]
-        self.curve = replace(self.curve, seconds=tuple(plain + scale * (one - plain) for one in self.curve.seconds))
-        memory.store(self._call.model, _key(self._call), self.curve)
-        return True
 
 
 class DrafterTimer:

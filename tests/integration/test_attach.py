@@ -139,6 +139,7 @@ def test_wrapped_or_copied_model_still_speculates(model: Any, kind: str) -> None
         tokens = generate(wrapped)
     totals = hf_specgen.statistics(wrapped)
     assert totals.calls == 1 and totals.drafted > 0
+    assert torch.equal(tokens, generate(wrapped, candidate_generator=NgramCandidates()))
     hf_specgen.detach(wrapped)
     assert torch.equal(tokens, generate(wrapped))
     if kind in WRAPPERS:  # attached to the model inside

@@ -48,12 +48,6 @@ def test_model_uses_the_nearest_bucket(rows: int, context: int, batch: int) -> N
     assert LatencyModel.from_curves(*curves).at(rows, context).target.batch == batch
 
 
-def test_model_rows_count_as_tokens() -> None:
-    """A pass over 4 tokens in each of 4 rows takes as long as one over 16 tokens in one row."""
-    step = LatencyModel.from_curves(CostCurve((1, 16), (1.0, 2.5), context=512, batch=1)).at(4, 100)
-    assert step.target.seconds_of(4 * 4) == 2.5
-
-
 def test_selecting_a_drafter_that_the_profile_lacks_raises() -> None:
     model = LatencyModel.load(GPU_LIKE)
     with pytest.raises(ValueError, match=r"no drafter 'crystal_ball'; it has .*'draft_model'"):
@@ -219,22 +213,3 @@ def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:
         depths = session.depths([99])
         session.observe(StepRecord(depths, [RowStep(0, 0, 0, 1)], 1, {}, ()))
     assert depths == [0], "drafting has lost the time of two plain steps"
-
-
-@pytest.mark.parametrize(("drafted", "expected"), [(1.7, 1.62), (1.28, 1.28), (1.0, 1.06)], ids=["slow", "as", "fast"])
-def test_target_curve_is_corrected_by_the_time_of_steps(drafted: float, expected: float) -> None:
-    """Would catch: passes of a calibration that are faster than steps, so that drafting stays on although it is slower.
-
-    Both kinds of steps take three times as long as in the calibration, and every tenth ten times as long.
-    """
-    model, curve = Model(), CostCurve((1, 8), (1.0, 1.28), 256, 1)
-    session = AdaptiveDepth().start(depth_call(model=model))
-    session._use(curve)
-    for step in range(40):
-        tokens, load = 1 + 7 * (step % 2), 30.0 if step % 10 == 9 else 3.0
-        seconds = {"forward": load * (drafted if tokens > 1 else 1.0)}
-        session.observe(StepRecord([7], [RowStep(tokens - 1, tokens - 1, 0, 1)], tokens, seconds, ()))
-    assert session.known is not None
-    assert session.known.at(1, 256).target.relative(8) == pytest.approx(expected, abs=0.01)
-    known = AdaptiveDepth().start(depth_call(model=model)).known
-    assert (known is None) == (drafted == 1.28) and (known is None or known.buckets[0].target != curve), "it is kept"
