@@ -184,10 +184,10 @@ def is_sharded(model: PreTrainedModel) -> bool:
     return bool(names.is_deepspeed_zero3_enabled() or names.is_fsdp_managed_module(model))
 
 
-def on_batch_processor(manager: Any, prepare: Callable[[Any], None] | None) -> None:
+def on_batch_processor(manager: Any, prepare: Callable[[Any], None]) -> None:
     """Call `prepare` with the processor of a continuous-batching manager when it is made, and when it is used again.
 
-    None for a manager that runs plainly. Symbol: `ContinuousBatchingManager._create_batch_processor`.
+    Symbol: `ContinuousBatchingManager._create_batch_processor`.
     """
     vars(manager).pop("_create_batch_processor", None)
     plain = manager._create_batch_processor
@@ -195,8 +195,7 @@ def on_batch_processor(manager: Any, prepare: Callable[[Any], None] | None) -> N
     def create() -> Any:
         processor = plain()
         hook_packed_steps(processor, None)
-        if prepare is not None:
-            prepare(processor)
+        prepare(processor)
         return processor
 
     manager._create_batch_processor = create

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -26,43 +26,25 @@ from hf_specgen.verification import CoupledVerifier
 from hf_specgen.verification.processors import SCORE_ONLY
 
 
+def _raise(reason: str) -> None:
+    raise ValueError(reason)
+
+
+@dataclass
 class PackedRun:
     """What the managers made in a `generate_batch` call, or for an attached strategy, speculate with.
 
     Args:
         settings: None to run plainly.
         add: receives the counters of every request that has ended.
-        report_plain: receives the reason why a manager runs plainly; None to raise it.
+        report_plain: receives the reason why a manager runs plainly.
+        steps: those of each batch processor.
     """
 
-    def __init__(
-        self,
-        settings: Settings | None,
-        add: Callable[[Statistics], None] = lambda _: None,
-        report_plain: Callable[[str], None] | None = None,
-    ):
-        self.settings, self.add, self._report_plain = settings, add, report_plain
-        self._steps: list[PackedSteps] = []
-
-    def plain(self, reason: str) -> None:
-        """The call cannot speculate."""
-        if self._report_plain is None:
-            raise ValueError(reason)
-        self._report_plain(reason)
-        self.settings = None
-
-    def prepare(self, processor: Any, model: Any, config: Any) -> None:
-        """Hook a batch processor."""
-        if self.settings is not None:
-            seed = torch.initial_seed()  # the processor has just set it, to that of the config if there is one
-            steps = PackedSteps(processor, model, config, self.settings, seed, self.add)
-            self._steps.append(steps)
-            compat.hook_packed_steps(processor, steps)
-
-    def close(self) -> None:
-        """End the sessions of requests that were not finished."""
-        for steps in self._steps:
-            steps.close()
+    settings: Settings | None
+    add: Callable[[Statistics], None] = lambda _: None
+    report_plain: Callable[[str], None] = _raise
+    steps: list[PackedSteps] = field(default_factory=list)
 
 
 _run: ContextVar[PackedRun | None] = ContextVar("hf_specgen_packed_run", default=None)
@@ -106,7 +88,8 @@ def _running(run: PackedRun) -> Iterator[PackedRun]:
         yield run
     finally:
         _run.reset(token)
-        run.close()
+        for steps in run.steps:
+            steps.close()
 
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
@@ -123,16 +106,20 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
         in_use = config if cached is None else cached.continuous_batching_config
         processors = compat.packed_processors(model, generation_config, in_use)
         if reason := next(_reasons(run.settings, model, in_use, processors), ""):
-            run.plain(reason)
+            run.report_plain(reason)
+            run.settings = None
         else:
             arguments["continuous_batching_config"] = config
             run.settings = replace(run.settings, policy=_packed_policy(run.settings, compat.unwrapped(model)))
-    manager = original(model, **arguments)
+    manager, settings = original(model, **arguments), run.settings
 
     def prepare(processor: Any) -> None:
-        run.prepare(processor, model, manager.generation_config)
+        if settings is not None:
+            seed = torch.initial_seed()  # the processor has just set it, to that of the config if there is one
+            run.steps.append(PackedSteps(processor, model, manager.generation_config, settings, seed, run.add))
+            compat.hook_packed_steps(processor, run.steps[-1])
 
-    compat.on_batch_processor(manager, None if run.settings is None else prepare)
+    compat.on_batch_processor(manager, prepare)
     return manager
 
 

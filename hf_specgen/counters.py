@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -244,10 +243,6 @@ class Statistics(Counts):
             f"acceptance by position: {positions or '(nothing was drafted)'}\n"
             f"time: {times or '(not measured)'}"
         )
-
-    def to_json(self) -> str:
-        """`to_dict` as a JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
 
 
 @dataclass

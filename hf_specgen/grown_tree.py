@@ -107,7 +107,7 @@ class GrownTree(DraftTree):
             return self
         index = torch.tensor(list(rows), device=self.tokens.device)
         structure = None if self.is_chain else TreeStructure(*(part[index] for part in self.structure()))
-        parts = {"_values": self._values, "_inputs": self._inputs, "above": self.above, "q": self.q}
+        parts = {"_values": self._values, "_inputs": self._inputs, "above": self.above}
         selected = {name: part[index] for name, part in parts.items() if part is not None}
         tree = self.replace(tokens=self.tokens[index], **selected)
         tree.batch, tree._structure, tree._host = len(index), structure, None
@@ -127,7 +127,6 @@ class GrownTree(DraftTree):
             tree._values = pad(self._values, (0, more), value=-2)  # no number, and that of no parent
             tree._values[:, PATH, -more:] = NO_NODE
         tree._inputs = None if self._inputs is None else pad(self._inputs, (0, more))
-        tree.q = None if self.q is None else pad(self.q, (0, 0, 0, more))
         return tree
 
     def _read(self, chosen: torch.Tensor | None = None) -> _HostTree:

@@ -125,8 +125,6 @@ class OutputCollector:
             state.stop(row)
             if state.pad_id is not None:
                 state.truncate(row, min(len(text), self.columns))
-                for rows in self._waiting.values():
-                    rows[row].clear()
 
     def _custom_stops(self) -> list[bool]:
         if not self._custom:

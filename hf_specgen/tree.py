@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 Parents = tuple[int, ...]
 
@@ -146,10 +145,8 @@ class DraftTree:
         return [0, *depths(parents), *[0] * (self.nodes - len(parents))]
 
     def select(self, rows: Sequence[int]) -> DraftTree:
-        """The same drafts for some of the rows."""
-        parents = tuple(self.parents[row] for row in rows)
-        q = None if self.q is None else self.q[list(rows)]
-        return DraftTree([self.token_lists()[row] for row in rows], parents, q)
+        """The drafts of some of the rows, for a forward pass."""
+        return DraftTree([self.token_lists()[row] for row in rows], tuple(self.parents[row] for row in rows))
 
     def first_nodes(self, count: int) -> DraftTree:
         """The first nodes of each row: the most probable ones of a tree whose nodes are in this order."""
@@ -159,12 +156,9 @@ class DraftTree:
         return DraftTree.from_nodes([(tokens[:count], parents[:count]) for tokens, parents in rows])
 
     def padded(self, nodes: int) -> DraftTree:
-        """The same drafts with columns for at least `nodes` nodes; those that are no node are padding."""
+        """The drafts with columns for at least `nodes` nodes, for a forward pass; what is no node is padding."""
         more = nodes - self.nodes
-        if more <= 0:
-            return self
-        q = None if self.q is None else pad(self.q, (0, 0, 0, more))
-        return DraftTree([[*row, *[0] * more] for row in self.token_lists()], self.parents, q, self.probability)
+        return self if more <= 0 else DraftTree([[*row, *[0] * more] for row in self.token_lists()], self.parents)
 
     def leftmost_chain(self) -> DraftTree:
         """The leftmost path of each row, from every node to its first child, as a chain."""

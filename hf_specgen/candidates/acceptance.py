@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hf_specgen.call import memory
 from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.draft_window import AcceptanceByLength
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, verified_nodes
@@ -89,6 +90,12 @@ class CalibratedSession(DraftSession):
         self._tree = DraftTree.empty(call.state.batch)
         # For each row the rank, confidence and depth of its nodes.
         self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+        self._by_length: AcceptanceByLength | None = None
+
+    def watch_length(self) -> None:
+        """Warn if acceptance falls with the length of the texts: of a drafter that could have a window."""
+        model = self.call.model if self.call.remembers else None
+        self._by_length = memory.recall(model, ("length", self.call.drafting.key), AcceptanceByLength)
 
     def not_drafted(self, batch: int) -> DraftTree:
         """An empty draft."""
@@ -100,6 +107,9 @@ class CalibratedSession(DraftSession):
         for row, path in enumerate(result.paths):
             if path is None or not self._features or not self._tree.parents[row]:
                 continue
+            if self._by_length is not None:
+                length = len(self.call.state.prompts[row]) + len(self.call.state.generated[row])
+                self._by_length.count(length, result.accepted[row] > 0)
             outcomes = verified_nodes(self._tree.token_lists()[row], self._tree.parents[row], result.tokens[row])
             accepted = np.array([is_accepted for _, is_accepted in outcomes], dtype=bool)
             rank, confidence, depth = (values[[node for node, _ in outcomes]] for values in self._features[row])
@@ -108,6 +118,10 @@ class CalibratedSession(DraftSession):
                 calibration.observe(rank[counted], confidence[counted], accepted[counted])
 
     def end(self) -> None:
+        if self._by_length is not None:
+            self._by_length.warn(self.call.drafting.name)
+            if self.call.remembers:
+                memory.store(self.call.model, ("length", self.call.drafting.key), self._by_length)
         if self.remembers:
             for key, calibration in zip(self._keys, self.calibrations, strict=True):
                 memory.store(self.call.model, key, calibration)

@@ -10,7 +10,7 @@ Token Recycling or EAGLE; there one of them drafts a step, here both do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, reduce
 from typing import Literal, NamedTuple, get_args
@@ -122,10 +122,10 @@ class _CombinedSession(DraftSession):
         self.top_tokens = max(session.top_tokens for session, _ in self._members)
         recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
         self._recycling = next(recycling, None)
-        # An early-exit target has run its first layers on the nodes of one member, and others cannot be added to its
-        # draft; rejection sampling verifies every node that was drawn, and a search would leave some out.
-        self._draws = call.verification is not None and call.verification.wants_q
-        self._exits_early = isinstance(call.target, EarlyExitTarget)
+        # Nodes cannot be added to a draft that an early-exit target has run its first layers on. Rejection sampling
+        # verifies every node that was drawn: copied ones beside them cost more than they yield.
+        draws = call.verification is not None and call.verification.wants_q
+        self._verifies_one = draws or isinstance(call.target, EarlyExitTarget)
         self._uses_networks = call.depth is None or call.depth.affords_prefill()
         self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
         self._trees: list[SearchTree[_Origin]] = []
@@ -158,7 +158,7 @@ class _CombinedSession(DraftSession):
         for session, k in self._members[: self._first_network]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths)
         self._tree = self._search(max_depths)
-        self._needs_networks = self._uses_networks and (self._draws or not _expects(self._tree, ENOUGH_TOKENS))
+        self._needs_networks = self._uses_networks and not _expects(self._tree, ENOUGH_TOKENS)
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The members' drafts in one tree."""
@@ -169,9 +169,8 @@ class _CombinedSession(DraftSession):
         for session, k in self._members[self._first_network :]:
             draft = self._draft_member(session, k if drafts else 0, max_depths)
             self.passes += _passes(session, draft)
-            if draft.nodes and (self._draws or self._exits_early):
-                drafts = False
-                tree = draft if self._exits_early else union(tree, draft)
+            if draft.nodes and self._verifies_one:
+                tree, drafts = draft, False
         if drafts and any(draft.nodes for draft in self._drafts[self._first_network :]):
             tree = self._search(max_depths, self.passes)
         return tree
@@ -228,8 +227,6 @@ class _RowSearch:
             [] if parent is None else children.get(parent, [])
             for parent, children in zip(origin.nodes, self._children, strict=False)
         ]
-        if not any(proposed):
-            return self._recycled(origin.token)
         drawn = {token for children in proposed[self._first_network :] for _, token, _ in children}
         found: dict[int, tuple[float, _Origin]] = {}
         for number, children in enumerate(proposed):
@@ -250,13 +247,6 @@ class _RowSearch:
         ranked = [(token, scale * value, found[token][1]) for token, value in values.items()]
         return sorted(ranked, key=lambda child: -child[1])
 
-    def _recycled(self, token: int) -> Iterator[tuple[int, float, _Origin]]:
-        """The children of a node after which no member proposes anything: those of Token Recycling."""
-        known = [] if self._recycling is None else self._recycling.candidate_tokens(token)
-        scale = 1 / max(1.0, sum([acceptance for _, acceptance, _ in known]))
-        for child, acceptance, recycled in sorted(known, key=lambda one: -one[1]):
-            yield child, scale * acceptance, _Origin(child, self._nowhere, recycled)
-
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
     """For each node of a row's draft (-1 for the last token), its children: node, token, acceptance."""
@@ -270,43 +260,6 @@ def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, 
             acceptance = min(MAX_PROBABILITY, path[node] / above) if above > 0 else 0.0
         below.setdefault(parent, []).append((node, tokens[node], acceptance))
     return below
-
-
-def union(copied: DraftTree, drawn: DraftTree) -> DraftTree:
-    """All nodes of a copied draft and of a drawn one; equal paths share their nodes.
-
-    Copied nodes come first among siblings, as `verification="rejection"` assumes: a drawn node then counts as drawn
-    without replacement of the tokens before it.
-
-    Example:
-        >>> merged = union(DraftTree.chains([[5, 6]]), DraftTree.chains([[5, 7, 8]]))
-        >>> merged.tokens.tolist(), merged.parents
-        ([[5, 6, 7, 8]], ((-1, 0, 0, 2),))
-    """
-    rows, sources = [], []
-    for row in range(copied.batch):
-        tokens, parents = copied.token_lists()[row][: len(copied.parents[row])], list(copied.parents[row])
-        node_of = {key: node for node, key in enumerate(zip(parents, tokens, strict=True))}
-        merged, source = {-1: -1}, [-1] * len(tokens)
-        for node, parent in enumerate(drawn.parents[row]):
-            key = merged[parent], drawn.token_lists()[row][node]
-            if key not in node_of:
-                node_of[key] = len(tokens)
-                parents.append(key[0])
-                tokens.append(key[1])
-                source.append(node)
-            merged[node] = node_of[key]
-        rows.append((tokens, tuple(parents)))
-        sources.append(source)
-    tree = DraftTree.from_nodes(rows)
-    if drawn.q is None:
-        return tree
-    q = drawn.q.new_zeros(tree.batch, tree.nodes, drawn.q.shape[-1])
-    for row, source in enumerate(sources):
-        for node, drawn_node in enumerate(source):
-            if drawn_node >= 0:
-                q[row, node] = drawn.q[row, drawn_node]
-    return DraftTree(tree.token_lists(), tree.parents, q)
 
 
 def _expects(tree: DraftTree, tokens: float) -> bool:

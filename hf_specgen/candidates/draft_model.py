@@ -161,12 +161,13 @@ class DraftModelCandidates(PretrainedCandidates):
         size = vocabulary_size(call.model or draft)
         if self._has_other_tokenizer(draft, call):
             texts, shared = retokenized_texts(call, draft)
-            parallel = window = None
+            parallel, takes_window = None, False
         else:
             texts, shared = [DraftText(prompt) for prompt in call.state.prompts], None
             parallel = None if reads_encoder(draft) else ParallelDraft.of(draft)
             # The target's hidden states are those of the whole text.
-            window = None if parallel is not None and parallel.layers else self._window(draft, call)
+            takes_window = not reads_encoder(draft) and (parallel is None or not parallel.layers)
+        window = self._window(draft, call) if takes_window else None
         if (vocabulary := self.draft_vocabulary) is not None:
             if shared is not None or parallel is not None:
                 kind = "of another tokenizer" if parallel is None else "that drafts all tokens in one pass (PARD)"
@@ -192,10 +193,15 @@ class DraftModelCandidates(PretrainedCandidates):
             return make_target(TargetRequirements(), draft, *read, compile=compile)
 
         runner = DraftRunner(call, draft, texts, reader, window)
+        session: DraftModelSession | ParallelDraftSession
         if parallel is not None:
             depth = min(self.k, MAX_PARALLEL_DEPTH) if self.adaptive_tree else self.k
-            return ParallelDraftSession(call, draft, runner, parallel, depth, self.tree)
-        return DraftModelSession(call, runner, size, shared, self.k, self.tree, self.confidence_threshold)
+            session = ParallelDraftSession(call, draft, runner, parallel, depth, self.tree)
+        else:
+            session = DraftModelSession(call, runner, size, shared, self.k, self.tree, self.confidence_threshold)
+        if takes_window and window is None:
+            session.watch_length()
+        return session
 
     def _has_other_tokenizer(self, draft: PreTrainedModel, call: DraftCall) -> bool:
         if call.model is None or have_same_vocabulary(draft, call.model):
@@ -209,8 +215,6 @@ class DraftModelCandidates(PretrainedCandidates):
 
     def _window(self, draft: PreTrainedModel, call: DraftCall) -> DraftWindow | None:
         """The part of the texts of a call that the draft model reads."""
-        if reads_encoder(draft):
-            return None
         config = text_config(draft)
         trained, positions = (getattr(config, name, None) for name in ("trained_length", "max_position_embeddings"))
         return draft_window(self.draft_window, trained, positions, call)

@@ -10,6 +10,7 @@ Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -17,6 +18,8 @@ from hf_specgen.call import Call
 
 logger = logging.getLogger("hf_specgen")
 
+MIN_DRAFTS = 32
+"""Drafts in texts of a length before its acceptance is compared with that of other lengths."""
 FIRST_TOKENS = 4
 """First tokens of a window that is given by its recent part, as in the paper."""
 DraftWindowSetting = int | tuple[int, int] | Literal["auto"] | None
@@ -44,6 +47,41 @@ class DraftWindow(NamedTuple):
         """The tokens inside the window."""
         size = self.first + self.recent
         return tokens if len(tokens) <= size else [*tokens[: self.first], *tokens[-self.recent :]]
+
+
+class AcceptanceByLength:
+    """Counts, by length of text, how many drafts there were, and how many had an accepted token.
+
+    Lengths between two powers of two are counted together.
+    """
+
+    def __init__(self, counts: Mapping[int, tuple[int, int]] | None = None):
+        self._counts = dict(counts or {})
+
+    def count(self, length: int, is_accepted: bool) -> None:
+        """Count a draft after a text of so many tokens."""
+        drafts, accepted = self._counts.get(length.bit_length(), (0, 0))
+        self._counts[length.bit_length()] = drafts + 1, accepted + is_accepted
+
+    def copy(self) -> AcceptanceByLength:
+        """A copy for another call."""
+        return AcceptanceByLength(self._counts)
+
+    def warn(self, name: str) -> None:
+        """Log a warning, once for each drafter and length, if long texts have much less acceptance than shorter ones.
+
+        A fall by 0.4 is none between kinds of text: the bundled EAGLE-3 head has 0.83 to 1.0 in texts as long as those
+        it was trained on, and 0.07 to 0.15 in texts of four times that length.
+        """
+        rates = {bits: accepted / drafts for bits, (drafts, accepted) in self._counts.items() if drafts >= MIN_DRAFTS}
+        longest = max(rates, default=0)
+        if rates and rates[longest] < max(rates.values()) - 0.4:
+            _warn(
+                "after more than %d tokens far fewer drafts of %s are accepted than in shorter texts: set draft_window "
+                "to the number of tokens that it was trained on",
+                2 ** (longest - 1),
+                name,
+            )
 
 
 def check_window(setting: DraftWindowSetting) -> DraftWindowSetting:
@@ -78,18 +116,18 @@ def draft_window(
         window = DraftWindow(*setting) if isinstance(setting, tuple) else DraftWindow(FIRST_TOKENS, int(setting))
     read = longest if window is None else min(longest, window.first + 2 * window.recent)
     if trained_length is not None and read > most:
-        _warn(setting, read, trained_length, most)
+        _warn(
+            "with draft_window=%r the drafter may read more than %d tokens, but it was trained on %d; far beyond them "
+            'fewer of its tokens are accepted: draft_window="auto" lets it read %d',
+            setting,
+            most,
+            trained_length,
+            most,
+        )
     return window
 
 
 @lru_cache
-def _warn(setting: DraftWindowSetting, read: int, trained_length: int, most: int) -> None:
-    """Log a warning, once for each case."""
-    logger.warning(
-        "with draft_window=%r the drafter may read %d tokens, but it was trained on %d; far beyond them fewer of its "
-        'tokens are accepted: draft_window="auto" lets it read %d',
-        setting,
-        read,
-        trained_length,
-        most,
-    )
+def _warn(message: str, *values: object) -> None:
+    """Log a warning, once for each message and values."""
+    logger.warning(message, *values)

@@ -187,6 +187,8 @@ class ReadsFeatures(HeadSession):
         super().__init__(call, target, runner, *settings)
         self.drafting, layers = [True] * call.state.batch, runner.bound.aux_hidden_state_layers
         self.queue = FeatureQueue(call, target, layers, self.window, runner.restart)
+        if self.window is None:
+            self.watch_length()
 
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
         self.queue.keep_rows(kept)

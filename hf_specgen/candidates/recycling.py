@@ -148,6 +148,7 @@ class RecyclingSession(SearchSession[Node]):
 
     def observe(self, result: VerificationResult) -> None:
         """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
+        super().observe(result)
         for tree, emitted in zip(self._trees, result.tokens, strict=False):
             verified = verified_nodes(tree.tokens, tree.parents, emitted)
             self.count([(tree.tags[node], accepted) for node, accepted in verified])

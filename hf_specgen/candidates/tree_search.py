@@ -24,6 +24,7 @@ from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.growth import Floats, Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
 from hf_specgen.tree import DraftTree
+from hf_specgen.verification.result import VerificationResult
 
 Tag = TypeVar("Tag")
 MAX_NODES = 64
@@ -234,8 +235,12 @@ def draft_rows(
     depths: Sequence[int],
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
     passes: Sequence[int] | None = None,
+    scale: float = 1.0,
 ) -> tuple[DraftTree, list[SearchTree[Tag]]]:
-    """Search a tree for every row and cut it to the size to verify; `passes` of a drafter were made for the trees."""
+    """Search a tree for every row and cut it to the size to verify.
+
+    `passes` of a drafter were made for the trees. `scale` corrects path probabilities where the size is chosen.
+    """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
     limit = tree_size(size, call, depths)
@@ -246,12 +251,17 @@ def draft_rows(
         limits = SearchLimits(max(depths), 0.0 if size is None else 0.05, is_chain)
     trees = [search(row, limits) for row in range(len(depths))]
     drafting = 0.0 if passes is None or limit.latency is None else limit.latency.drafter.draft(passes)
-    nodes = limit.best_size([tree.probability for tree in trees], drafting) if limit.is_fastest else limits.nodes
+    probability = [[scale * value for value in tree.probability] for tree in trees]
+    nodes = limit.best_size(probability, drafting) if limit.is_fastest else limits.nodes
     return draft_of(trees, nodes), trees
 
 
 class SearchSession(DraftSession, Generic[Tag]):
-    """Base class of sessions that search the tree of each row, without a forward pass."""
+    """Base class of sessions that search the tree of each row, without a forward pass.
+
+    Where fewer tokens of a call were accepted than expected, its path probabilities are lowered by that ratio: an
+    estimate fits all texts, and among texts that repeat little it is too high.
+    """
 
     passes = ()
 
@@ -259,6 +269,11 @@ class SearchSession(DraftSession, Generic[Tag]):
         super().__init__(call)
         self._k, self._size = k, size
         self._trees: list[SearchTree[Tag]] = []
+        self._expected, self._accepted = 2.0, 2.0  # tokens in all drafts, and two that are assumed
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count how many draft tokens were accepted."""
+        self._accepted += sum(result.accepted)
 
     @abstractmethod
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Tag]:
@@ -270,7 +285,9 @@ class SearchSession(DraftSession, Generic[Tag]):
         def search(row: int, limits: SearchLimits) -> SearchTree[Tag]:
             return self.search(row, depths[row], limits) if depths[row] else SearchTree()
 
-        draft, self._trees = draft_rows(self.call, self._size, depths, search)
+        scale = min(1.0, self._accepted / self._expected)
+        draft, self._trees = draft_rows(self.call, self._size, depths, search, scale=scale)
+        self._expected += sum(map(sum, draft.probability or ()))
         return draft
 
 

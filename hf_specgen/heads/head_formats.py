@@ -17,11 +17,15 @@ A further format is a file like `hf_specgen.heads.block`, with its entries in `F
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 
 from hf_specgen.heads import block, dflash2, domino, dspark, eagle, gemma_assistant, medusa, mtp
 from hf_specgen.heads.base import DraftHead
@@ -96,46 +100,88 @@ def load_head(
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with ordinary weights in place of those that compressed-tensors has quantised, read by it.
+    """The checkpoint with ordinary weights in place of those that a library has quantised, read by it.
 
     Activations are not quantised, so the head is at least as accurate as in the program that it was made for.
     """
     config = Fields(checkpoint.config).nested("quantization_config").values
-    modules = [name.removesuffix("weight_scale") for name in checkpoint.tensors if name.endswith(".weight_scale")]
-    if config.get("quant_method") != "compressed-tensors" or not modules:
+    method = str(config.get("quant_method"))
+    end, reader = QUANTISED.get(method, ("", None))
+    modules = [name.removesuffix(end) for name in checkpoint.tensors if name.endswith(end)]
+    if reader is None or not modules:
         return checkpoint
-    try:
-        from compressed_tensors.compressors import BaseCompressor
-        from compressed_tensors.quantization import QuantizationConfig
-    except ImportError:
-        raise ValueError("the head is quantised; install compressed-tensors to read it") from None
     tensors, loaded = dict(checkpoint.tensors), dict[str, torch.Tensor]()
     try:
-        settings = QuantizationConfig.model_validate(config)
-        [scheme] = settings.config_groups.values()
-        compressor = BaseCompressor.get_value_from_registry(getattr(scheme, "format", None) or settings.format)
+        weight_of = reader(checkpoint, config)
         for module in modules:
-            parts = {name.removeprefix(module): name for name in tensors if name.startswith(module)}
-            bias, read = parts.pop("bias", None), checkpoint.read(parts.values())
-            state = {part: read[name] for part, name in parts.items()}
-            scale, rows = (
-                state["weight_scale"].shape,
-                len(state["weight_packed" if "weight_packed" in state else "weight"]),
-            )
-            if len(scale) > 2 or (scale and scale[0] not in (1, rows)):
-                raise ValueError(f"{module}weight_scale has the shape {tuple(scale)}, but there are {rows} rows")
-            weight = loaded[f"{module}weight"] = compressor.decompress(state, scheme)["weight"]
-            file = tensors[f"{module}weight_scale"].file
-            tensors = {name: info for name, info in tensors.items() if not name.startswith(module) or name == bias}
-            tensors[f"{module}weight"] = TensorInfo(tuple(weight.shape), weight.dtype, file)
+            parts = [name for name in tensors if name.startswith(f"{module}.") and name != f"{module}.bias"]
+            read, file = checkpoint.read(parts), tensors[module + end].file
+            weight = weight_of(module, {name.removeprefix(f"{module}."): tensor for name, tensor in read.items()})
+            loaded[f"{module}.weight"] = weight
+            tensors = {name: info for name, info in tensors.items() if name not in parts}
+            tensors[f"{module}.weight"] = TensorInfo(tuple(weight.shape), weight.dtype, file)
+    except ImportError:
+        raise ValueError(f"the head is quantised; install {method} to read it") from None
     except Exception as error:  # whatever the library raises for what it cannot work with
         raise ValueError(f"the quantised head cannot be read ({first_line(error)})") from None
     return replace(checkpoint, tensors=tensors, loaded=loaded)
 
 
+def _compressed_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> WeightReader:
+    """Reads weights that compressed-tensors has quantised."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    settings = QuantizationConfig.model_validate(config)
+    [scheme] = settings.config_groups.values()
+    compressor = BaseCompressor.get_value_from_registry(getattr(scheme, "format", None) or settings.format)
+
+    def weight(module: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        scale, rows = parts["weight_scale"].shape, len(parts["weight_packed" if "weight_packed" in parts else "weight"])
+        if len(scale) > 2 or (scale and scale[0] not in (1, rows)):
+            raise ValueError(f"{module}.weight_scale has the shape {tuple(scale)}, but there are {rows} rows")
+        return cast(torch.Tensor, compressor.decompress(parts, scheme)["weight"])
+
+    return weight
+
+
+def _torchao(checkpoint: Checkpoint, config: Mapping[str, Any]) -> WeightReader:
+    """Reads weights that torchao has quantised, by what the files' metadata say of them."""
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    metadata: dict[str, str] = {}
+    for path in {info.file for info in checkpoint.tensors.values()}:
+        with safe_open(path, framework="pt") as file:
+            metadata |= file.metadata() or {}
+
+    def weight(module: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        if (name := f"{module}.weight") not in metadata:
+            raise ValueError(f"the file's metadata do not describe {name}")
+        for part, tensor in parts.items():
+            if tensor.dim() == 1:  # it would be broadcast to more numbers than the file has
+                raise ValueError(f"{module}.{part} has {len(tensor)} elements, but should be a matrix")
+        state = {f"{module}.{part}": tensor for part, tensor in parts.items()}
+        described = {name: metadata[name], "tensor_names": json.dumps([name])}
+        return cast(torch.Tensor, unflatten_tensor_state_dict(state, described)[0][name].dequantize())
+
+    return weight
+
+
+WeightReader = Callable[[str, dict[str, torch.Tensor]], torch.Tensor]
+"""From the name of a linear layer and the tensors that the file has of it to its weight."""
+PACKED = re.compile(r"\._?weight_(packed|qdata)$")
+QUANTISED: Mapping[str, tuple[str, Callable[[Checkpoint, Mapping[str, Any]], WeightReader]]] = {
+    "compressed-tensors": (".weight_scale", _compressed_tensors),
+    "torchao": ("._weight_qdata", _torchao),
+}
+"""For each library how the name of a tensor ends that every quantised layer has, and what reads the weights."""
+
+
 def head_format(checkpoint: Checkpoint) -> Format:
-    """The format of a checkpoint."""
+    """The format of a checkpoint, by its config and the names of its tensors."""
     speculators = speculators_type(checkpoint)
+    plain = {PACKED.sub(".weight", name): info for name, info in checkpoint.tensors.items()}
+    checkpoint = replace(checkpoint, tensors=plain)
     for candidate in FORMATS:
         is_named = speculators is None or candidate.name == f"speculators {speculators}"
         if is_named and candidate.recognises(checkpoint):

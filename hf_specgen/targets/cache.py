@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,10 +35,9 @@ class RaggedLayer(CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, window: int | None = None, max_slots: int | None = None) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()
-        self.window, self.max_slots = window, max_slots
-        self.is_sliding = window is not None
+        self.window, self.is_sliding = window, window is not None
         self.committed: int | None = None
         self.lengths: tuple[int, ...] = ()
         self.first = 0
@@ -93,8 +92,6 @@ class RaggedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if width > self.keys.shape[2]:
             capacity = width + max(MIN_SPARE_SLOTS, width // 32)
-            if self.max_slots is not None and self.max_slots - self.first >= width:
-                capacity = min(capacity, self.max_slots - self.first)
             self.keys = _resized(self.keys, 0, capacity)
             self.values = _resized(self.values, 0, capacity)
 
@@ -138,34 +135,22 @@ class RaggedLayer(CacheLayerMixin):
         return -1
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
-        self.lengths, self.committed = tuple(lengths), min(lengths, default=0)
-        if self.first and not any(lengths):
+        """Keep the first `lengths[b]` slots of row b; the others will be overwritten. Raises if a window is gone."""
+        shortest = min(lengths, default=0)
+        if not any(lengths):
             self.first = 0
+        elif self.first and self.first > shortest + 1 - (self.window or 0):
+            raise RuntimeError(f"{shortest} tokens cannot be kept: the sliding window before them has been dropped")
+        self.lengths, self.committed = tuple(lengths), shortest
 
     def reset(self) -> None:
         self.lengths = (0,) * len(self.lengths)
         self.first = 0
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` slots of every row."""
-        for part in self.parts[1:]:
-            part.crop(tokens_to_remove)
-        check_crop(tokens_to_remove)
-        self.lengths = tuple(max(length + tokens_to_remove, 0) for length in self.lengths)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        for part in self.parts[1:]:
-            part.batch_select_indices(indices)
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[indices], self.values[indices]
-            self.lengths = tuple(self.lengths[row] for row in indices.tolist())
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys[indices], self.values[indices]
+        self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
     def add_rows(self, other: RaggedLayer) -> None:
         """Add the rows of another layer; slots that either has dropped become zeros, which its mask hides."""
@@ -214,13 +199,14 @@ class RaggedCache(Cache):
     """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
     `windows` are the sliding windows of the layers, None for full attention; further layers have full attention.
+    `max_slots` are those of the whole call.
     """
 
     def __init__(
         self, windows: Sequence[int | None] = (), max_slots: int | None = None, layers: list[Any] | None = None
     ) -> None:
-        super().__init__(layers=[RaggedLayer(window, max_slots) for window in windows] if layers is None else layers)
-        self.layer_class_to_replicate = partial(RaggedLayer, None, max_slots)  # type: ignore[assignment]
+        super().__init__(layers=[RaggedLayer(window) for window in windows] if layers is None else layers)
+        self.layer_class_to_replicate, self._max_slots = RaggedLayer, max_slots or 0
 
     @property
     def first_visible(self) -> int:
@@ -271,6 +257,26 @@ class RaggedCache(Cache):
         for part in self._filled:
             part.set_lengths(lengths)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` slots of every row."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        self.set_lengths([max(length + tokens_to_remove, 0) for length in self.lengths])
+
+    def reset(self) -> None:
+        for part in self._filled:
+            part.reset()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        for part in self._filled:
+            part.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
     def add_rows(self, other: RaggedCache) -> None:
         """Add the rows of another cache with the same layers."""
         for part, more in zip(self._filled, other._filled, strict=True):
@@ -278,8 +284,8 @@ class RaggedCache(Cache):
 
     def reserve(self, slots: int) -> None:
         """Allocate at least so many slots in each layer; those of the whole call if they are at most twice as many."""
+        most = self._max_slots
         for part in self._filled:
-            most = part.max_slots or 0
             part.reserve(most if slots <= most <= 2 * slots else slots)
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -319,7 +325,7 @@ class RaggedCache(Cache):
         result = cls(max_slots=max_slots)
         layers: list[Any] = list(cache.layers)
         for layer in layers:
-            new = RaggedLayer(getattr(layer, "sliding_window", None), max_slots)
+            new = RaggedLayer(getattr(layer, "sliding_window", None))
             result.layers.append(new)
             if layer.is_initialized and layer.get_seq_length():
                 new.update(layer.keys, layer.values)
@@ -387,9 +393,3 @@ def _slots(starts: tuple[int, ...], new: int, device: torch.device) -> tuple[tor
     """Index tensors `[batch, 1]` and `[batch, new]` of the slots after each row; shared by all layers of a step."""
     slots = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
     return torch.arange(len(starts), device=device)[:, None], slots
-
-
-def check_crop(tokens_to_remove: int) -> None:
-    """Raise a `ValueError` unless `Cache.crop` received a number of tokens as a negative number."""
-    if tokens_to_remove > 0:
-        raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,37 +37,6 @@ def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
         for name, value in others.items()
         if isinstance(value, torch.Tensor) or (isinstance(value, dict) and value)
     }
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """The prompt of a call, with the arguments that `generate` prepared for it."""
-
-    input_ids: torch.Tensor
-    config: GenerationConfig
-    kwargs: dict[str, Any]
-    mask: str = "attention_mask"
-
-    @property
-    def padding(self) -> torch.Tensor | None:
-        """`[batch, slots]` bool, False for padding; None if there is none."""
-        mask = self.kwargs.get(self.mask)
-        return None if mask is None or bool((mask != 0).all()) else mask != 0
-
-    def run(self, model: PreTrainedModel, cache: Any) -> torch.Tensor:
-        """The logits of a pass over the prompt."""
-        kwargs = {**self.kwargs, compat.CACHE: cache}
-        outputs = compat.prefill(model, self.input_ids, self.config, kwargs)
-        return cast(torch.Tensor, outputs.logits)
-
-    def check_cached(self, positions: int) -> None:
-        """Raise if a pass over the prompt cached more positions than it has tokens, or none."""
-        tokens = self.input_ids.shape[1]
-        if not 0 < positions <= tokens:
-            raise ValueError(
-                f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
-                "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
-            )
 
 
 class RowLayout:
@@ -151,11 +119,13 @@ def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.
     return result
 
 
-class StepInputs:
-    """Makes the arguments of the forward passes after the prompt, from what `generate` prepared for the prompt."""
+class CallInputs:
+    """Makes the arguments of the forward passes of a call, from what `generate` prepared for the prompt."""
 
-    def __init__(self, model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]):
-        self._model, self._input_ids, self._kwargs = model, input_ids, model_kwargs
+    def __init__(
+        self, model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    ):
+        self._model, self._input_ids, self._config, self._kwargs = model, input_ids, config, model_kwargs
         self._names = {name: _prefix(model) + name for name in TOKEN_ARGUMENTS}
         self._takes_positions = takes_positions(model)
         if "encoder_outputs" in model_kwargs:
@@ -170,6 +140,23 @@ class StepInputs:
         self.first_positions: tuple[int, ...] = tuple(position + 1 for position in last.tolist())
         """The position of each row's first generated token, on the first axis."""
         self._extra: dict[str, Any] | None = None
+
+    @property
+    def padding(self) -> torch.Tensor | None:
+        """`[batch, slots]` bool, False for padding in the prompt; None if there is none."""
+        mask = self._kwargs.get(self._names["attention_mask"])
+        return None if mask is None or bool((mask != 0).all()) else mask != 0
+
+    def prefill(self, cache: Any) -> torch.Tensor:
+        """The logits of a pass over the prompt; raises if it caches more positions than the prompt has, or none."""
+        before, tokens = cache.get_seq_length(), self._input_ids.shape[1]
+        outputs = compat.prefill(self._model, self._input_ids, self._config, {**self._kwargs, compat.CACHE: cache})
+        if not 0 < (positions := cache.get_seq_length() - before) <= tokens:
+            raise ValueError(
+                f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
+                "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
+            )
+        return cast(torch.Tensor, outputs.logits)
 
     def is_text(self, cache: Any) -> bool:
         """Whether passes read text alone, at one position for each token, so that rows can be dropped and joined."""
@@ -198,18 +185,13 @@ class StepInputs:
 
     def _after_prompt(self, cache: Any) -> dict[str, Any]:
         """The arguments that the model's own preparation passes on in the first step after the prompt."""
-        kwargs = {name: value for name, value in self._kwargs.items() if name != "logits_to_keep"}
-        mask_name, positions_name = self._names["attention_mask"], self._names["position_ids"]
-        if (mask := kwargs.get(mask_name)) is not None:
-            kwargs[mask_name] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        if (positions := kwargs.get(positions_name)) is not None:
-            kwargs[positions_name] = positions[..., -1:] + 1
+        own = {*self._names.values(), *OWN_ARGUMENTS}
+        kwargs = {name: value for name, value in self._kwargs.items() if name not in own}
         for name in TOKEN_TYPES.keys() & kwargs.keys():
             kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
         prepare = cast(Any, self._model).prepare_inputs_for_generation
         kwargs[compat.CACHE] = cache
         prepared: dict[str, Any] = prepare(self._input_ids[:, -1:], next_sequence_length=1, **kwargs)
-        own = {*self._names.values(), *OWN_ARGUMENTS}
         return {name: value for name, value in prepared.items() if name not in own and value is not None}
 
 
@@ -267,7 +249,7 @@ def call_cache(given: Any, config: Any, generation_config: GenerationConfig, kee
     windows = [] if keeps_all else layer_windows(config)
     if keeps_all and slots is not None:
         slots += 128  # for the padding of captured passes
-    return RaggedCache(windows, slots, layers=make_layers(config, slots) if special else None)
+    return RaggedCache(windows, slots, layers=make_layers(config) if special else None)
 
 
 def return_cache(cache: RaggedCache, given: Any) -> Any:

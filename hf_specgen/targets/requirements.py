@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
@@ -290,12 +290,7 @@ def compare(
 ) -> None:
     """Decode a prompt, as prepared by `generate`, both ways; raises `DifferenceError` or `UndecidedError`."""
     given = model_kwargs.get(compat.CACHE)
-    if given is not None and given.get_seq_length() == 0 and not isinstance(given, EncoderDecoderCache):
-        given = None
     kwargs = {name: value for name, value in model_kwargs.items() if name != compat.CACHE}
-
-    def target(requirements: TargetRequirements) -> Target:
-        return make_target(requirements, model, input_ids, config, {**kwargs, compat.CACHE: copy.deepcopy(given)})
 
     cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
     random_state = _random_state(input_ids.device)
@@ -304,7 +299,8 @@ def compare(
         raise DifferenceError(f"in training mode {RANDOM}" if model.training else RANDOM)
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
-    pairs = zip(plain, _decode_drafts(target(requirements), tokens), strict=True)
+    target = make_target(requirements, model, input_ids, config, {**kwargs, compat.CACHE: copy.deepcopy(given)})
+    pairs = zip(plain, _decode_drafts(target, tokens), strict=True)
     errors = [largest_difference(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
     worst = max(errors)
     if not is_rounding(errors, model.dtype):

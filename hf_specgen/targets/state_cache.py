@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
 
-from hf_specgen.targets.cache import MAX_ROLLBACK, RaggedLayer, check_crop
+from hf_specgen.targets.cache import MAX_ROLLBACK, RaggedLayer
 from hf_specgen.targets.model_parts import INDEXED_TYPES
 
 MAX_UNCACHED = 16
@@ -51,7 +51,6 @@ class StateLayer(LinearAttentionLayer):
         self.record_past = True  # models then leave out kernels that overwrite the window in place
         self.lengths: tuple[int, ...] = ()
         self._start: tuple[int, ...] = ()  # lengths before the last pass
-        self._columns: dict[int, torch.Tensor] = {}  # by convolution: its window and the columns before it
         self._before: dict[int, torch.Tensor | None] = {}  # recurrent states before the last pass
 
     @property
@@ -74,17 +73,15 @@ class StateLayer(LinearAttentionLayer):
         """Append the columns `[batch, channels, new]` of a pass; returns them after the window that precedes them."""
         if not self.is_conv_states_initialized[state_idx]:
             self.lazy_initialization(conv_states=conv_states, state_idx=state_idx, conv_kernel_size=conv_kernel_size)
-        window = self.conv_states[state_idx]
-        size = self.conv_kernel_size[state_idx]
-        assert window is not None and size is not None
-        columns = torch.cat([self._columns.get(state_idx, window), conv_states], dim=-1)
-        self._columns[state_idx] = columns[..., -(size + MAX_ROLLBACK + conv_states.shape[-1]) :]
-        self.conv_states[state_idx] = columns[..., -size:]
+        columns, size = self.conv_states[state_idx], self.conv_kernel_size[state_idx]
+        assert columns is not None and size is not None
+        columns, read = torch.cat([columns, conv_states], dim=-1), size + conv_states.shape[-1]
+        self.conv_states[state_idx] = columns[..., -(read + MAX_ROLLBACK) :]
         self.has_previous_state[state_idx] = True
         if state_idx == 0:  # once a pass, however many convolutions the layer has
             self._start = self.lengths or (0,) * len(conv_states)
             self.lengths = tuple(length + conv_states.shape[-1] for length in self._start)
-        return torch.cat([window, conv_states], dim=-1)
+        return columns[..., -read:]
 
     def state_for_pass(self, state_idx: int = 0) -> torch.Tensor:
         """A copy of the state, which is kept for a rollback: kernels for a single token overwrite theirs in place."""
@@ -109,28 +106,23 @@ class StateLayer(LinearAttentionLayer):
         if not any(removed):
             return
         most, rows = max(removed), torch.tensor(removed, device=self.device)
-        reachable = [columns.shape[-1] - self._window_size(index) for index, columns in self._columns.items()]
+        windows = {index: columns for index, columns in self.conv_states.items() if columns is not None}
+        reachable = [columns.shape[-1] - (self.conv_kernel_size[index] or 0) for index, columns in windows.items()]
         if most > min(reachable, default=most):
             raise RuntimeError(
                 f"{most} tokens cannot be removed: windows of convolutions were kept for {reachable} tokens"
             )
         if self.has_recurrent_state:
             self._return_to_start(rows > 0, lengths)
-        for index, columns in self._columns.items():
+        for index, columns in windows.items():
             places = torch.arange(columns.shape[-1] - most, device=columns.device) + (most - rows)[:, None]
-            kept = columns.gather(-1, places[:, None].expand(-1, columns.shape[1], -1))
-            self._columns[index], self.conv_states[index] = kept, kept[..., -self._window_size(index) :]
+            self.conv_states[index] = columns.gather(-1, places[:, None].expand(-1, columns.shape[1], -1))
         self.lengths = tuple(lengths)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens of every row; raises as `set_lengths`."""
-        check_crop(tokens_to_remove)
-        self.set_lengths([max(length + tokens_to_remove, 0) for length in self.lengths])
-
-    def _window_size(self, index: int) -> int:
-        size = self.conv_kernel_size[index]
-        assert size is not None
-        return size
+    def reset(self) -> None:
+        super().reset()
+        self.lengths = ()
+        self._before.clear()
 
     def _return_to_start(self, rows: torch.Tensor, lengths: Sequence[int]) -> None:
         for row in rows.nonzero().flatten().tolist():
@@ -150,25 +142,20 @@ class StateLayer(LinearAttentionLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows."""
-        if not self.lengths:
-            return
         indices = indices.to(self.device)
-        for states in (self._columns, self.conv_states, self.recurrent_states, self._before):
+        for states in (self.conv_states, self.recurrent_states, self._before):
             for index, state in states.items():
                 if state is not None:
                     states[index] = state[indices]
         self.lengths = tuple(self.lengths[row] for row in indices.tolist())
         self._start = tuple(self._start[row] for row in indices.tolist())
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
 
 class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """A layer with attention and a state."""
 
-    def __init__(self, window: int | None = None, max_slots: int | None = None, number_of_states: int = 1) -> None:
-        RaggedLayer.__init__(self, window, max_slots)
+    def __init__(self, window: int | None = None, number_of_states: int = 1) -> None:
+        RaggedLayer.__init__(self, window)
         self.state = state = StateLayer(number_of_states)
         # The dictionaries are the state's own, so that `Cache` finds its tensors here.
         self.number_of_states, self.record_past = number_of_states, True
@@ -191,9 +178,9 @@ class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[
 class IndexedLayer(RaggedLayer):
     """A layer with the keys `[batch, tokens, head_dim]` of an indexer beside its own keys and values."""
 
-    def __init__(self, max_slots: int | None = None) -> None:
-        super().__init__(None, max_slots)
-        self.indexer = RaggedLayer(None, max_slots)
+    def __init__(self) -> None:
+        super().__init__()
+        self.indexer = RaggedLayer()
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -205,21 +192,21 @@ class IndexedLayer(RaggedLayer):
         return self.indexer.update(keys, keys[..., :0])[0][:, 0]
 
 
-def make_layers(config: Any, max_slots: int | None) -> list[Any]:
+def make_layers(config: Any) -> list[Any]:
     """The cache layers of a model."""
     types, arguments = get_layer_types_and_kwargs(config)
-    return [_make_layer(kind, settings, max_slots) for kind, settings in zip(types, arguments, strict=True)]
+    return [_make_layer(kind, settings) for kind, settings in zip(types, arguments, strict=True)]
 
 
-def _make_layer(layer_type: str, settings: dict[str, Any], max_slots: int | None) -> Any:
+def _make_layer(layer_type: str, settings: dict[str, Any]) -> Any:
     states, window = settings.get("number_of_states", 1), settings.get("sliding_window")
     if layer_type in ("conv", "linear_attention"):
         return StateLayer(states)
     if layer_type in ("hybrid", "hybrid_sliding"):
-        return HybridLayer(window, max_slots, states)
+        return HybridLayer(window, states)
     if layer_type in INDEXED_TYPES:
-        return IndexedLayer(max_slots)
-    return RaggedLayer(window, max_slots)
+        return IndexedLayer()
+    return RaggedLayer(window)
 
 
 class ReplayQueue:

@@ -15,9 +15,9 @@ from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
 from hf_specgen.targets.cache import RaggedLayer, move_captured, padded_width
 from hf_specgen.targets.graphs import CapturedFunctions, captured_functions
-from hf_specgen.targets.inputs import Prompt, RowLayout, StepInputs, call_cache, return_cache, takes_positions
+from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, return_cache, takes_positions
 from hf_specgen.targets.masks import StepMasks, fixed_mask
-from hf_specgen.targets.model_parts import keeps_state, mask_name, text_config
+from hf_specgen.targets.model_parts import keeps_state, text_config
 from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
 from hf_specgen.tree import DraftTree
@@ -68,7 +68,7 @@ class Target:
         self._config = model.config.get_text_config(decoder=True) if is_encoder_decoder else text_config(model)
         self.device = compat.input_device(model)
         reads_encoder = "encoder_outputs" in model_kwargs
-        self._inputs = StepInputs(model, input_ids, model_kwargs)
+        self._inputs = CallInputs(model, input_ids, generation_config, model_kwargs)
         given: Any = model_kwargs.get(compat.CACHE)
         text = given.self_attention_cache if reads_encoder else given
         self.cache = call_cache(text, self._config, generation_config, keeps_all=bool(graphs))
@@ -89,9 +89,9 @@ class Target:
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
-        self._layout = RowLayout(len(input_ids), self.last_position)
-        self.prompt = Prompt(input_ids, generation_config, model_kwargs, mask_name(model))
-        self._masks = StepMasks(model, self.prompt.padding, required=bool(graphs))
+        self.batch = len(input_ids)
+        self._layout = RowLayout(self.batch, self.last_position)
+        self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
 
     @property
     def rows(self) -> list[int]:
@@ -102,11 +102,6 @@ class Target:
     def padding(self) -> tuple[int, ...]:
         """How many slots of each row of the cache, at its beginning, are padding."""
         return tuple(max(0, -offset) for offset in self._layout.offsets)
-
-    @property
-    def batch(self) -> int:
-        """Rows of the prompt."""
-        return len(self.prompt.input_ids)
 
     @property
     def verifies_chains_only(self) -> bool:
@@ -131,10 +126,8 @@ class Target:
 
     def prefill(self) -> torch.Tensor:
         """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
-        before = max(self.cache.lengths, default=0)
-        logits = self.prompt.run(self.model, self._model_cache)[:, -1:]
+        logits = self._inputs.prefill(self._model_cache)[:, -1:]
         slots = self.cache.lengths
-        self.prompt.check_cached(slots[0] - before if slots else 0)
         self._layout.place_prompt(slots, self.first_positions)
         self._starts = tuple(slot - 1 for slot in slots)  # the last token counts as pending
         return logits

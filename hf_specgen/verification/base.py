@@ -153,11 +153,27 @@ class VerificationSession(ABC):
         ]
 
 
-class IndependentDraftSession(VerificationSession):
-    """A session whose draft tokens are sampled with a random generator of their own.
+class Nodes(NamedTuple):
+    """The nodes of draft trees, `[batch, nodes]`: tokens, slots of their parents, and whether they are no padding."""
 
-    Acceptance tests and bonus tokens use torch's global generator; rejection sampling requires draft tokens that are
-    independent of them. The seed is drawn from the global generator, so a seeded run is reproducible.
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    are_real: torch.Tensor
+
+    @classmethod
+    def of_tree(cls, tree: DraftTree, device: torch.device) -> Nodes:
+        """The tensors on a device; slot 0 is a row's last token, slot ``i + 1`` its node ``i``."""
+        padded = [[*(parent + 1 for parent in row), *[-1] * (tree.nodes - len(row))] for row in tree.parents]
+        parents = torch.tensor(padded, dtype=torch.long, device=device)
+        tokens = (torch.tensor(tree.token_lists()) if tree.keeps_all else tree.tokens).to(device)
+        return cls(tokens.clamp(min=0), parents.clamp(min=0), (parents >= 0) & (tokens >= 0))
+
+
+class PathSession(VerificationSession):
+    """A session that accepts whole paths of a draft tree, rather than choosing a token after each node.
+
+    Acceptance tests and bonus tokens use torch's global generator, of which the draft tokens must be independent: they
+    are sampled with a generator of their own. Its seed is drawn from the global one, so a seeded run is reproducible.
     """
 
     def __init__(self, call: Call):
@@ -175,26 +191,6 @@ class IndependentDraftSession(VerificationSession):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return weights / exponential(weights.shape, device, self._generators[device])
-
-
-class Nodes(NamedTuple):
-    """The nodes of draft trees, `[batch, nodes]`: tokens, slots of their parents, and whether they are no padding."""
-
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    are_real: torch.Tensor
-
-    @classmethod
-    def of_tree(cls, tree: DraftTree, device: torch.device) -> Nodes:
-        """The tensors on a device; slot 0 is a row's last token, slot ``i + 1`` its node ``i``."""
-        padded = [[*(parent + 1 for parent in row), *[-1] * (tree.nodes - len(row))] for row in tree.parents]
-        parents = torch.tensor(padded, dtype=torch.long, device=device)
-        tokens = (torch.tensor(tree.token_lists()) if tree.keeps_all else tree.tokens).to(device)
-        return cls(tokens.clamp(min=0), parents.clamp(min=0), (parents >= 0) & (tokens >= 0))
-
-
-class PathSession(IndependentDraftSession):
-    """A session that accepts whole paths of a draft tree, rather than choosing a token after each node."""
 
     @abstractmethod
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,19 +252,15 @@ class _ColumnWalk:
             members = [row for row in self._walking if len(generated[row]) == step]
             logits = torch.stack([self._logits[row, node + 1] for row, node in enumerate(self._node)])
             scores = self._processors.column(step, logits)
-            chosen = self._choose(scores, step)
-            on_draft = [self._take(row, chosen[row], scores, logits) for row in members]
+            steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
+            chosen = self._tree.read_with(self._session.choose(scores[:, None], steps, self._tree, nodes))
+            on_draft = [self._take(row, chosen[row][0], scores, logits) for row in members]
             if self._processors.lockstep and not all(on_draft):
                 break
         for row, path in enumerate(self._result.paths):
             if path:
                 del path[len(self._result.tokens[row]) - 1 :]
         return self._result
-
-    def _choose(self, scores: torch.Tensor, step: int) -> list[int]:
-        steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
-        chosen = self._session.choose(scores[:, None], steps, self._tree, nodes)
-        return [token for [token] in self._tree.read_with(chosen)]
 
     def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
         """Emit a token; in lockstep, True lets the other rows continue: the row follows its draft or has ended."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -87,7 +86,6 @@ class LogitsPipeline:
         dependent = [one for one in processors if type(one) not in known and not getattr(one, "row_wise", False)]
         self.lockstep = [name_of(one) for one in dependent] if state.batch > 1 else []
         """The processors for which all rows have to advance by the same number of tokens."""
-        self._need_arguments = any(len(signature(processor.__call__).parameters) > 2 for processor in processors)
 
     def warp(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:
         """Apply the score-only processors alone to a draft's scores, `[n, vocab]` to the same.
@@ -106,18 +104,10 @@ class LogitsPipeline:
             return logits
         flat = logits.reshape(-1, logits.shape[-1])
         no_text = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
-        return self._apply(no_text, flat).view(logits.shape)
+        return cast(torch.Tensor, self._processors(no_text, flat)).view(logits.shape)
 
     def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of one generated column, `[batch, vocab]`; rows that have not reached it are ignored."""
         text = self._state.prefix(self._state.prompt_length + step)
         with checked(self._own, text, self._do_sample) if self._own else nullcontext():
-            return self._apply(text, logits)
-
-    def _apply(self, text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """What `LogitsProcessorList` computes; it takes longer, as it inspects every processor at every call."""
-        if self._need_arguments:  # a processor with further arguments, without which plain `generate` raises
-            return cast(torch.Tensor, self._processors(text, scores))
-        for processor in self._processors:
-            scores = processor(text, scores)
-        return scores
+            return cast(torch.Tensor, self._processors(text, logits))

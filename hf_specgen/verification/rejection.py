@@ -93,7 +93,7 @@ def path_weights(
         drawn_from = draft_distribution(None if q is None else q[:, node], is_left[rows, slot], token)
         is_left[rows, slot, token[:, 0]] = False
         reached = weights[rows, slot, None] * remaining[rows, slot]
-        excess = residual(reached, drawn_from)
+        excess = (reached - drawn_from).clamp_(min=0)  # 0 at a rejected token, which has no more than q
         mass, rest = excess.sum(dim=-1), 1 - weights[rows, slot]
         accepted = (reached.gather(-1, token) / drawn_from.gather(-1, token))[:, 0].clamp(max=1)
         weights[:, node + 1] = torch.where(is_real, accepted, 0)
@@ -119,11 +119,6 @@ def post_order(parents: Parents) -> tuple[int, ...]:
         open_slots += [node + 1 for node in lists[order[-1]]]
     times = {slot: time for time, slot in enumerate(reversed(order))}
     return tuple(times[slot] for slot in range(len(order)))
-
-
-def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(0, p - q), not normalised; 0 at a rejected token, which has p <= q."""
-    return (p - q).clamp_(min=0)
 
 
 def draft_distribution(q: torch.Tensor | None, is_left: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -139,6 +139,7 @@ def test_wrapped_or_copied_model_still_speculates(model: Any, kind: str) -> None
         tokens = generate(wrapped)
     totals = hf_specgen.statistics(wrapped)
     assert totals.calls == 1 and totals.drafted > 0
+    assert torch.equal(tokens, generate(wrapped, candidate_generator=NgramCandidates()))
     hf_specgen.detach(wrapped)
     assert torch.equal(tokens, generate(wrapped))
     if kind in WRAPPERS:  # attached to the model inside
@@ -209,6 +210,7 @@ PLAIN_CALLS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"num_beams": 2, "do_sample": True}, "not with beam_sampl"),
     (lambda: {"assistant_model": tiny_model("llama")}, "assistant_model= were given"),
     (lambda: {"use_cache": False}, "needs the key/value cache"),
+    (lambda: {"assistant_early_exit": 1}, "not with assisted_generation"),  # calls generate() of the same model itself
     (lambda: {"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states are not available"),
     (lambda: {"custom_generate": lambda model, input_ids, **_: input_ids}, "another decoding method"),
 ]

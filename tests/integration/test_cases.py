@@ -23,6 +23,7 @@ TIGHT = replace(PARTLY, tight_positions=True, eos_ids=tuple(range(3, 13)))
 RECURRENT: dict[str, Any] = {"architecture": "qwen3_5_text"}
 BATCHES = ((12,), (12, 8, 4))
 END = tuple(range(3, 23))
+WINDOWS = ("llama4_text", "gemma4_text", "mistral", "gemma2")
 STATE_STRATEGIES, STATE_TARGETS = ("ngram_tree", "draft_other", "medusa_auto"), ("lfm2_moe", "qwen3_next")
 LATER_NODE = Case(
     **{"seed": 4600, "architecture": "smollm3", "window": 4, "lengths": (9,), "repetitive": True, "draft_tree": 8},
@@ -90,7 +91,7 @@ CASES: dict[str, list[Case]] = {
     + every(replace(OUTPUTS, strategy="oracle", turns=2), lengths=BATCHES, architecture=["lfm2", "falcon_h1"]),
     # A window that is counted in cache slots instead of positions: siblings of a tree share one.
     "window": every(
-        replace(TREES, max_new_tokens=24, window=4), architecture=["llama4_text", "gemma4_text", "mistral", "gemma2"]
+        replace(TREES, max_new_tokens=24, window=4, policy="random"), architecture=WINDOWS, lengths=BATCHES
     ),
     # Nodes behind the end of a table of positions, in rows that have ended or can draft no further.
     "position table": [
@@ -124,7 +125,7 @@ CASES: dict[str, list[Case]] = {
     ),
     # Trees for a state that follows one path, states of heads at a wrong token; an indexer that sees siblings.
     "state": [
-        *every(TREES, architecture=SPEC["indexed"], lengths=BATCHES[1:]),
+        *every(replace(TREES, policy="random"), architecture=SPEC["indexed"], lengths=BATCHES),
         *every(replace(PARTLY, eos_ids=END, draft_tree=8), strategy=STATE_STRATEGIES, architecture=STATE_TARGETS),
         *every(replace(PARTLY, strategy="combined", members=("ngram_tree", "draft_other")), architecture=STATE_TARGETS),
     ],

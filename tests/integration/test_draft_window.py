@@ -1,5 +1,6 @@
 """Drafters with a window, with a part of the vocabulary, or that draft all tokens in one pass: the same tokens."""
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -80,6 +81,23 @@ def test_window_beyond_the_trained_length_is_warned_of_once(caplog: Any) -> None
         candidates = DraftModelCandidates(draft, k=2, draft_window=window)
         assert_same_tokens(target, {"input_ids": torch.arange(2, 12)[None]}, candidates, max_new_tokens=30)
         assert caplog.text.count("but it was trained on 12") == warnings
+
+
+@pytest.mark.parametrize("falls", [True, False])
+def test_acceptance_that_falls_with_the_length_is_warned_of_once(falls: bool, caplog: Any) -> None:
+    """Would catch: no warning, one in each call, one where acceptance is the same in long texts."""
+    target = small_llama(40, 3, max_position_embeddings=5_000)
+    draft = copy.deepcopy(target)
+
+    def worse(_: Any, __: Any, inputs: dict[str, Any], output: Any) -> None:
+        if falls and int(inputs["position_ids"].max()) > 256:
+            output.logits = -output.logits
+
+    draft.register_forward_hook(worse, with_kwargs=True)
+    text = {"input_ids": torch.arange(126)[None] % 40}
+    for warnings in (falls, falls):
+        assert_same_tokens(target, text, DraftModelCandidates(draft, k=2), max_new_tokens=170)
+        assert caplog.text.count("after more than 256 tokens far fewer drafts") == warnings
 
 
 # A drafter with a smaller output matrix: the same text; its distributions, restricted to the tokens that are left

@@ -91,6 +91,14 @@ def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
     assert assert_same(kind, inputs, draft, max_new_tokens=12).drafted > 0
 
 
+def test_draft_with_an_encoder_of_given_encoder_outputs_is_refused() -> None:
+    """Would catch: the -100 that `generate` fills in for ids that were not given, read by the draft's encoder."""
+    model, inputs = encoder_decoder("t5"), encoder_inputs("t5", 1)
+    given = {"encoder_outputs": model.get_encoder()(**inputs), "max_new_tokens": 4}
+    with pytest.raises(ValueError, match="needs the input of the target's encoder"):
+        model.generate(**given, candidate_generator=DraftModelCandidates(shared_draft(model), k=3))
+
+
 def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: passes that grow without end, tokens of a waiting row that are lost or read twice."""
     monkeypatch.setattr("hf_specgen.targets.target.MAX_ROW_SKEW", 2)

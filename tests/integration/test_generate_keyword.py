@@ -1,11 +1,10 @@
-"""The keyword `candidate_generator=` and its surroundings: pipelines, PEFT, Transformers' own loop and generators."""
+"""The keyword `candidate_generator=` and its surroundings: Transformers' own loop and generators, formats, presets."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -26,7 +25,7 @@ from hf_specgen import (
     speculate,
 )
 from hf_specgen.candidates.combined import PresetCandidates
-from tests.helpers import fresh_model, prompts, tiny_model
+from tests.helpers import prompts, tiny_model
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.paths import BENCHMARK_ASSETS, HEAD_FIXTURES
 
@@ -60,22 +59,6 @@ def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytes
     model, custom = tiny_model("llama"), len  # any callable
     assert model.generate(1, 2, three=3, streamer=4, custom_generate=custom) == "result"
     assert seen == [(model, (1, 2), {"three": 3, "streamer": 4, "custom_generate": custom})]
-
-
-# Pipelines and PEFT
-
-
-def test_peft_model_with_and_without_adapter_same_tokens() -> None:
-    base = fresh_model("qwen2", num_hidden_layers=2)
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
-    inputs, ngram = prompts(2), NgramCandidates()
-    expected = model.generate(**inputs, max_new_tokens=16)
-    assert torch.equal(expected, model.generate(**inputs, max_new_tokens=16, candidate_generator=ngram))
-    assert ngram.speculation is not None
-    with model.disable_adapter():
-        plain = base.generate(**inputs, max_new_tokens=16)
-        assert not torch.equal(plain, expected), "the adapter must make a difference"
-        assert torch.equal(plain, base.generate(**inputs, max_new_tokens=16, candidate_generator=ngram))
 
 
 # Our strategies in Transformers' own loop

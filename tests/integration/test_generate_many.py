@@ -19,6 +19,7 @@ from hf_specgen import (
     MovingWindow,
     NgramCandidates,
     RecyclingCandidates,
+    Schedule,
     generate_many,
 )
 from hf_specgen.compat import CACHE
@@ -172,6 +173,8 @@ def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
     assert many(model, prompts, strategy, policy=GPU_LIKE, **GREEDY) == alone(model, prompts, **GREEDY)
     assert strategy.speculation.drafted > 0
     assert max(step.batch * step.tokens_per_row for step in strategy.speculation.passes) <= 4 * 65
+    many(model, prompts, strategy, policy=Schedule({1: 4, 2: 0}), **GREEDY)  # counts the other rows
+    assert not any(step.has_draft for step in strategy.speculation.passes if step.batch > 1)
 
 
 def test_rows_pause_together_once_drafting_has_lost_time() -> None:

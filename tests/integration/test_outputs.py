@@ -82,11 +82,11 @@ class MeasureAtColumn(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def generate_measured(inputs: dict[str, torch.Tensor], **arguments: Any) -> tuple[Any, int]:
-    """The output, and the bytes held near the end of the call, without those held before it."""
+def generate_measured(inputs: dict[str, torch.Tensor], column: int = COLUMNS - 2, **arguments: Any) -> tuple[Any, int]:
+    """The output, and the bytes held at a column (near the end of the call), without those held before it."""
     gc.collect()
     gc.freeze()
-    model, measure = tiny_model("llama", vocab_size=VOCAB), MeasureAtColumn(COLUMNS - 2)
+    model, measure = tiny_model("llama", vocab_size=VOCAB), MeasureAtColumn(column)
     arguments |= {"stopping_criteria": StoppingCriteriaList([measure]), "return_dict_in_generate": True}
     return model.generate(**inputs, **arguments, max_new_tokens=COLUMNS), measure.bytes
 
@@ -111,6 +111,16 @@ def test_output_scores_keep_no_rejected_nodes_alive(batch: int, accuracy: float,
     assert our_bytes <= 1.05 * plain_bytes + 3 * step
     for tensor in (*ours.scores, *(ours.logits or ())):  # none is a view of a larger one
         assert tensor.untyped_storage().nbytes() == tensor.nbytes == 4 * batch * VOCAB
+
+
+def test_scores_of_a_row_that_is_ahead_keep_no_steps_alive() -> None:
+    """Would catch: views of the scores of whole steps, for columns that slower rows have not reached."""
+    inputs = prompts(3)
+    answers = generate_measured(inputs, output_scores=True)[0].sequences[:, 12:]
+    answers[1:] += 1
+    oracle = Oracle(answers, 1.0, k=K, branching=True)
+    _, held = generate_measured(inputs, 8, output_scores=True, candidate_generator=oracle)
+    assert held <= 4 * VOCAB * (COLUMNS + 3 * 8) + 3 * (4 * 3 * (1 + 2 * K) * VOCAB)
 
 
 def draft_passes(**arguments: Any) -> tuple[list[int], list[int]]:

@@ -86,9 +86,10 @@ def llama(**settings: Any) -> Any:
 
 def test_training_mode_with_dropout_is_refused() -> None:
     """Would catch: tokens and random state that differ from plain generate because dropout is drawn twice."""
-    model = llama(attention_dropout=0.1).train()
+    model, state = llama(attention_dropout=0.1).train(), torch.get_rng_state()
     with pytest.raises(ValueError, match=r"its .* draws random numbers, as dropout.*; call model.eval"):
-        identical(model, NgramCandidates(k=3))
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3))
+    assert torch.equal(state, torch.get_rng_state()), "an attached model continues plainly"
     assert identical(llama().train(), NgramCandidates(k=3))
     model = fresh_model("gptj").train()  # has dropout modules, here of probability 0
     assert identical(model, NgramCandidates(k=3))

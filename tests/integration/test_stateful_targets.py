@@ -83,6 +83,11 @@ def test_returned_cache_with_convolutions_is_cropped_exactly() -> None:
     assert torch.equal(model.generate(text, **{CACHE: cache}, **arguments), expected)
     with pytest.raises(RuntimeError, match="80 tokens cannot be removed"):
         unchanged.crop(-80)
+    recurrent = stateful_model("qwen3_next").generate(given, **call)[CACHE]
+    with pytest.raises(RuntimeError, match="its recurrent state was kept at"):
+        recurrent.crop(-30)
+    unchanged.reset()
+    assert torch.equal(model.generate(given, **{CACHE: unchanged}, **arguments), output.sequences[:, : 12 + 10])
 
 
 # Models that read images or audio beside text give the tokens of plain `generate`
@@ -96,6 +101,18 @@ def test_generate_with_image_or_audio_same_tokens(kind: str, batch: int) -> None
     sampling = SAMPLING["sampled" if batch == 1 else "greedy"]
     statistics = assert_same_tokens(model, inputs, ORACLES["tree"], max_new_tokens=14, **sampling)
     assert 0 < statistics.accepted < statistics.drafted
+
+
+def test_self_check_between_two_turns_leaves_the_positions_of_an_image_to_the_next() -> None:
+    """Would catch: `rope_deltas` of the check's text, by which plain `generate` places the tokens of the last turn."""
+    model, inputs, answers = copy.deepcopy(multimodal_model("qwen3_vl")), multimodal_prompts("qwen3_vl", 1), []
+    for second in ({}, {"candidate_generator": NgramCandidates(k=3)}):
+        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
+        for settings in (second, {}):
+            ids, given = torch.cat([output.sequences, torch.tensor([[7, 8]])], dim=1), {CACHE: output[CACHE]}
+            output = model.generate(ids, **given, **settings, max_new_tokens=8, return_dict_in_generate=True)
+        answers.append(output.sequences)
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])

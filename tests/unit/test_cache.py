@@ -106,14 +106,6 @@ def test_ragged_layer_one_token_steps_copy_seldom_and_reserve_little() -> None:
     assert len(copies) < 60
 
 
-def test_ragged_layer_of_known_length_reserves_no_more() -> None:
-    """Would catch: a buffer that grows beyond the maximum length of the call."""
-    layer = RaggedLayer(max_slots=120)
-    for _ in range(120):
-        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
-    assert layer.keys is not None and layer.keys.shape[2] == 120
-
-
 @pytest.mark.parametrize("window", [4, 100, 300])
 def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) -> None:
     """Would catch: slots that are dropped too early, or never."""
@@ -128,6 +120,10 @@ def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) ->
         seen = min(window + module.MAX_ROLLBACK, everything.shape[2])
         assert torch.equal(keys[:, :, -seen:], everything[:, :, -seen:])
     assert layer.keys.shape[2] <= 2 * window + module.MAX_ROLLBACK + 3 * module.MIN_SPARE_SLOTS
+    with pytest.raises(RuntimeError, match="9 tokens cannot be kept: the sliding window before them"):
+        layer.set_lengths([1000, 9])
+    layer.set_lengths([0, 0])
+    assert layer.first == 0
 
 
 def test_ragged_layer_unwritten_slots_are_finite() -> None:

@@ -67,11 +67,14 @@ def mtp_tensor(part: str, value: torch.Tensor | None) -> Damage:
     return tensors(change)
 
 
-def packed_by(method: str, extra: str = "_packed") -> Damage:
-    """Quantises a matrix as a library does: config and names show it; `extra` ends a further tensor's name."""
-    name = "midlayer.mlp.up_proj.weight"
-    renamed = tensors(lambda t: t.update({f"{name}{extra}": torch.ones(1), f"{name}_packed": t.pop(name)}))
-    changes = config(quantization_config={"quant_method": method}), renamed
+def packed_by(method: str, *parts: str) -> Damage:
+    """Puts the tensors of a library that quantises, named in the config, in place of a matrix."""
+    module = "midlayer.mlp.up_proj"
+    added = {f"{module}.{part}": torch.ones(1) for part in parts}
+    changes = (
+        config(quantization_config={"quant_method": method}),
+        tensors(lambda t: (t.pop(f"{module}.weight"), t.update(added))),
+    )
     return lambda folder: [change(folder) for change in changes]
 
 
@@ -158,8 +161,12 @@ EAGLE: list[tuple[Damage, str]] = [
     (config(target_layer_ids=[1, 2, 3], **{EAGLE_IDS: [1, 2, 3]}), "twice, and differently"),
     (tensors(lambda t: t.pop("fc.weight")), "the tensor fc.weight is missing"),
     (tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "1 tensors are missing, such as layers.0.mlp.up_proj"),
-    (packed_by("compressed-tensors", "_scale"), "install compressed-tensors to read it"),
-    (packed_by("compressed-tensors"), "the head is quantised by 'compressed-tensors', which is not read"),
+    (
+        packed_by("compressed-tensors", "weight_packed", "weight_scale"),
+        "install compressed-tensors|cannot be read",
+    ),
+    (packed_by("compressed-tensors", "weight_packed"), "quantised by 'compressed-tensors', which is not read"),
+    (packed_by("torchao", "_weight_qdata"), "metadata do not describe midlayer.mlp.up_proj.weight|install torchao"),
     (tensors(lambda t: t.pop("midlayer.self_attn.q_proj.weight")), "layers.0.self_attn.q_proj.weight is missing"),
     (tensors(lambda t: t.pop("d2t")), "needs an integer tensor d2t of that size, found none"),
     (tensors(lambda t: t.update(d2t=torch.zeros(12))), "needs an integer tensor d2t .* dtype torch.float32"),

@@ -48,12 +48,6 @@ def test_model_uses_the_nearest_bucket(rows: int, context: int, batch: int) -> N
     assert LatencyModel.from_curves(*curves).at(rows, context).target.batch == batch
 
 
-def test_model_rows_count_as_tokens() -> None:
-    """A pass over 4 tokens in each of 4 rows takes as long as one over 16 tokens in one row."""
-    step = LatencyModel.from_curves(CostCurve((1, 16), (1.0, 2.5), context=512, batch=1)).at(4, 100)
-    assert step.target.seconds_of(4 * 4) == 2.5
-
-
 def test_selecting_a_drafter_that_the_profile_lacks_raises() -> None:
     model = LatencyModel.load(GPU_LIKE)
     with pytest.raises(ValueError, match=r"no drafter 'crystal_ball'; it has .*'draft_model'"):

@@ -10,6 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_specgen import AutoCandidates, EagleCandidates
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_HEADS
 from hf_specgen.heads import checkpoint, load_exit_head
 from hf_specgen.heads.checkpoint import source_errors
@@ -35,27 +36,60 @@ def test_load_head_with_the_quantisation_of_its_target_in_the_config_loads(folde
     load_head(folder)
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind", "bits"),
-    [("pack-quantized", "int", 4), ("int-quantized", "int", 8), ("float-quantized", "float", 8)],
-)
-def test_load_head_of_compressed_tensors_has_its_weights(folder: Path, layout: str, kind: str, bits: int) -> None:
-    """Would catch: scales that are left out, matrices that are not quantised lost beside those that are."""
+Tensors = dict[str, torch.Tensor]
+
+
+def compressed(weights: Tensors, layout: str, kind: str, bits: int) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
+    """Weights quantised by compressed-tensors, with metadata and config."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel"}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": layout}}
+    settings = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": settings, "format": layout}}
     config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
     [scheme] = quantization.QuantizationConfig.model_validate(config).config_groups.values()
-    original, tensors = load_head(folder).state_dict(), load_file(folder / "model.safetensors")
-    for name in ("fc.weight", "midlayer.mlp.up_proj.weight"):
-        scale = tensors[name].abs().amax(dim=1, keepdim=True) / (448 if kind == "float" else 2 ** (bits - 1) - 1)
-        state = {"weight": tensors.pop(name), "weight_scale": scale}
+    tensors: Tensors = {}
+    for name, weight in weights.items():
+        scale = weight.abs().amax(dim=1, keepdim=True) / (448 if kind == "float" else 2 ** (bits - 1) - 1)
+        state = {"weight": weight, "weight_scale": scale}
         packed = compressors.BaseCompressor.get_value_from_registry(layout).compress(state, scheme)
         tensors |= {name.removesuffix("weight") + part: tensor for part, tensor in packed.items()}
-    save_file(tensors, folder / "model.safetensors")
+    return tensors, {}, config
+
+
+def by_torchao(weights: Tensors, layout: str, kind: str, bits: int) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
+    """Weights quantised by torchao, as Transformers saves them, with metadata and config."""
+    quantization = pytest.importorskip("torchao.quantization")
+    safetensors = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    modules = {name: torch.nn.Linear(*reversed(weight.shape), bias=False) for name, weight in weights.items()}
+    for name, module in modules.items():
+        module.weight.data = weights[name]
+        quantization.quantize_(module, getattr(quantization, layout)())
+    quantised = {name: module.weight.detach() for name, module in modules.items()}
+    return *safetensors.flatten_tensor_state_dict(quantised), {"quant_method": "torchao"}
+
+
+@pytest.mark.parametrize(
+    ("quantise", "layout", "kind", "bits"),
+    [
+        (compressed, "pack-quantized", "int", 4),
+        (compressed, "int-quantized", "int", 8),
+        (compressed, "float-quantized", "float", 8),
+        (by_torchao, "Int8WeightOnlyConfig", "int", 8),
+        (by_torchao, "IntxWeightOnlyConfig", "int", 8),
+        (by_torchao, "Float8WeightOnlyConfig", "float", 8),
+    ],
+)
+def test_load_head_of_a_quantising_library_has_its_weights(
+    folder: Path, quantise: Any, layout: str, kind: str, bits: int
+) -> None:
+    """Would catch: scales left out, a format that is not recognised, other matrices lost."""
+    original, tensors = load_head(folder).state_dict(), load_file(folder / "model.safetensors")
+    weights = {name: tensors.pop(name) for name in ("fc.weight", "midlayer.mlp.up_proj.weight")}
+    parts, metadata, config = quantise(weights, layout, kind, bits)
+    save_file(tensors | parts, folder / "model.safetensors", metadata)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    assert isinstance(AutoCandidates.from_pretrained(folder), EagleCandidates)
     for name, tensor in load_head(folder).state_dict().items():
         step = original[name].abs().amax() / (14 if kind == "float" else 2 ** (bits - 1) - 1)
         tolerance = step * 0.51 if name in ("fc.weight", "layers.0.mlp.up_proj.weight") else 0.0

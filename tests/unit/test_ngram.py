@@ -1,5 +1,6 @@
 """Drafts of `NgramCandidates`, against a slow enumeration of all paths."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ from hf_specgen import NgramCandidates
 from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
-from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first
+from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
+from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
 from tests.helpers.calls import AMPLE, make_call, make_state, ngram_draft
@@ -122,6 +124,24 @@ def test_observe_of_equal_outcomes_keeps_odds_within_a_factor_of_the_prior(accep
     assert odds.copy().values == odds.values
 
 
+@pytest.mark.parametrize(("accepted", "shorter"), [(0, True), (3, False)])
+def test_size_of_drafts_follows_what_the_call_has_accepted_of_what_was_expected(accepted: int, shorter: bool) -> None:
+    """Would catch: estimates that fit all texts, in a call whose drafts are all rejected."""
+
+    class Session(SearchSession[None]):
+        def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[None]:
+            return SearchTree([5, 6, 7], [-1, 0, 1], [0.9, 0.6, 0.4], [None] * 3)
+
+    call = make_call(make_state([[1]]))
+    curve = LatencyModel.from_curves(CostCurve((1, 5), (1.0, 2.0), 256, 1))
+    session = Session(replace(call, depth=AdaptiveDepth(curve).start(call)), 3, "auto")
+    sizes = []
+    for _ in range(8):
+        sizes.append(session.draft([3]).nodes)
+        session.observe(VerificationResult([[]], [[9]], [accepted]))
+    assert sizes[0] == 2 and sizes[-1] == (0 if shorter else 2)
+
+
 def test_observe_of_a_session_learns_for_its_model_only() -> None:
     state = make_state([[1, 2, 3, 4, 1, 2, 3]])
     candidates = NgramCandidates(k=2)
@@ -171,12 +191,8 @@ def test_draft_of_growing_text_equals_a_new_session(prompt: list[int], steps: An
 
 
 def test_draft_of_a_chain_follows_the_best_match_however_many_others_agree() -> None:
-    """Would catch: two matches of two tokens counted more than one of three; near matches no better than far ones."""
+    """Would catch: two matches of two tokens counted more than one of three."""
     assert ngram_draft(NgramCandidates(k=1), [1, 2, 3, 7, 9, 2, 3, 8, 4, 2, 3, 8, 1, 2, 3])[0] == [7]
-    text = RowText([*range(9)], MatchOdds())
-    text._source = 2
-    near, far = ((text.index.tokens, 9, position, 2, NEAR) for position in (4, 8))
-    assert text._strength(near, 1) > text._strength(far, 1)
 
 
 @pytest.mark.parametrize(("k", "text", "expected"), [(7, [1, 2, 3] * 4, [1, 2, 3, 1, 2, 3, 1]), (5, [4] * 9, [4] * 5)])

@@ -58,11 +58,6 @@ def test_messages_of_every_format_are_the_same(row: dict[str, Any], expected: li
     assert prompt_of(row)[-1]["role"] == "user"
 
 
-def test_missing_column_is_named_with_those_found() -> None:
-    with pytest.raises(ValueError, match=r"columns question, answer, but training needs `messages`.*`text`"):
-        messages_of({"question": "q", "answer": "a"})
-
-
 def test_every_answer_of_a_conversation_is_learnt_as_it_is_generated(tokenizer: Any) -> None:
     """Catches: a loss on prompts, on one answer only, or on a prompt other than the one the model sees."""
     (row,) = ChatFormat(tokenizer).encode({"messages": THREE}, 200)

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
 from hf_specgen.candidates.acceptance import EDGES, RANKS
 from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
-from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch, union
+from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch
 from hf_specgen.candidates.recycling import SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.tree_search import SearchLimits, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
@@ -217,20 +218,6 @@ def test_drafts_without_estimates_and_with_zeros_are_merged() -> None:
     assert tree.probability == pytest.approx([0.6, 0.36])
 
 
-@settings(max_examples=80, deadline=None)
-@given(tries, tries)
-def test_union_has_exactly_the_paths_of_both_drafts_and_q_of_the_drawn_ones(copied: Any, drawn: Any) -> None:
-    """Would catch: a path lost or present twice, q of another node, drawn siblings before copied ones."""
-    (first, known), (second, others) = draft_of(copied), draft_of(drawn)
-    q = torch.rand(1, second.nodes, 4)
-    merged = union(first, DraftTree(second.token_lists(), second.parents, q))
-    paths = node_paths(merged.token_lists()[0], merged.parents[0])
-    assert sorted(paths) == sorted({*known, *others}) and paths[: len(known)] == [*known]
-    for node, path in enumerate(paths):
-        expected = torch.zeros(4) if path in known else q[0, [*others].index(path)]
-        assert torch.equal(merged.q[0, node], expected)
-
-
 class Scripted(Candidates):
     """Drafts a chain whose tokens are all accepted with this probability, and records what it is called with."""
 
@@ -259,15 +246,21 @@ class _ScriptedSession(DraftSession):
         self._settings.observed.append(result.paths[0])
 
 
-@pytest.mark.parametrize(("acceptance", "drafts"), [(0.95, False), (0.5, True)])
-def test_network_is_left_out_where_many_tokens_are_expected_without_it(acceptance: float, drafts: bool) -> None:
-    """Would catch: a network that drafts beside long copied text; one that is not told that it has no draft."""
+@pytest.mark.parametrize(
+    ("acceptance", "drafts", "samples"),
+    [(0.95, False, False), (0.95, False, True), (0.5, True, False), (0.5, True, True)],
+)
+def test_network_is_left_out_where_many_tokens_are_expected_without_it(
+    acceptance: float, drafts: bool, samples: bool
+) -> None:
+    """Would catch: a network that drafts beside long copied text, copied text beside nodes that were drawn."""
     copied = Scripted(list(range(1, 17)), acceptance, is_network=False)
     network = Scripted([40, 41], 0.9, is_network=True)
-    session = CombinedCandidates([network, copied], tree=32).start(make_call(make_state([[1, 2, 3]])))
+    call = replace(make_call(make_state([[1, 2, 3]])), verification=cast(Any, SimpleNamespace(wants_q=samples)))
+    session = CombinedCandidates([network, copied], tree=32).start(call)
     tree = session.draft([16])
     assert network.depths == [16 if drafts else 0]
-    assert (40 in tree.tokens[0].tolist()) == drafts and 1 in tree.tokens[0].tolist()
+    assert (40 in tree.tokens[0].tolist()) == drafts and (1 in tree.tokens[0].tolist()) == (not drafts or not samples)
     session.observe(VerificationResult([[0]], [[int(tree.tokens[0, 0]), 9]], [1]))
     assert network.observed == [[0]] if drafts else network.observed == [[]]
     session.draft([0])

@@ -83,7 +83,7 @@ def test_to_dict_survives_json() -> None:
     """Would catch: a tensor or numpy number among the values; rows that are missing, or nested in a row."""
     stats = Statistics([steps((3, 3), (3, 0)), steps((2, 1))], [6, 3], {"draft": 0.5})
     data = json.loads(json.dumps(stats.to_dict()))
-    assert data == stats.to_dict() == json.loads(stats.to_json())
+    assert data == stats.to_dict()
     assert (data["drafts"], data["drafted"], data["accepted"], data["emitted"]) == (3, 8, 4, 9)
     assert data["accepted_per_position"] == [2, 1, 1] and data["seconds"] == {"draft": 0.5}
     assert [row["drafted"] for row in data["rows"]] == [6, 2]

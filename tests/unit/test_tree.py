@@ -129,10 +129,9 @@ def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(na
 
 
 def test_padded_tree_has_the_same_nodes_and_more_columns() -> None:
-    tree = DraftTree(torch.tensor([[5, 6]]), ((-1, 0),), torch.ones(1, 2, 3))
+    tree = DraftTree(torch.tensor([[5, 6]]), ((-1, 0),))
     padded = tree.padded(4)
-    assert padded.tokens.tolist() == [[5, 6, 0, 0]] and padded.parents == tree.parents
-    assert padded.q is not None and padded.q.shape == (1, 4, 3) and tree.padded(1) is tree
+    assert padded.tokens.tolist() == [[5, 6, 0, 0]] and padded.parents == tree.parents and tree.padded(1) is tree
 
 
 # The tokens of each row, and the prefixes that plain `generate` would pass to processors and criteria
