@@ -81,7 +81,7 @@ def ranking(measured: Comparison, title: str = "", texts: Mapping[str, str] = {}
     if texts:
         view.add_column("candidate_generator=")
     for name in sorted(speeds, key=speeds.__getitem__, reverse=True):
-        counts, speedup = total_counts(measured.samples[name]), measured.speedup(name)
+        counts, speedup = total_counts(measured.samples[name]), speeds[name] / throughput(measured.plain)
         bar = Bar(max(speeds.values()), 0, speeds[name], width=BAR, color="green" if speedup > 1 else "yellow")
         steps = (f"{counts.tokens_per_step:.2f}", f"{counts.acceptance_rate:.0%}") if counts.steps else ("", "")
         view.add_row(name, f"{speeds[name]:.1f}", bar, f"{speedup:.2f}", *steps, *filter(None, [texts.get(name)]))
