@@ -72,6 +72,9 @@ class TreeSize:
             reads = growth.levels % growth.levels_per_read == 0 and left > 1
             width = min(isqrt(self.max_nodes), growth.frontier)
             return width if not reads or growth.read().may_improve(self.max_nodes) else 0
+        if not growth.expanded and growth.levels_per_read > 1:  # an accelerator would wait for the read
+            self._width = min(len(self._pass), growth.frontier)
+            self._planned = self._first_passes(min(left, growth.levels_per_read))
         if not self._planned:
             self._snapshot = growth.read()
             self._width = self._fastest_width(self._snapshot, growth)
@@ -79,6 +82,13 @@ class TreeSize:
             self._planned -= 1
             self._spent += float(self._pass[self._width - 1])
         return self._width
+
+    def _first_passes(self, limit: int) -> int:
+        """How many passes to make before anything is read of this draft, by what is usually accepted."""
+        levels = np.arange(1 + limit)
+        tokens = self._rows * np.cumsum(self._child**levels)
+        seconds = self._target[np.minimum(levels, self.max_nodes)] + self._spent + levels * self._pass[self._width - 1]
+        return int(np.argmax(tokens / seconds))
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
         """The width of the next passes with the most expected tokens per second; sets how many of them are planned."""
@@ -101,7 +111,8 @@ class TreeSize:
         seconds = self._target[nodes] + self._spent + levels * self._pass[: len(reached)]
         expected = (tokens[best] + gain) / seconds
         level, place = divmod(int(np.argmax(expected)), len(reached))
-        self._planned = min(1 + level, growth.levels_per_read)
+        most = 1 if growth.levels_per_read == 1 else max(growth.levels_per_read, 2 * growth.levels)
+        self._planned = min(1 + level, most)
         return 1 + place if expected[level, place] > rates[best] * (1 + MIN_GAIN) else 0
 
     def nodes(self, growth: Growth) -> int:

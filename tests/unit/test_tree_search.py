@@ -234,6 +234,20 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     assert widths[1] > widths[0]
 
 
+@pytest.mark.parametrize(("levels", "reads"), [(1, 16), (LEVELS_PER_READ, 3)])
+def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, levels: int, reads: int) -> None:
+    """Would catch: a read for every level, or a first pass only after a read; more passes than the draft is deep."""
+    count, read, passes = [0], Growth.read, list[int]()
+    monkeypatch.setattr(Growth, "read", lambda growth: (count.append(1), read(growth))[1])
+    growth = new_growth([16], 4)
+    growth.levels_per_read = levels
+    size = TreeSize(None, latency=curve(0.02, 0.002).at(1, 100))
+    _grown(growth, size, [0.97, 0.01, 0.01, 0.01], passes)
+    size.nodes(growth)
+    assert len(passes) == 15 and sum(count) == reads
+    assert max(passes[: levels - 1], default=4) == 4, "all children, where nothing was read"
+
+
 @pytest.mark.parametrize("levels", [1, LEVELS_PER_READ])
 def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come(levels: int) -> None:
     """Would catch: passes of the drafter that cannot change the tree."""
