@@ -10,6 +10,7 @@ from hf_specgen.depth.latency import Bucket as Bucket
 from hf_specgen.depth.latency import CostCurve as CostCurve
 from hf_specgen.depth.latency import DraftLatency as DraftLatency
 from hf_specgen.depth.latency import LatencyModel as LatencyModel
+from hf_specgen.depth.policy import DisableWhen as DisableWhen
 from hf_specgen.depth.policy import FixedDepth as FixedDepth
 from hf_specgen.depth.policy import MovingWindow as MovingWindow
 from hf_specgen.depth.policy import Policy as Policy

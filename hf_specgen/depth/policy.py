@@ -129,6 +129,30 @@ class Schedule(Policy):
         )
 
 
+@dataclass(frozen=True)
+class DisableWhen(Policy):
+    """No drafts in some calls, another policy in all others.
+
+    Args:
+        temperature_above: calls that sample at a higher temperature draft nothing; None for no limit.
+        new_tokens_below: calls that may generate fewer tokens draft nothing.
+        otherwise: the policy of all other calls.
+    """
+
+    temperature_above: float | None = None
+    new_tokens_below: int = 0
+    otherwise: Policy = field(default_factory=FixedDepth)
+
+    def __post_init__(self) -> None:
+        if self.temperature_above is None and self.new_tokens_below <= 0:
+            raise ValueError("DisableWhen needs temperature_above or new_tokens_below, such as temperature_above=1.0")
+
+    def start(self, call: Call) -> PolicySession:
+        above = self.temperature_above is not None and call.temperature > self.temperature_above
+        disabled = above or call.max_new_tokens < self.new_tokens_below
+        return (FixedDepth(0) if disabled else self.otherwise).start(call)
+
+
 class MovingWindow(Policy):
     """One token deeper while a row's acceptance rate exceeds `target + 0.1`, one less below `target - 0.1`.
 

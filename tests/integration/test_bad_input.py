@@ -33,6 +33,7 @@ from hf_specgen import (
     speculate,
 )
 from hf_specgen.compat import CACHE
+from hf_specgen.depth import DisableWhen
 from hf_specgen.verification import TypicalVerifier
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
@@ -56,6 +57,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Schedule([1, 2]), ValueError, "a schedule maps sizes to depths, such as {1: 8, 4: 4, 16: 0}, got [1, 2]"),
     (lambda: Schedule({1: "a"}), ValueError, "got {1: 'a'}"),
     (lambda: MovingWindow(target="x"), ValueError, "target must be between 0 and 1, and window at least 1, got 'x'"),
+    (lambda: DisableWhen(), ValueError, "needs temperature_above or new_tokens_below"),
     (lambda: AdaptiveDepth(latency=3), TypeError, "latency must be a LatencyModel or a file of hf-specgen tune, got 3"),
     (lambda: AdaptiveDepth("/none"), OSError, "cannot read '/none': No such file or directory; hf-specgen tune"),
     (lambda: SpeculationMonitor(window="a"), ValueError, "window must be a number of steps, at least 1, got 'a'"),

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from torch import nn
 
-from hf_specgen import MedusaCandidates, Schedule
+from hf_specgen import MedusaCandidates, Policy, Schedule
 from hf_specgen.call import Memory, memory
 from hf_specgen.candidates.acceptance import Calibration
 from hf_specgen.counters import RowStep, StepRecord
-from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, MovingWindow
+from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DisableWhen, DraftLatency, LatencyModel, MovingWindow
 from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS, DraftingLoss
 from tests.helpers import prompts, tiny_model
 from tests.helpers.depth import Model, depth_call, run
@@ -172,6 +172,30 @@ def test_moving_window_follows_the_acceptance_of_each_row() -> None:
     depths = run(MovingWindow(start=4).start(depth_call(rows=2)), 12, [99, 0])
     assert [row[0] for row in depths] == [min(16, 4 + step) for step in range(12)]
     assert [row[1] for row in depths] == [max(1, 4 - step) for step in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "off"),
+    [
+        (DisableWhen(temperature_above=1.0), {"temperature": 1.3}, True),
+        (DisableWhen(temperature_above=1.0), {"temperature": 1.0}, False),
+        (DisableWhen(temperature_above=0.0), {"temperature": 0.0}, False),
+        (DisableWhen(new_tokens_below=16), {"max_new_tokens": 15}, True),
+        (DisableWhen(new_tokens_below=16), {"max_new_tokens": 16}, False),
+        (DisableWhen(new_tokens_below=16), {}, False),
+        (DisableWhen(1.0, otherwise=DisableWhen(new_tokens_below=61)), {"max_new_tokens": 60}, True),
+    ],
+)
+def test_disabled_calls_draft_nothing(policy: Policy, settings: dict[str, Any], off: bool) -> None:
+    assert policy.start(depth_call(**settings)).depths([9]) == ([0] if off else [16])
+
+
+def test_disabling_forwards_everything_of_the_policy_within() -> None:
+    """B10: around a controller, the latency model by which heads size their trees got lost."""
+    policy = AdaptiveDepth(LATENCY)
+    session, plain = DisableWhen(1.0, otherwise=policy).start(depth_call()), policy.start(depth_call())
+    assert session.latency == plain.latency and session.latency is not None
+    assert run(session, 12, [3]) == run(plain, 12, [3])
 
 
 # Confidences become acceptance probabilities through what was observed
