@@ -169,11 +169,17 @@ class Padding:
         if not any(missing):
             return
         assert state.pad_id is not None
-        tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in missing])
-        logits = self._target.forward(tree, state.pending(), [count > 0 for count in missing]).float()
-        self._target.commit([list(range(count - 1)) if count else None for count in missing])
+        pending, logits = state.pending(), list[torch.Tensor]()
+        # A causal mask of a fixed size may have few slots after the longest row.
+        width = max(1, min(self._target.slot_limit - max(self._target.cache.lengths), max(missing)))
+        for first in range(0, max(missing), width):
+            counts = [max(0, min(width, count - first)) for count in missing]
+            tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in counts])
+            logits.append(self._target.forward(tree, pending, [count > 0 for count in counts]).float())
+            self._target.commit([list(range(count - 1)) if count else None for count in counts])
+            pending = [state.pad_id] * state.batch
         if self._outputs.kept:
-            self._fill_in_scores(logits, missing)
+            self._fill_in_scores(torch.cat(logits, dim=1), missing)
 
     def _fill_in_scores(self, logits: torch.Tensor, missing: Sequence[int]) -> None:
         rows = torch.arange(len(missing), device=logits.device)

@@ -123,6 +123,13 @@ CASES: dict[str, list[Case]] = {
         architecture=["gpt2", "opt", "gptj", "llama"],
         max_new_tokens=[3, 4, 6, 8, 10],
     ),
+    # Padding beside a longer row that takes more slots than the layers' causal mask has.
+    "position table, mask": every(
+        Case(seed=99309, architecture="gpt_neo", tight_positions=True, max_new_tokens=7, return_dict=True),
+        lengths=[(2, 9)],
+        eos_ids=[END],
+        output_scores=[False, True],
+    ),
     # Trees for a state that follows one path, states of heads at a wrong token; an indexer that sees siblings.
     "state": [
         *every(replace(TREES, policy="random"), architecture=SPEC["indexed"], lengths=BATCHES),
