@@ -5,7 +5,7 @@ many tokens, it is verified alone; otherwise the network drafts too, and both tr
 first, cut at the fastest size. Presets are strategies by purpose, chosen when the target is known.
 
 Source: Hu et al., "SAM Decoding: Speculative Decoding via Suffix Automaton" (2024), for combining copied text with
-Token Recycling or EAGLE; there one of them drafts a step, here both do.
+Token Recycling or EAGLE; there one of them drafts a step, here both may.
 """
 
 from __future__ import annotations
