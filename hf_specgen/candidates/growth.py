@@ -25,8 +25,9 @@ from hf_specgen.tree import TreeStructure
 
 Floats = NDArray[np.floating[Any]]
 LEVELS_PER_READ = 4
-"""Number of passes before the host reads the probabilities for the first time, and waits for an accelerator; later up
-to twice as many as so far. On a CPU, where nothing has to wait, every level is read."""
+"""Maximum number of passes before the host first reads the probabilities, and waits for an accelerator. Between later
+reads there are as many for trees of a fixed size, and up to twice the passes so far for others. On a CPU, where nothing
+has to wait, every level is read."""
 CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
 UNEXPANDED = -2

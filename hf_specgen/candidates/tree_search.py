@@ -84,7 +84,7 @@ class TreeSize:
         return self._width
 
     def _first_passes(self, limit: int) -> int:
-        """How many passes to make before anything is read of this draft, by what is usually accepted."""
+        """How many passes of the planned width to make before the first read, by the assumed acceptance."""
         levels = np.arange(1 + limit)
         tokens = self._rows * np.cumsum(self._child**levels)
         seconds = self._target[np.minimum(levels, self.max_nodes)] + self._spent + levels * self._pass[self._width - 1]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from itertools import chain
 from time import perf_counter
-from typing import Any
 
 import torch
 from rich.console import Console, Group
 from rich.live import Live
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates.combined import default_candidates
 from hf_specgen.cli.checkpoints import BAD
@@ -50,7 +50,11 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
 
 
 def measure_target(
-    size: str, loaded: tuple[Any, Any], settings: DemoSettings, deadline: float, console: Console
+    size: str,
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    settings: DemoSettings,
+    deadline: float,
+    console: Console,
 ) -> bool:
     """Measure all variants on a target and print them; returns False if a token differs in float32.
 
