@@ -132,13 +132,10 @@ def test_draft_model_with_image_same_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
-def test_layer_skip_with_image_same_tokens_or_refused(kind: str) -> None:
+def test_layer_skip_with_image_same_tokens(kind: str) -> None:
     """Would catch: image features that only the second half of the layers receives."""
-    try:
-        model, inputs = multimodal_model(kind), multimodal_prompts(kind, 2)
-        assert_same_tokens(model, inputs, LayerSkipCandidates(1, k=3), max_new_tokens=10)
-    except ValueError as refusal:
-        assert "cannot draft with its own first layers" in str(refusal)
+    model, inputs = multimodal_model(kind), multimodal_prompts(kind, 2)
+    assert assert_same_tokens(model, inputs, LayerSkipCandidates(1, k=3), max_new_tokens=10).drafted > 0
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
