@@ -7,6 +7,7 @@ shrunk towards the confidence itself. Counts of earlier calls are kept in `hf_sp
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from hf_specgen.call import memory
 from hf_specgen.candidates.base import DraftCall, DraftSession
-from hf_specgen.candidates.draft_window import AcceptanceByLength
+from hf_specgen.candidates.draft_window import warn_of_length
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult, verified_nodes
@@ -90,12 +91,12 @@ class CalibratedSession(DraftSession):
         self._tree = DraftTree.empty(call.state.batch)
         # For each row the rank, confidence and depth of its nodes.
         self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
-        self._by_length: AcceptanceByLength | None = None
+        self._by_length: Counter[tuple[int, bool]] | None = None
 
     def watch_length(self) -> None:
         """Warn if acceptance falls with the length of the texts: of a drafter that could have a window."""
         model = self.call.model if self.call.remembers else None
-        self._by_length = memory.recall(model, ("length", self.call.drafting.key), AcceptanceByLength)
+        self._by_length = memory.recall(model, ("length", self.call.drafting.key), Counter)
 
     def not_drafted(self, batch: int) -> DraftTree:
         """An empty draft."""
@@ -109,7 +110,7 @@ class CalibratedSession(DraftSession):
                 continue
             if self._by_length is not None:
                 length = len(self.call.state.prompts[row]) + len(self.call.state.generated[row])
-                self._by_length.count(length, result.accepted[row] > 0)
+                self._by_length[length.bit_length(), result.accepted[row] > 0] += 1
             outcomes = verified_nodes(self._tree.token_lists()[row], self._tree.parents[row], result.tokens[row])
             accepted = np.array([is_accepted for _, is_accepted in outcomes], dtype=bool)
             rank, confidence, depth = (values[[node for node, _ in outcomes]] for values in self._features[row])
@@ -119,7 +120,7 @@ class CalibratedSession(DraftSession):
 
     def end(self) -> None:
         if self._by_length is not None:
-            self._by_length.warn(self.call.drafting.name)
+            warn_of_length(self._by_length, self.call.drafting.name)
             if self.call.remembers:
                 memory.store(self.call.model, ("length", self.call.drafting.key), self._by_length)
         if self.remembers:
