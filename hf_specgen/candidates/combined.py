@@ -10,15 +10,14 @@ Token Recycling or EAGLE; there one of them drafts a step, here both may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, reduce
-from typing import Literal, NamedTuple, get_args
-from weakref import WeakSet
+from functools import reduce
+from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_specgen.call import DraftingSettings, Prediction
+from hf_specgen.call import DraftingSettings, Prediction, memory
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.draft_heads import MTPCandidates
@@ -276,10 +275,16 @@ def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
     return [rows] * max((max(draft.depths(row)) for row in range(draft.batch)), default=0)
 
 
-@cache
-def default_candidates() -> Candidates:
-    """A strategy that needs no files and no training: n-grams and Token Recycling, with what it has learnt so far."""
-    return CombinedCandidates()
+AUTO = CombinedCandidates()
+"""A strategy that needs no files and no training: n-grams and Token Recycling."""
+PRESETS: dict[str, Candidates] = {
+    "auto": AUTO,
+    "latency": AUTO,
+    "throughput": NgramCandidates(),
+    "memory": NgramCandidates(k=8, policy=AdaptiveDepth()),
+}
+"""The strategy of each preset, one object for all calls."""
+WITH_MTP = CombinedCandidates([NgramCandidates(), MTPCandidates()])
 
 
 class PresetCandidates(Candidates):
@@ -301,43 +306,25 @@ class PresetCandidates(Candidates):
 
     def __init__(self, name: str):
         super().__init__()
-        if name not in get_args(Preset):
-            names = ", ".join(map(repr, get_args(Preset)))
+        if name not in PRESETS:
             raise ValueError(
-                f"there is no preset {name!r}; choose {names}, or give a strategy such as NgramCandidates(), for a "
-                "checkpoint AutoCandidates.from_pretrained(name)"
+                f"there is no preset {name!r}; choose {', '.join(map(repr, PRESETS))}, or give a strategy such as "
+                "NgramCandidates(), for a checkpoint AutoCandidates.from_pretrained(name)"
             )
         self.name = name
 
     def for_model(self, model: PreTrainedModel) -> Candidates:
-        has_layer = any(getattr(text_config(model), name, None) for name in MTP_FIELDS)
-        if self.name == "latency" and has_layer and model not in _without_layer:
+        has_layer = self.name == "latency" and any(getattr(text_config(model), name, None) for name in MTP_FIELDS)
+        if has_layer and memory.recall(model, "has MTP", lambda: True):
             try:
-                _build("mtp").target_requirements(model)
-                return _build("mtp")
-            except (OSError, ValueError):
-                _without_layer.add(model)
-        return _build(self.name)
+                WITH_MTP.target_requirements(model)
+                return WITH_MTP
+            except (OSError, ValueError):  # the checkpoint does not have what its config names
+                memory.store(model, "has MTP", False)
+        return PRESETS[self.name]
 
     def start(self, call: DraftCall) -> DraftSession:
-        return default_candidates().start(call)
+        return PRESETS[self.name].start(call)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
-
-
-_without_layer: WeakSet[PreTrainedModel] = WeakSet()
-"""Targets whose config names a multi-token prediction layer that their checkpoint does not have."""
-_BUILDERS: dict[str, Callable[[], Candidates]] = {
-    "auto": default_candidates,
-    "latency": default_candidates,
-    "throughput": NgramCandidates,
-    "memory": lambda: NgramCandidates(k=8, policy=AdaptiveDepth()),
-    "mtp": lambda: CombinedCandidates([NgramCandidates(), MTPCandidates()]),
-}
-
-
-@cache
-def _build(name: str) -> Candidates:
-    """The strategy of a preset, one object for all calls: it keeps the modules that it has loaded."""
-    return _BUILDERS[name]()

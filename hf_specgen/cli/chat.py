@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.call import Call
 from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.combined import AUTO
 from hf_specgen.cli.settings import ChatSettings
 from hf_specgen.compat import CACHE
 from hf_specgen.counters import StepRecord
@@ -182,7 +182,7 @@ class Chat:
 def show(settings: ChatSettings) -> None:
     """Load the models and chat on the terminal."""
     model, tokenizer = workloads.load(settings.model, settings.dtype, settings.device)
-    choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: default_candidates()}
+    choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: AUTO}
     named = workloads.strategies(settings.draft, tokenizer=tokenizer)[1:]  # without n-grams alone
     choices |= {strategy.name: strategy.candidates for strategy in named}
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)

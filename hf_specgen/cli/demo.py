@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.combined import AUTO
 from hf_specgen.cli.checkpoints import BAD
 from hf_specgen.cli.doctor import SIGNS, judge, ranking, recommend
 from hf_specgen.cli.settings import DemoSettings, terminal
@@ -101,5 +101,5 @@ def variants(settings: DemoSettings) -> list[Variant]:
     return [
         Variant(PLAIN, dict),
         Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}),
-        *(one.variant(compile=False) for one in (Strategy(DEFAULT, '"auto"', default_candidates()), *found)),
+        *(one.variant(compile=False) for one in (Strategy(DEFAULT, '"auto"', AUTO), *found)),
     ]

@@ -29,7 +29,7 @@ from hf_specgen.candidates import (
     DraftModelCandidates,
     NgramCandidates,
 )
-from hf_specgen.candidates.combined import default_candidates
+from hf_specgen.candidates.combined import AUTO
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.heads.checkpoint import source_errors
 from hf_specgen.prepacked_weights import prepacked
@@ -223,4 +223,4 @@ def strategies(drafts: Sequence[str] = (), *, dtype: str = "auto", tokenizer: An
 
 def chosen_strategy(drafts: Sequence[str], tokenizer: Any = None) -> Candidates:
     """The strategy of the last checkpoint that drafts, a draft model together with n-grams; without one the default."""
-    return strategies(drafts, tokenizer=tokenizer)[-1].candidates if drafts else default_candidates()
+    return strategies(drafts, tokenizer=tokenizer)[-1].candidates if drafts else AUTO
