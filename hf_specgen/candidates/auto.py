@@ -71,7 +71,7 @@ class AutoCandidates:
 
         Example:
             >>> AutoCandidates.from_pretrained("benchmarks/assets/draft-lm", k=4)
-            DraftModelCandidates('benchmarks/assets/draft-lm', k=4, confidence_threshold=0.0)
+            DraftModelCandidates('benchmarks/assets/draft-lm', k=4)
         """
         source = Source(str(name_or_path), revision, token, subfolder, None if cache_dir is None else str(cache_dir))
         build = _strategy(source)

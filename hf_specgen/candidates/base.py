@@ -170,6 +170,8 @@ class Candidates(CandidateGenerator, ABC):
     """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
     tree: Any = None
     """How many draft tokens are verified, see `Tree`; None for strategies that draft chains."""
+    latency_kind: str | None = None
+    """Under which name a latency file has the passes of the drafter; None: that of the class."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
     _own_call: tuple[DraftCall, DraftSession] | None = None
@@ -213,19 +215,22 @@ class Candidates(CandidateGenerator, ABC):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """Identifies the strategy for what is remembered between calls: its acceptance and the latency of its drafts.
 
-        Two objects with the same key must draft alike. By default the class name; a subclass adds the settings that
-        matter, such as the name of its draft model.
+        Two objects with the same key must draft alike. By default the kind of drafter and the arguments of the repr.
         """
-        return (type(self).__qualname__,)
+        return (self.latency_kind or type(self).__qualname__, *map(str, self._arguments().values()))
+
+    def _arguments(self) -> dict[str, Any]:
+        """The constructor's arguments beside the policy, for the repr: by name, None for one that has its default."""
+        return {"k": self.k, "tree": self.tree}
+
+    def __repr__(self) -> str:
+        arguments = {**self._arguments(), "policy": None if self.policy == FixedDepth() else self.policy}
+        shown = (f"{name}={value!r}".removeprefix("=") for name, value in arguments.items() if value is not None)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def settings(self) -> DraftingSettings:
         """What the policy and monitor of a call may know of the strategy."""
         return DraftingSettings(self.k, self.profile_key(), self.negligible_draft_cost, self.adaptive_tree, repr(self))
-
-    def _show(self, **settings: Any) -> str:
-        """The end of a strategy's repr: settings that are not None, and the policy unless it is a fixed depth."""
-        settings["policy"] = None if self.policy == FixedDepth() else self.policy
-        return "".join(f", {name}={value!r}" for name, value in settings.items() if value is not None)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, **kwargs: Any

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -102,9 +102,8 @@ class CombinedCandidates(Candidates):
         members = (part for s in self.strategies for part in s.profile_key())
         return (network.profile_key()[0], "combined", str(self.tree), *members)
 
-    def __repr__(self) -> str:
-        tree = "" if self.tree == "auto" else f", tree={self.tree!r}"
-        return f"CombinedCandidates({list(self.strategies)}{tree}{self._show()})"
+    def _arguments(self) -> dict[str, Any]:
+        return {"": list(self.strategies), "tree": None if self.tree == "auto" else self.tree}
 
 
 class _CombinedSession(DraftSession):
@@ -326,5 +325,5 @@ class PresetCandidates(Candidates):
     def start(self, call: DraftCall) -> DraftSession:
         return PRESETS[self.name].start(call)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
+    def _arguments(self) -> dict[str, Any]:
+        return {"": self.name}

@@ -30,6 +30,7 @@ from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
     check_vocabulary,
     restricted_head,
+    shown,
     vocabulary_ids,
 )
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
@@ -125,7 +126,6 @@ class HeadCandidates(PretrainedCandidates):
     expected = "a head"
     """Which heads the strategy drafts with, as classes and in words."""
     latency_kind = "head"
-    """Under which name a latency file has the passes of the head."""
 
     def __init__(
         self,
@@ -181,16 +181,8 @@ class HeadCandidates(PretrainedCandidates):
         return self.begin(call, call.target, bound)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        """By name; a head that was given loaded is identified by the object, as its name is only that of its class."""
-        name = self._name if self._head is None else f"{self._name} {number_of(self._head)}"
-        return (
-            self.latency_kind,
-            name,
-            self.k,
-            str(self.tree),
-            str(self.aux_hidden_state_layers),
-            str(self.draft_window),
-        )
+        """A head that was given loaded is identified by the object, as its name is only that of its class."""
+        return (*super().profile_key(), 0 if self._head is None else number_of(self._head))
 
     def _on(self, model: PreTrainedModel) -> BoundHead:
         """The head on its target, in its dtype on its device."""
@@ -206,10 +198,10 @@ class HeadCandidates(PretrainedCandidates):
         weight = output_matrix(model).weight
         return head.to(device=weight.device, dtype=weight.dtype).eval().bind(model, self.aux_hidden_state_layers)
 
-    def __repr__(self) -> str:
+    def _arguments(self) -> dict[str, Any]:
         window = None if self.draft_window == "auto" else self.draft_window
-        settings = self._show(tree=self.tree, aux_hidden_state_layers=self.aux_hidden_state_layers, draft_window=window)
-        return f"{type(self).__name__}({self._name!r}, k={self.k}{settings})"
+        layers = self.aux_hidden_state_layers
+        return {"": self._name, **super()._arguments(), "aux_hidden_state_layers": layers, "draft_window": window}
 
 
 class EagleCandidates(HeadCandidates):
@@ -333,11 +325,11 @@ class MTPCandidates(HeadCandidates):
         runner = LayeredRunner(bound, call.state.batch)
         return EagleSession(call, target, runner, min(self.k, layers), self.tree, self.window(call, bound))
 
-    def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (*super().profile_key(), str(self.draft_vocabulary))
+    def _arguments(self) -> dict[str, Any]:
+        return {**super()._arguments(), "": self._name or None, "draft_vocabulary": shown(self.draft_vocabulary)}
 
-    def __repr__(self) -> str:
-        return super().__repr__().replace("('', ", "(")
+    def profile_key(self) -> tuple[str | int | float | bool, ...]:
+        return (*super().profile_key(), hash(self.draft_vocabulary))
 
 
 class GemmaAssistantCandidates(HeadCandidates):

@@ -87,8 +87,10 @@ class DraftModelCandidates(PretrainedCandidates):
 
     Example:
         >>> DraftModelCandidates("org/small-model", k=4)
-        DraftModelCandidates('org/small-model', k=4, confidence_threshold=0.0)
+        DraftModelCandidates('org/small-model', k=4)
     """
+
+    latency_kind = "draft_model"
 
     def __init__(
         self,
@@ -220,17 +222,10 @@ class DraftModelCandidates(PretrainedCandidates):
         return draft_window(self.draft_window, trained, positions, call)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        kinds = (self.share_encoder, self.compile, self.draft_window, self.draft_vocabulary, self.tree)
-        return ("draft_model", *self._identity(), self.k, self.confidence_threshold, *map(str, kinds))
-
-    def _identity(self) -> tuple[str, ...]:
-        """The draft model's name and how it is loaded; one that was given loaded may have no name, but a number."""
-        if not self._is_given_loaded or self._model is None:
-            return (self._name, *map(str, self._loading.values()))
-        model = self._model
-        name = self._name or f"{type(model).__qualname__} {number_of(model)}"
-        quantization = getattr(model.config, "quantization_config", None)
-        return name, str(model.dtype), str(compat.input_device(model)), str(quantization)
+        """A draft model that was given loaded is identified by the object, others by how they are loaded."""
+        given = self._model if self._is_given_loaded else None
+        identity = map(str, self._loading.values()) if given is None else [number_of(given)]
+        return (*super().profile_key(), hash(self.draft_vocabulary), *identity)
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._copies is not None:
@@ -245,16 +240,16 @@ class DraftModelCandidates(PretrainedCandidates):
                 self._model = _auto_class(target).from_pretrained(self._name, **options)
         return self._model
 
-    def __repr__(self) -> str:
-        settings = self._show(
-            tree=self.tree,
-            confidence_threshold=self.confidence_threshold,
-            share_encoder=self.share_encoder,
-            draft_window=None if self.draft_window == "auto" else self.draft_window,
-            draft_vocabulary=shown(self.draft_vocabulary),
-            compile=None if self.compile == "auto" else self.compile,
-        )
-        return f"DraftModelCandidates({self._name!r}, k={self.k}{settings})"
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "": self._name,
+            **super()._arguments(),
+            "confidence_threshold": self.confidence_threshold or None,
+            "share_encoder": self.share_encoder,
+            "draft_window": None if self.draft_window == "auto" else self.draft_window,
+            "draft_vocabulary": shown(self.draft_vocabulary),
+            "compile": None if self.compile == "auto" else self.compile,
+        }
 
 
 def quantised_copy(model: PreTrainedModel, config: Any) -> PreTrainedModel:

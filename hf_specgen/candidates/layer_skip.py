@@ -41,8 +41,10 @@ class LayerSkipCandidates(PretrainedCandidates):
 
     Example:
         >>> LayerSkipCandidates(exit_layer=4, k=2)
-        LayerSkipCandidates(exit_layer=4, k=2, adapter=None)
+        LayerSkipCandidates(exit_layer=4, k=2)
     """
+
+    latency_kind = "layer_skip"
 
     def __init__(
         self,
@@ -95,14 +97,11 @@ class LayerSkipCandidates(PretrainedCandidates):
         return self._bound.on(model, load)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        adapter = self.adapter if isinstance(self.adapter, str) else type(self.adapter).__qualname__
-        if isinstance(self.adapter, nn.Module):
-            adapter = f"{adapter} {number_of(self.adapter)}"
-        return ("layer_skip", self.exit_layer, adapter, self.k, str(self.tree))
+        """An adapter that was given loaded is identified by the object."""
+        return (*super().profile_key(), number_of(self.adapter) if isinstance(self.adapter, nn.Module) else 0)
 
-    def __repr__(self) -> str:
-        settings = f"exit_layer={self.exit_layer}, k={self.k}, adapter={self.adapter!r}{self._show(tree=self.tree)}"
-        return f"LayerSkipCandidates({settings})"
+    def _arguments(self) -> dict[str, Any]:
+        return {"exit_layer": self.exit_layer, "k": self.k, "adapter": self.adapter, "tree": self.tree}
 
 
 class _LayerSkipSession(AutoregressiveSession):

@@ -89,6 +89,7 @@ class NgramCandidates(Candidates):
     """
 
     negligible_draft_cost = True
+    latency_kind = "ngram"
     uses_prediction = True
 
     def __init__(
@@ -115,14 +116,10 @@ class NgramCandidates(Candidates):
     def start(self, call: DraftCall) -> DraftSession:
         return _NgramSession(self, call)
 
-    def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return ("ngram", self.k, str(self.tree), self.min_ngram, self.max_ngram, self.history is not None)
-
-    def __repr__(self) -> str:
+    def _arguments(self) -> dict[str, Any]:
         shortest = None if self.min_ngram == 1 else self.min_ngram
         longest = None if self.max_ngram == MAX_MATCH_LENGTH else self.max_ngram
-        settings = self._show(tree=self.tree, min_ngram=shortest, max_ngram=longest, history=self.history)
-        return f"NgramCandidates(k={self.k}{settings})"
+        return {**super()._arguments(), "min_ngram": shortest, "max_ngram": longest, "history": self.history}
 
 
 class _NgramSession(SearchSession[Sequence[Occurrence]]):

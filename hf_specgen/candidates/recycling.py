@@ -89,6 +89,7 @@ class RecyclingCandidates(Candidates):
     """
 
     negligible_draft_cost = True
+    latency_kind = "recycling"
 
     def __init__(self, k: Depth = "auto", *, tree: Tree = None, policy: Policy | None = None):
         super().__init__(k, policy, max_k=MAX_DEPTH)
@@ -98,12 +99,6 @@ class RecyclingCandidates(Candidates):
         if call.model is None:
             raise ValueError("RecyclingCandidates works with generate(candidate_generator=…) only")
         return RecyclingSession(self, call)
-
-    def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return ("recycling", self.k, str(self.tree))
-
-    def __repr__(self) -> str:
-        return f"RecyclingCandidates(k={self.k}{self._show(tree=self.tree)})"
 
 
 class RecyclingSession(SearchSession[Node]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -25,6 +26,8 @@ class TransformersCandidates(Candidates):
     Raises:
         ValueError: if the generator requires the target's outputs.
     """
+
+    latency_kind = "transformers"
 
     def __init__(self, generator: CandidateGenerator):
         super().__init__(64, FixedDepth())
@@ -51,8 +54,8 @@ class TransformersCandidates(Candidates):
             )
         return _TransformersSession(call, self.generator)
 
-    def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return ("transformers", type(self.generator).__qualname__)
+    def _arguments(self) -> dict[str, Any]:
+        return {"": type(self.generator).__qualname__}
 
 
 class _TransformersSession(DraftSession):
