@@ -5,8 +5,7 @@ all other tokens are left out. So its draft tokens are ordinary target tokens wi
 are verified in every mode.
 
 The draft model runs on the text in its own tokens. A token that both vocabularies have is taken over as it is; other
-text is retokenized. Text near the end of a row may be tokenized differently once more of it is known, so the last few
-tokens are encoded anew.
+text is encoded with what follows it.
 
 Source: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
 Vocabularies" (2025), section 4 (Token-Level Intersection).
@@ -14,7 +13,6 @@ Vocabularies" (2025), section 4 (Token-Level Intersection).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -27,6 +25,8 @@ from hf_specgen.candidates.encoder_draft import embedding_size
 
 INCOMPLETE = "\ufffd"
 """The replacement character: what a tokenizer decodes the first bytes of a character to."""
+CONTEXT = 8
+"""Tokens of the text before new ones that these are decoded with."""
 
 
 def retokenized_texts(call: DraftCall, draft: PreTrainedModel) -> tuple[list[DraftText], SharedVocabulary]:
@@ -51,10 +51,6 @@ class DraftText:
         self.tokens += generated[self._num_read :]
         self._num_read = len(generated)
         return True
-
-    def take_first_changed(self) -> int:
-        """Index of the first token that may have changed since the last call."""
-        return len(self.tokens)
 
 
 class Codec:
@@ -88,7 +84,7 @@ class Codec:
 
 
 class Retokenizer(DraftText):
-    """One row's text in the tokens of a draft model with another tokenizer; those of the prompt never change."""
+    """One row's text in the tokens of a draft model with another tokenizer. Tokens never change once they are added."""
 
     def __init__(self, target: Codec, draft: Codec, prompt: Sequence[int], shared: SharedVocabulary):
         self._target, self._draft, self._shared = target, draft, shared
@@ -96,42 +92,22 @@ class Retokenizer(DraftText):
         while complete and target.decode(prompt[:complete]).endswith(INCOMPLETE):
             complete -= 1
         super().__init__(draft.encode_prompt(target.decode(prompt[:complete])) or [0])
-        self._window, self._rest = list(prompt[:complete])[-8:], prompt[complete:]
-        self._stable, self._first_changed = len(self.tokens), sys.maxsize
+        self._prompt = list(prompt[max(0, complete - CONTEXT) :])
+        self._num_read = min(complete, CONTEXT)
 
     def extend(self, generated: Sequence[int]) -> bool:
-        new = [*self._rest, *generated][self._num_read :]
-        shared = [index for token in new if (index := self._shared.draft_token(token)) is not None]
-        if len(shared) == len(new):
-            self.tokens += shared
-        elif not self._retokenize(new):
-            return False
-        self._num_read += len(new)
-        self._window = [*self._window, *new][-8:]  # earlier tokens do not change in practice
+        text = [*self._prompt, *generated]
+        while self._num_read < len(text) and (token := self._shared.draft_token(text[self._num_read])) is not None:
+            self.tokens.append(token)
+            self._num_read += 1
+        if self._num_read < len(text):
+            context = text[max(0, self._num_read - CONTEXT) : self._num_read]
+            before, after = self._target.decode(context), self._target.decode([*context, *text[self._num_read :]])
+            if after.endswith(INCOMPLETE):
+                return False
+            self.tokens += self._draft.encode(after[len(before) :])
+            self._num_read = len(text)
         return True
-
-    def take_first_changed(self) -> int:
-        first, self._first_changed = self._first_changed, sys.maxsize
-        return min(first, len(self.tokens))
-
-    def _retokenize(self, new: list[int]) -> bool:
-        """Encode the end of the text again, with new target tokens; returns False while a character is incomplete."""
-        before, after = self._target.decode(self._window), self._target.decode([*self._window, *new])
-        if after.endswith(INCOMPLETE):
-            return False
-        kept = self._first_unstable()
-        tail = self._draft.decode(self.tokens[kept:])
-        text = tail + after[len(before) :] if after.startswith(before) else tail + self._target.decode(new)
-        self._first_changed = min(self._first_changed, kept)
-        self.tokens[kept:] = self._draft.encode(text)
-        return True
-
-    def _first_unstable(self) -> int:
-        """Index of the first token that is encoded anew; a character begins there."""
-        index = max(self._stable, len(self.tokens) - 8)
-        while index > self._stable and self._draft.decode(self.tokens[index:]).startswith(INCOMPLETE):
-            index -= 1
-        return index
 
 
 class SharedVocabulary:

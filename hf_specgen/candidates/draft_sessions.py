@@ -133,7 +133,7 @@ class DraftRunner:
         self.drafts = [max_depths[row] > 0 and self.max_draft_tokens(row) > 0 for row in rows]
         self._restart()
         self.reader.drop_rows([not state.has_ended(row) for row in rows])
-        self._drop_changed()
+        self._drop_last()
         texts = zip(self._texts, self._num_cached, self.drafts, strict=True)
         return [known_tokens(text.tokens[read:], self._embedded) if drafts else [0] for text, read, drafts in texts]
 
@@ -145,11 +145,11 @@ class DraftRunner:
             self.reader.prefill()
             self.passes.append(sum(self._prompt_lengths))
 
-    def _drop_changed(self) -> None:
-        """Drop tokens from the cache that have changed, and the last one of a text, which is computed anew."""
+    def _drop_last(self) -> None:
+        """Drop the last token of a text from the cache, which is computed anew."""
         before = list(self._num_extended)
         for row, text in enumerate(self._texts):
-            surplus = self._num_cached[row] - min(text.take_first_changed(), len(text.tokens) - 1)
+            surplus = self._num_cached[row] - (len(text.tokens) - 1)
             surplus = max(0, min(surplus, self._num_extended[row]))
             self._num_cached[row] -= surplus
             self._num_extended[row] -= surplus
