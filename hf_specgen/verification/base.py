@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from hf_specgen.verification.result import VerificationResult, accepted_path
 
 INVALID = -1
 """Returned where no token can be sampled: the weights are NaN, as the softmax of NaN, inf or all -inf scores is."""
+INVALID_SCORES = "probability tensor contains either `inf`, `nan` or element < 0"
+"""What `torch.multinomial` raises then."""
+Choices = tuple[dict[int, tuple[list[int], list[int]]], Any, Any]
+"""For each active row the accepted path and the tokens along it and after it; scores and logits by row and slot."""
 
 
 class Verifier(ABC):
@@ -62,7 +66,7 @@ class VerificationSession(ABC):
         """Choose the token that follows each of the given nodes (all nodes of the tree, or one per row).
 
         Args:
-            scores: `[batch, slots, vocab]` processed scores, float32.
+            scores: `[batch, slots, vocab]` processed scores, float32 unless a processor has returned another dtype.
             steps: `[batch][slots]` which generated token each slot decides, 0 the first. Empty if nothing is sampled.
             tree: the draft. A slot that chooses the token of one of its node's children accepts that child.
             nodes: `[batch][slots]` the tree node that each slot follows; -1 is the row's last token. Where a row has
@@ -116,32 +120,66 @@ class VerificationSession(ABC):
         """
         if logits.dtype != torch.float32 or logits.device != self.call.state.device:
             logits = logits.to(device=self.call.state.device, dtype=torch.float32)
-        if self.processors.score_only:
-            return self._verify_at_once(tree, logits, active)
-        with self.call.state.tentative():
-            return _ColumnWalk(self, tree, logits, active).run()
-
-    def _verify_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
-        scores = self.processors.all_nodes(logits)
-        steps = self._steps(tree, active) if self.call.do_sample else []
-        chosen_tokens = tree.read_with(self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch))
-        draft_tokens = tree.token_lists()
+        choose_tokens = self._choose_at_once if self.processors.score_only else self._choose_by_column
+        chosen, scores, logits_of = choose_tokens(tree, logits, active)
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
-        for row in range(tree.batch):
-            if not active[row]:
-                continue
-            path, tokens = accepted_path(draft_tokens[row], tree.parents[row], chosen_tokens[row])
+        for row, (path, tokens) in chosen.items():
             emitted = self.call.state.count_until_end(row, tokens)
-            if INVALID in tokens[1:emitted]:  # a stopping criterion may come first: the next step chooses that token
-                emitted = tokens.index(INVALID, 1)
+            if INVALID in tokens[:emitted]:  # a stopping criterion may come first: the next step chooses that token
+                emitted = tokens.index(INVALID)
+                if not emitted:
+                    raise RuntimeError(INVALID_SCORES)
             result.paths[row], result.tokens[row] = path[: emitted - 1], tokens[:emitted]
             result.accepted[row] = min(len(path), emitted)
-            check_sampled(result.tokens[row])
         if self.call.keeps_scores:
             result.scores = _along(scores, result)
         if self.call.keeps_logits:
-            result.logits = _along(logits, result)
+            result.logits = _along(logits_of, result)
         return result
+
+    def _choose_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Choices:
+        """Choose the token after every node, then follow the choices down the tree."""
+        scores = self.processors.all_nodes(logits)
+        steps = self._steps(tree, active) if self.call.do_sample else []
+        chosen = tree.read_with(self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch))
+        draft_tokens, rows = tree.token_lists(), [row for row in range(tree.batch) if active[row]]
+        paths = {row: accepted_path(draft_tokens[row], tree.parents[row], chosen[row]) for row in rows}
+        return paths, scores, logits
+
+    def _choose_by_column(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Choices:
+        """Choose column by column along the accepted paths, for processors that depend on the preceding tokens.
+
+        Rows may start at different columns. A column is decided once for all rows that have reached it, until every
+        row (in lockstep: one row) has chosen a token outside its draft or has ended. The chosen tokens are appended to
+        the state tentatively, so that processors see them.
+        """
+        state, draft_tokens, nodes = self.call.state, tree.token_lists(), [-1] * tree.batch
+        chosen: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in range(tree.batch) if active[row]}
+        scores, logits_of = ([dict[int, torch.Tensor]() for _ in active] for _ in range(2))  # by row and slot
+        walking, is_broken = list(chosen), False
+        with state.tentative():
+            while walking and not is_broken:
+                step = min(len(state.generated[row]) for row in walking)
+                column = torch.stack([logits[row, node + 1] for row, node in enumerate(nodes)])
+                processed = self.processors.column(step, column)
+                choices = self.choose(processed[:, None], [[step]] * tree.batch, tree, [[node] for node in nodes])
+                tokens = tree.read_with(choices)
+                for row in [row for row in walking if len(state.generated[row]) == step]:
+                    [token], (path, emitted), slot = tokens[row], chosen[row], nodes[row] + 1
+                    scores[row][slot], logits_of[row][slot] = processed[row], column[row]
+                    emitted.append(token)
+                    child, has_ended = None, False
+                    if token != INVALID:
+                        state.append(row, [token])
+                        siblings, has_ended = children(tree.parents[row])[slot], state.has_ended(row)
+                        child = next((node for node in siblings if draft_tokens[row][node] == token), None)
+                    if child is not None:
+                        path.append(child)
+                        nodes[row] = child
+                    if child is None or has_ended:
+                        walking.remove(row)
+                        is_broken |= bool(self.processors.lockstep) and not has_ended
+        return chosen, scores, logits_of
 
     def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
         """Which generated token is chosen at each node; for rows that take no part, steps of an active row."""
@@ -206,9 +244,9 @@ class PathSession(VerificationSession):
             tree = _children_only(tree, [node for [node] in nodes])
             scores = scores.expand(-1, 1 + tree.nodes, -1)
         drafted = Nodes.of_tree(tree, scores.device)
-        last, following = self.accept(scores, tree, drafted)
+        last, following = self.accept(scores.float(), tree, drafted)
         rows, slots = torch.arange(len(last), device=last.device), scores.shape[1]
-        on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:] & drafted.are_real
+        on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:]  # padding is below what is accepted
         chosen = pad(following.expand(-1, slots), (0, 1))  # one slot more, for nodes off the path
         chosen.scatter_(1, torch.where(on_path, drafted.parents, slots), drafted.tokens)
         return chosen[:, : len(nodes[0])]
@@ -223,79 +261,6 @@ def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
     if q is not None:
         q = torch.stack([q[row, [*own, *[0] * (width - len(own))]] for row, own in enumerate(picked)])
     return DraftTree(tokens, tuple((-1,) * len(own) for own in picked), q)
-
-
-class _ColumnWalk:
-    """Verification column by column along the accepted paths, for processors that depend on the preceding tokens.
-
-    Rows may start at different columns. A column is decided once for all rows that have reached it. The chosen tokens
-    are appended to the state tentatively, so that processors see them.
-    """
-
-    def __init__(self, session: VerificationSession, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]):
-        self._session, self._call = session, session.call
-        self._processors: LogitsPipeline = session.processors
-        self._tree, self._draft_tokens, self._logits = tree, tree.token_lists(), logits
-        self._node = [-1] * tree.batch
-        self._walking = [row for row in range(tree.batch) if active[row]]
-        self._result = VerificationResult(
-            [[] if is_active else None for is_active in active], [[] for _ in active], [0] * tree.batch
-        )
-        self._result.scores = [[] for _ in active] if self._call.keeps_scores else []
-        self._result.logits = [[] for _ in active] if self._call.keeps_logits else []
-
-    def run(self) -> VerificationResult:
-        """Decide columns until every row (in lockstep: one row) has chosen a token outside its draft or has ended."""
-        generated = self._call.state.generated
-        while self._walking:
-            step = min(len(generated[row]) for row in self._walking)
-            members = [row for row in self._walking if len(generated[row]) == step]
-            logits = torch.stack([self._logits[row, node + 1] for row, node in enumerate(self._node)])
-            scores = self._processors.column(step, logits)
-            steps, nodes = [[step]] * len(scores), [[node] for node in self._node]
-            chosen = self._tree.read_with(self._session.choose(scores[:, None], steps, self._tree, nodes))
-            on_draft = [self._take(row, chosen[row][0], scores, logits) for row in members]
-            if self._processors.lockstep and not all(on_draft):
-                break
-        for row, path in enumerate(self._result.paths):
-            if path:
-                del path[len(self._result.tokens[row]) - 1 :]
-        return self._result
-
-    def _take(self, row: int, token: int, scores: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Emit a token; in lockstep, True lets the other rows continue: the row follows its draft or has ended."""
-        state, result = self._call.state, self._result
-        if token == INVALID and result.tokens[row]:  # a stopping criterion may come first: the next step chooses it
-            self._walking.remove(row)
-            return False
-        check_sampled([token])
-        state.append(row, [token])
-        result.tokens[row].append(token)
-        self._keep(row, scores, logits)
-        siblings = children(self._tree.parents[row])[self._node[row] + 1]
-        child = next((node for node in siblings if self._draft_tokens[row][node] == token), None)
-        ended = state.has_ended(row)
-        result.accepted[row] += child is not None
-        if child is None or ended:
-            self._walking.remove(row)
-            return ended
-        self._node[row] = child
-        path = result.paths[row]
-        assert path is not None
-        path.append(child)
-        return True
-
-    def _keep(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        if self._call.keeps_scores:
-            self._result.scores[row].append(scores[row].clone())
-        if self._call.keeps_logits:
-            self._result.logits[row].append(logits[row].clone())
-
-
-def check_sampled(tokens: Sequence[int]) -> None:
-    """Raise what `torch.multinomial` raises if a token could not be sampled."""
-    if INVALID in tokens:
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:
@@ -336,13 +301,12 @@ def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
 
 def exponential(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
     """Noise for `exponential_race`, in a shape whose last dimension is the vocabulary."""
-    return torch.empty(tuple(shape), device=device).exponential_(generator=generator)
+    return torch.empty(tuple(shape), dtype=torch.float32, device=device).exponential_(generator=generator)
 
 
-def _along(values: torch.Tensor, result: VerificationResult) -> list[list[torch.Tensor]]:
+def _along(values: Any, result: VerificationResult) -> list[list[torch.Tensor]]:
     """The `[vocab]` values of each row's emitted tokens; copies, so that the step's own tensor can be freed."""
-    picked: list[list[torch.Tensor]] = []
-    for row, path in enumerate(result.paths):
-        nodes = [] if path is None else [0, *(node + 1 for node in path)]
-        picked.append([values[row, node].clone() for node in nodes])
-    return picked
+    return [
+        [] if path is None else [values[row][slot].clone() for slot in (0, *(node + 1 for node in path))]
+        for row, path in enumerate(result.paths)
+    ]

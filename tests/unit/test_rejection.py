@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import LogitsProcessorList
 from hf_specgen import DraftTree, VerificationResult, Verifier
 from hf_specgen.tree import Parents, children
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, rejection
+from hf_specgen.verification.base import Nodes, PathSession
 from tests.helpers.goodness_of_fit import (
     FIRST,
     VOCAB,
@@ -157,12 +159,46 @@ def test_rejection_paths_accept_more_than_tokens_one_by_one(parents: Parents, le
     assert tokens[0] > least * tokens[1]
 
 
+@pytest.mark.parametrize(
+    "verifier", [RejectionVerifier(), TypicalVerifier(epsilon=1e-6, alpha=1e-6)], ids=["p/q", "typical"]
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_accepted_path_has_no_padding(verifier: Verifier, data: st.DataObject) -> None:
+    """`PathSession.choose` takes every node above the accepted one; rows differ in length, some tokens are unknown."""
+    parents = [data.draw(any_parents(st.integers(0, 7))) for _ in range(3)]
+    nodes = max(map(len, parents))
+    numbers = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    tokens = torch.randint(-1, 8, (3, nodes), generator=numbers)
+    tree = DraftTree(tokens.clamp(min=0), tuple(parents))
+    drafted = Nodes.of_tree(tree, tokens.device)
+    drafted = drafted._replace(are_real=drafted.are_real & (tokens >= 0))
+    scores = torch.randn(3, 1 + nodes, 8, generator=numbers)
+    last, _ = cast(PathSession, start_session(verifier, 3)).accept(scores, tree, drafted)
+    on_path = tree.structure().ancestors[torch.arange(3), last][:, 1:]
+    assert not bool((on_path & ~drafted.are_real).any())
+
+
 def test_path_weights_q_equal_to_p_accepts_always() -> None:
     """Would catch: a division by the mass of the residual, which is zero here; rounding taken for a rejection."""
     p = warped(target_logits())
     tokens, parents = torch.multinomial(p, 1), torch.zeros(VOCAB, 1, dtype=torch.long)
     weights, rest = rejection.path_weights(p[:, None].repeat(1, 2, 1), p[:, None], tokens, parents, tokens >= 0)
     assert bool((weights[:, 1] > 1 - 1e-6).all()) and not rest.isnan().any()
+
+
+def test_rejection_has_float32_whatever_the_default_dtype_is() -> None:
+    """Would catch: acceptance by random numbers of 8 bits after `torch.set_default_dtype(torch.bfloat16)`."""
+    tree, logits = DraftTree(torch.tensor([[2, 5, 7]]), (CHAIN,)), target_logits()[None, [FIRST, 2, 5, 7]]
+    runs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            torch.manual_seed(3)
+            runs.append([verify_once(RejectionVerifier(), tree, logits).tokens for _ in range(200)])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert runs[0] == runs[1]
 
 
 def test_draft_weights_have_their_own_random_numbers_and_repeats() -> None:
