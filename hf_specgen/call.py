@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_specgen.compat import CACHE
 
@@ -69,12 +69,10 @@ class GenerationState:
         pad_id: int | None,
     ) -> GenerationState:
         """The state at the start of a call, from what `generate` prepared; rows are padded if a criterion has EOS."""
-        stop_ids: set[int] = set()
-        for criterion in criteria:
-            if type(criterion) is EosTokenCriteria:
-                stop_ids.update(criterion.eos_token_id.tolist())
+        ends = [criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria]
+        lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+        stop_ids, max_length = {token for tokens in ends for token in tokens}, min(lengths, default=float("inf"))
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        max_length = float("inf") if criteria.max_length is None else criteria.max_length
         return cls(input_ids, attention_mask, stop_ids, max_length, pad_id if pads else None)
 
     def pending(self) -> list[int]:

@@ -49,7 +49,8 @@ class _CoupledSession(VerificationSession):
         if not self.call.do_sample:
             return argmax(scores)
         if self._noise is None:
-            self._noise = NoiseBuffer(scores.shape[0], scores.shape[2], scores.device, self.call.seed)
+            batch, _, vocab = scores.shape
+            self._noise = NoiseBuffer(batch, vocab, scores.device, self.call.seed, scores.dtype)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
     def draft_weights(
@@ -83,14 +84,22 @@ class _CoupledSession(VerificationSession):
 class NoiseBuffer:
     """Exponential noise for each decoding step, drawn ahead as needed; `rewind` restores the generator at the end.
 
-    With a `seed` it is drawn by a generator of its own: what `torch.manual_seed(seed)` would draw next.
+    With a `seed` it is drawn by a generator of its own: what `torch.manual_seed(seed)` would draw next. `dtype` is that
+    of the probabilities, which is what `torch.multinomial` draws its noise in.
     """
 
-    def __init__(self, batch: int, vocab: int, device: torch.device, seed: int | None = None):
-        check_multinomial(device)
+    def __init__(
+        self,
+        batch: int,
+        vocab: int,
+        device: torch.device,
+        seed: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        check_multinomial(device, dtype)
         self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
         """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
-        self._shape, self._device = (batch, vocab), device
+        self._shape, self._device, self._dtype = (batch, vocab), device, dtype
         self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         self._drawn = 0
         self._noise: dict[int, torch.Tensor] = {}
@@ -101,7 +110,7 @@ class NoiseBuffer:
         while self._drawn <= max(map(max, steps)):
             if self._generator is None:
                 self._states[self._drawn] = rng_state(self._device)
-            noise = torch.empty(self._shape, device=self._device)
+            noise = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._noise[self._drawn] = noise.exponential_(generator=self._generator)
             self._drawn += 1
         slices = [self._noise[step][row] for row, row_steps in enumerate(steps) for step in row_steps]
@@ -120,11 +129,11 @@ class NoiseBuffer:
 
 
 @lru_cache(maxsize=8)
-def check_multinomial(device: torch.device) -> None:
+def check_multinomial(device: torch.device, dtype: torch.dtype) -> None:
     """Raise unless `torch.multinomial` on `device` is argmax(p / exponential noise); leaves the generator untouched."""
     before = rng_state(device)
     try:
-        probabilities = torch.full((3, 64), 1 / 64, device=device)
+        probabilities = torch.full((3, 64), 1 / 64, dtype=dtype, device=device)
         sampled = torch.multinomial(probabilities, 1)
         after = rng_state(device)
         _set_rng_state(device, before)

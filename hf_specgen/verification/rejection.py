@@ -69,7 +69,7 @@ class RejectionSession(PathSession):
         rows, (batch, slots, vocab) = torch.arange(len(p), device=p.device), p.shape
         q = None if tree.q is None else _fit(tree.q, vocab).to(p.device, torch.float32)
         weights, remaining = path_weights(p, q, *nodes)
-        accepted = torch.rand(batch, slots, device=p.device) < weights
+        accepted = torch.rand(batch, slots, dtype=p.dtype, device=p.device) < weights
         accepted[:, 0] = True
         order = torch.tensor([(*post_order(row), *[slots] * (slots - 1 - len(row))) for row in tree.parents])
         last = order.to(p.device).masked_fill(~accepted, slots).argmin(dim=1)
@@ -86,7 +86,7 @@ def path_weights(
     """
     rows, remaining = torch.arange(len(p), device=p.device), p.clone()
     is_left = torch.ones_like(p, dtype=torch.bool)  # tokens that no child of a slot has yet
-    weights = torch.zeros(p.shape[:2], device=p.device)
+    weights = p.new_zeros(p.shape[:2])
     weights[:, 0] = 1
     for node, (token, parent, is_real) in enumerate(zip(tokens.T, parents.T, is_node.T, strict=True)):
         slot, token = torch.where(is_real, parent, node + 1), token[:, None]

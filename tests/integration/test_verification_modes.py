@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_specgen import Call, SpeculationMonitor
 from hf_specgen.verification import CoupledVerifier
@@ -65,6 +65,29 @@ def test_typical_acceptance_is_lossy_and_accepts_more() -> None:
     arguments = {"max_new_tokens": 16, "verification": "typical"}
     plain, typical = plain_and_speculative(model, prompts(1), oracle, **arguments)
     assert not torch.equal(typical.sequences, plain) and typical.speculation.accepted > accepted
+
+
+@pytest.mark.parametrize("lengths", [(24, 17), (17, 24)])
+def test_several_length_criteria_stop_at_the_shortest(lengths: tuple[int, int]) -> None:
+    """Would catch: only the first `MaxLengthCriteria` of the list, as `StoppingCriteriaList.max_length` returns."""
+    criteria = StoppingCriteriaList(map(MaxLengthCriteria, lengths))
+    arguments = {"max_new_tokens": 30, "stopping_criteria": criteria}
+    plain, output = plain_and_speculative(tiny_model("llama"), prompts(2), partial(Oracle, accuracy=0.9), **arguments)
+    assert plain.shape[1] == 17 and torch.equal(output.sequences, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_processor_with_scores_of_another_dtype_same_samples(dtype: torch.dtype) -> None:
+    """Would catch: noise that is not rounded as plain sampling rounds its own."""
+
+    def convert(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.to(dtype)
+
+    arguments: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "output_scores": True}
+    arguments["logits_processor"] = LogitsProcessorList([convert])
+    oracle = partial(Oracle, accuracy=0.8)
+    plain, output = plain_and_speculative(tiny_model("llama"), prompts(4), oracle, **arguments)
+    assert torch.equal(output.sequences, plain) and output.scores[0].dtype == dtype
 
 
 # Invalid scores that plain `generate` never computes, and what an exception leaves behind; others: `test_cases.py`

@@ -40,6 +40,22 @@ def test_exponential_race_picks_the_tokens_of_multinomial(batch: int) -> None:
         assert race_winners(p[step], e[:, 0]) == plain[step]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_noise_has_the_dtype_of_the_probabilities(dtype: torch.dtype) -> None:
+    """Would catch: float32 noise for scores in half precision, which processors may return; the default dtype."""
+    p = torch.randn(200, 2, 512, generator=torch.Generator().manual_seed(1)).to(dtype).softmax(dim=-1)
+    torch.manual_seed(5)
+    plain = plain_sampling(p)
+    torch.manual_seed(5)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        buffer = NoiseBuffer(2, 512, CPU, dtype=dtype)
+        noise = torch.cat([buffer.at([[step]] * 2) for step in range(200)], dim=1).transpose(0, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert noise.dtype == dtype and [race_winners(*pair) for pair in zip(p, noise, strict=True)] == plain
+
+
 def test_release_after_every_step_keeps_memory_bounded() -> None:
     """Would catch: a buffer that keeps the noise of all steps."""
     sizes = []
