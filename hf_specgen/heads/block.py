@@ -23,8 +23,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.checkpoint import Checkpoint, Fields
-from hf_specgen.heads.head_file import Format, HeadFile, speculators_format, speculators_type
+from hf_specgen.heads.checkpoint import Fields
+from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 
 
@@ -172,14 +172,14 @@ def _speculators_options(file: HeadFile, both_ways: bool) -> dict[str, Any]:
 
 def _flat_options(file: HeadFile) -> dict[str, Any]:
     """The layout of z-lab and JetSpec; `is_causal` or `causal_head` decide for all layers."""
-    fields, dflash = file.fields, file.fields.nested("dflash_config")
-    flags = ((dflash, "causal_head"), (dflash, "causal"), (fields, "is_causal"))
-    causal = next((part.flag(name) for part, name in flags if part.get(name) is not None), None)
+    fields = file.fields
+    flags = ("causal_head", "causal", "is_causal")
+    causal = next((fields.flag(name) for name in flags if fields.get(name) is not None), None)
     target_layers, layers = fields.optional_integer("num_target_layers", 1), file.aux_hidden_state_layers()
     if layers is None and target_layers is not None:
         layers = block_layers(target_layers, file.num_layers)
     return {
-        "block_size": Fields(dflash.values, fields.values).integer("block_size", 2),
+        "block_size": fields.integer("block_size", 2),
         "attention": tuple(
             BlockAttention(sliding if causal is None else causal, window)
             for sliding, window in _sliding(file.of_layers, file.num_layers)
@@ -202,27 +202,26 @@ def _sliding(of_layers: Fields, num_layers: int) -> list[tuple[bool, int | None]
     return [(name == "sliding_attention", window if name == "sliding_attention" else None) for name in types]
 
 
-def projector_type(checkpoint: Checkpoint) -> str:
+def projector_type(file: HeadFile) -> str:
     """What corrects the logits of a block head, by its name in the config, or else by the name of the class."""
-    fields = Fields(checkpoint.config)
-    configured = Fields(fields.nested("dflash_config").values, fields.values).get("projector_type")
-    classes = str(fields.get("architectures")).lower()
-    return str(configured or next((name for name in ("dspark", "domino") if name in classes), "dflash"))
+    classes = str(file.fields.get("architectures")).lower()
+    by_class = next((name for name in ("dspark", "domino") if name in classes), "dflash")
+    return str(file.fields.get("projector_type") or by_class)
 
 
 def load_block(file: HeadFile) -> BlockHead:
     """A DFlash or JetSpec head."""
-    if (name := projector_type(file.checkpoint)) != "dflash":
+    if (name := projector_type(file)) != "dflash":
         raise ValueError(f"DFlash heads with projector_type {name[:40]!r} are not supported")
     return file.build(BlockHead, BlockConfig(**block_options(file)))
 
 
-def is_block(checkpoint: Checkpoint) -> bool:
-    """Whether features are projected and normalised once for all layers, in a flat config."""
-    return speculators_type(checkpoint) is None and {"fc.weight", "hidden_norm.weight"} <= checkpoint.tensors.keys()
+def is_block(file: HeadFile) -> bool:
+    """Whether features are projected and normalised once for all layers."""
+    return file.has("fc.weight", "hidden_norm.weight")
 
 
 FORMATS = (
-    speculators_format("dflash", "DFlashCandidates", load_block),
-    Format("DFlash, JetSpec", "DFlashCandidates", is_block, load_block),
+    Format("speculators dflash", "DFlashCandidates", load_block),
+    Format("DFlash, JetSpec", "DFlashCandidates", load_block, is_block),
 )

@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from hf_specgen.heads.block import BlockConfig, block_options, is_block
-from hf_specgen.heads.checkpoint import Checkpoint
-from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
+from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
@@ -134,7 +133,7 @@ class DFlash2Head(PathHead):
 def load_dflash2(file: HeadFile) -> DFlash2Head:
     """A DFlash2 head of z-lab or speculators; sliding layers of the latter are bidirectional unless configured."""
     file.names = {ours.replace("codebook.weight", "codebook"): name for ours, name in file.names.items()}
-    fields = file.block_fields
+    fields = file.fields
     sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     options = block_options(file, both_ways=True)
     options |= {name: fields.integer(name) for name in sizes if fields.get(name) is not None}
@@ -142,12 +141,12 @@ def load_dflash2(file: HeadFile) -> DFlash2Head:
     return file.build(DFlash2Head, DFlash2Config(**options))
 
 
-def _is_dflash2(checkpoint: Checkpoint) -> bool:
-    """Whether a flat config is that of a DFlash2 head."""
-    return is_block(checkpoint) and "layers.0.attention_conv.base_kernel" in checkpoint.tensors
-
-
 FORMATS = (
-    speculators_format("dflash2", "DFlashCandidates", load_dflash2),
-    Format("DFlash2", "DFlashCandidates", _is_dflash2, load_dflash2),
+    Format("speculators dflash2", "DFlashCandidates", load_dflash2),
+    Format(
+        "DFlash2",
+        "DFlashCandidates",
+        load_dflash2,
+        lambda file: is_block(file) and file.has("layers.0.attention_conv.base_kernel"),
+    ),
 )

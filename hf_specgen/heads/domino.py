@@ -61,7 +61,7 @@ class DominoHead(PathHead):
 
 def load_domino(file: HeadFile) -> DominoHead:
     """A Domino head of SpecForge or ModelOpt; without `shift_label` position j of the block proposes token j."""
-    fields = file.block_fields
+    fields = file.fields
     options = block_options(file)
     config = DominoConfig(
         **options | {"first_proposing_position": 0 if fields.flag("shift_label") else 1},
@@ -74,5 +74,5 @@ def load_domino(file: HeadFile) -> DominoHead:
 
 
 FORMATS = (
-    Format("Domino", "DFlashCandidates", lambda one: is_block(one) and projector_type(one) == "domino", load_domino),
+    Format("Domino", "DFlashCandidates", load_domino, lambda file: is_block(file) and projector_type(file) == "domino"),
 )

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from hf_specgen.heads.block import BlockConfig, block_options, is_block, projector_type
-from hf_specgen.heads.checkpoint import Checkpoint, Fields
-from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
+from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
 KINDS = ("vanilla", "gated", "rnn")
@@ -130,10 +129,9 @@ def load_dspark(file: HeadFile) -> DSparkHead:
         CONFIDENCE_NAME.sub("confidence_head.proj.", MARKOV_NAME.sub(r"markov_head.\1.", ours)): name
         for ours, name in file.names.items()
     }
-    fields = file.block_fields
-    shapes = {ours: file.tensors[name].shape for ours, name in file.names.items()}
+    fields = file.fields
     rank, confidence = (
-        shapes[name][-1] if shapes.get(name) else 0
+        file.matrix(name)[1] if file.has(name) else 0
         for name in ("markov_head.markov_w1.weight", "confidence_head.proj.weight")
     )
     configured = fields.optional_integer("markov_rank")
@@ -141,7 +139,7 @@ def load_dspark(file: HeadFile) -> DSparkHead:
         raise ValueError(f"config.json has markov_rank {configured}, but the tensors have {rank}")
     options = block_options(file)
     config = DSparkConfig(
-        **options | _layout(file, fields, options["block_size"]),
+        **options | _layout(file, options["block_size"]),
         markov_rank=rank,
         markov_head_type=fields.text("markov_head_type") if fields.get("markov_head_type") else "vanilla",
         enable_confidence_head=confidence > 0,
@@ -150,25 +148,25 @@ def load_dspark(file: HeadFile) -> DSparkHead:
     return file.build(DSparkHead, config)
 
 
-def _layout(file: HeadFile, fields: Fields, block_size: int) -> dict[str, object]:
+def _layout(file: HeadFile, block_size: int) -> dict[str, object]:
     """Which position of the block proposes first, and whether the file says so.
 
     In the wrong layout a good head is accepted as rarely as a random one, without any error.
     """
     for name, means_fill_in in (("sample_from_anchor", False), ("shift_label", False), ("dspark_bonus_anchor", True)):
-        if fields.get(name) is not None:
-            return {"first_proposing_position": int(fields.flag(name) == means_fill_in)}
+        if file.fields.get(name) is not None:
+            return {"first_proposing_position": int(file.fields.flag(name) == means_fill_in)}
     if file.is_nested:  # before the field existed, speculators trained the other layout than its class now has
         return {"first_proposing_position": int(file.speculative_tokens() != block_size), "measures_layout": True}
     return {"first_proposing_position": 0, "measures_layout": "dflash_config" in file.checkpoint.config}
 
 
-def is_dspark(checkpoint: Checkpoint) -> bool:
-    """Whether a flat config is that of a DSpark head."""
-    return is_block(checkpoint) and projector_type(checkpoint) == "dspark"
-
-
 FORMATS = (
-    speculators_format("dspark", "DFlashCandidates", load_dspark),
-    Format("DSpark (DeepSpec, SpecForge, ModelOpt)", "DFlashCandidates", is_dspark, load_dspark),
+    Format("speculators dspark", "DFlashCandidates", load_dspark),
+    Format(
+        "DSpark (DeepSpec, SpecForge, ModelOpt)",
+        "DFlashCandidates",
+        load_dspark,
+        lambda file: is_block(file) and projector_type(file) == "dspark",
+    ),
 )

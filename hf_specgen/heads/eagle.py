@@ -22,8 +22,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.checkpoint import Checkpoint
-from hf_specgen.heads.head_file import Format, HeadFile, speculators_format
+from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding
 
 
@@ -196,22 +195,22 @@ def load_eagle3(file: HeadFile) -> Eagle3Head:
     return file.build(Eagle3Head, config)
 
 
-def _is_eagle1(checkpoint: Checkpoint) -> bool:
-    """Whether the layer reads a state made of embedding and feature, and so has no norms before its attention."""
-    names = HeadFile(checkpoint).names.keys()
-    norms = {"layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "hidden_norm.weight"}
-    return names >= {"fc.weight", "layers.0.self_attn.q_proj.weight"} and not names & norms
-
-
-def _is_eagle3(checkpoint: Checkpoint) -> bool:
-    """Whether the first layer normalises embedding and feature side by side."""
-    return "layers.0.hidden_norm.weight" in HeadFile(checkpoint).names
-
-
+NORM_OF_STATES = "layers.0.hidden_norm.weight"
+"""Only the first layer of EAGLE-3 normalises embedding and state beside each other."""
 FORMATS = (
-    speculators_format("eagle3", "EagleCandidates", load_eagle3),
-    speculators_format("peagle", "PEagleCandidates", load_eagle3),
-    Format("P-EAGLE", "PEagleCandidates", lambda one: _is_eagle3(one) and "mask_hidden" in one.tensors, load_eagle3),
-    Format("EAGLE-3 (original, SpecForge, ModelOpt, DeepSpec)", "EagleCandidates", _is_eagle3, load_eagle3),
-    Format("EAGLE-1, EAGLE-2, HASS", "EagleCandidates", _is_eagle1, load_eagle1),
+    Format("speculators eagle3", "EagleCandidates", load_eagle3),
+    Format("speculators peagle", "PEagleCandidates", load_eagle3),
+    Format("P-EAGLE", "PEagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES, "mask_hidden")),
+    Format(
+        "EAGLE-3 (original, SpecForge, ModelOpt, DeepSpec)",
+        "EagleCandidates",
+        load_eagle3,
+        lambda file: file.has(NORM_OF_STATES),
+    ),
+    Format(
+        "EAGLE-1, EAGLE-2, HASS",
+        "EagleCandidates",
+        load_eagle1,
+        lambda file: file.has("fc.weight", "layers.0.self_attn.q_proj.weight"),
+    ),
 )

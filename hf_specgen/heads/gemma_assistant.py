@@ -189,8 +189,8 @@ FORMATS = (
     Format(
         "Gemma 4 assistant",
         "GemmaAssistantCandidates",
-        lambda checkpoint: checkpoint.config.get("model_type") in MODEL_TYPES,
         load_assistant,
+        lambda file: file.fields.get("model_type") in MODEL_TYPES,
     ),
 )
 

@@ -6,7 +6,7 @@ A format is one function that reads a `HeadFile`, and an entry in the table of `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -46,8 +46,9 @@ class HeadFile:
         dtype: of the head; None for that of the file.
 
     Attributes:
-        fields: the config.
-        is_nested: whether it is in the format of speculators, which describes the layers in a config of their own.
+        fields: the config, with the fields in its `dflash_config`.
+        kind: its type in the format of speculators; None in every other one.
+        is_nested: whether it describes the layers in a config of their own, as speculators does.
     """
 
     def __init__(
@@ -56,9 +57,11 @@ class HeadFile:
         aux_hidden_state_layers: tuple[int, ...] | None = None,
         dtype: torch.dtype | None = None,
     ):
-        self.checkpoint, self.fields, self._dtype = checkpoint, Fields(checkpoint.config), dtype
+        self.checkpoint, self._layers, self._dtype = checkpoint, aux_hidden_state_layers, dtype
+        of_block = Fields(checkpoint.config).nested("dflash_config").values
+        self.fields = Fields(checkpoint.config | {name: value for name, value in of_block.items() if value is not None})
+        self.kind = speculators_type(checkpoint)
         self.is_nested = "transformer_layer_config" in checkpoint.config
-        self._layers = aux_hidden_state_layers
 
     @cached_property
     def names(self) -> Names:
@@ -73,16 +76,24 @@ class HeadFile:
         """Shapes and dtypes of all tensors of the file."""
         return self.checkpoint.tensors
 
+    def has(self, *names: str) -> bool:
+        """Whether there are tensors of these names in our modules."""
+        return self.names.keys() >= set(names)
+
+    def matrix(self, name: str) -> tuple[int, ...]:
+        """The shape of a matrix, by its name in our modules; raises `ValueError` if there is none."""
+        if name not in self.names:
+            raise ValueError(f"the tensor {name} is missing")
+        shape = self.tensors[self.names[name]].shape
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(f"tensor {self.names[name]} must be a matrix, but has shape {shape}")
+        return shape
+
     @cached_property
     def of_layers(self) -> Fields:
         """The config of the layers, with the defaults of their model type."""
         nested = self.fields.nested("transformer_layer_config").values
         return layer_fields(nested if self.is_nested else self.checkpoint.config)
-
-    @property
-    def block_fields(self) -> Fields:
-        """The config of a block head: what is not in `dflash_config` is beside it."""
-        return Fields(self.fields.nested("dflash_config").values, self.fields.values)
 
     @cached_property
     def num_layers(self) -> int:
@@ -91,7 +102,8 @@ class HeadFile:
 
     def layer(self, strict_bias: bool = False) -> LayerConfig:
         """The configuration of the layers."""
-        return read_layer(self.of_layers, self.checkpoint, self.names, strict_bias)
+        queries, keys = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
+        return read_layer(self.of_layers, self.names, queries, keys, strict_bias)
 
     def aux_hidden_state_layers(self) -> tuple[int, ...] | None:
         """The `hidden_states` indices that were asked for or are configured; None for the default of the format."""
@@ -112,7 +124,7 @@ class HeadFile:
             "vocab_size": vocab,
             "draft_vocab_size": draft_vocab,
             "target_hidden_size": target_hidden,
-            "num_aux_hidden_states": self._num_aux_hidden_states(target_hidden, hidden) if projects else 1,
+            "num_aux_hidden_states": max(1, self.matrix("fc.weight")[1] // target_hidden) if projects else 1,
             "aux_hidden_state_layers": self.aux_hidden_state_layers(),
             "own_embeddings": "embed_tokens.weight" in self.tensors,
             "own_lm_head": "lm_head.weight" in self.tensors,
@@ -132,23 +144,10 @@ class HeadFile:
 
     def mask_token(self) -> int:
         """The token that stands for positions that are predicted in parallel."""
-        for part in (self.fields.nested("dflash_config"), self.fields):
-            for name in MASK_TOKEN_FIELDS:
-                if part.get(name) is not None:
-                    return part.integer(name, 0)
+        for name in MASK_TOKEN_FIELDS:
+            if self.fields.get(name) is not None:
+                return self.fields.integer(name, 0)
         raise ValueError(f"the head predicts positions in parallel, but config.json has no {MASK_TOKEN_FIELDS[0]}")
-
-    def _num_aux_hidden_states(self, target_hidden: int, hidden: int) -> int:
-        """How many of the target's states the linear layer over the features reads."""
-        if "fc.weight" not in self.tensors:
-            raise ValueError("the tensor fc.weight is missing")
-        shape = self.tensors["fc.weight"].shape
-        if len(shape) != 2 or shape[0] != hidden or shape[1] % target_hidden or shape[1] == 0:
-            raise ValueError(
-                f"fc.weight has shape {shape}, but it has to make a state of width {hidden} out of states of width "
-                f"{target_hidden}"
-            )
-        return shape[1] // target_hidden
 
     def add(self, names: Names, tensors: Mapping[str, TensorInfo]) -> None:
         """Add tensors of another file, and their names in our modules."""
@@ -156,21 +155,38 @@ class HeadFile:
         self.names |= names
 
     def build(self, head_class: Callable[[Any], Head], config: HeadConfig, optional: str = "") -> Head:
-        """The head with its tensors, of which names, shapes and dtypes are checked before they are read.
+        """The head with its tensors, of which names, shapes and dtypes are checked.
 
         Tensors whose names end with `optional` are zeros if they are missing.
         """
-        names, checkpoint = self.names, self.checkpoint
         try:
             with torch.device("meta"):
                 head = head_class(config)
         except Exception as error:  # such as an overflow of the sizes, or whatever Transformers raises
             raise ValueError(f"config.json describes a head that cannot be built ({first_line(error)})") from None
         expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
-        missing, unknown = (
-            sorted(expected.keys() - names.keys()),
-            sorted(names.keys() - expected.keys() - {"token_map"}),
-        )
+        self._check_names(expected.keys(), optional)
+        membership = self.tensors.get("t2d")
+        if membership is not None and membership.shape != (config.vocab_size,):
+            raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {config.vocab_size}")
+        ids = None if head.draft_to_target is None else self._draft_to_target(config)
+        loaded = self.checkpoint.read(theirs for ours, theirs in self.names.items() if ours in expected)
+        floats = (tensor.dtype for tensor in loaded.values() if tensor.is_floating_point())
+        dtype = self._dtype or next(floats, torch.float32)
+        state = {} if ids is None else {"draft_to_target": ids}
+        for name, tensor in expected.items():
+            found = loaded[self.names[name]] if name in self.names else torch.zeros(tensor.shape)
+            if ids is not None and len(tensor) == len(ids) and found.shape[:1] == (config.vocab_size,):
+                found = found[ids]
+            check_tensor(self.names.get(name, name), found, tensor)
+            own_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+            state[name] = found.to(own_dtype).reshape(tensor.shape)
+        head.load_state_dict(state, assign=True)
+        return head.eval().requires_grad_(False)
+
+    def _check_names(self, expected: Set[str], optional: str) -> None:
+        """Raise unless the file has these tensors, of which those that end with `optional` may be missing."""
+        missing, unknown = sorted(expected - self.names.keys()), sorted(self.names.keys() - expected - {"token_map"})
         quantised = missing and self.fields.nested("quantization_config").get("quant_method")
         if quantised:  # some configs have that of the target, though the head is not quantised
             raise ValueError(
@@ -179,36 +195,11 @@ class HeadFile:
         if missing and not (optional and all(name.endswith(optional) for name in missing)):
             raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
         if unknown:
+            names = ", ".join(self.names[name] for name in unknown[:3])
             raise ValueError(
-                f"a head with this config.json has no tensors such as {', '.join(names[name] for name in unknown[:3])} "
-                f"({len(unknown)} in all); it is of a variant that is not supported"
+                f"a head with this config.json has no tensors such as {names} ({len(unknown)} in all); it is of a "
+                "variant that is not supported"
             )
-        membership = self.tensors.get("t2d")
-        if membership is not None and membership.shape != (config.vocab_size,):
-            raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {config.vocab_size}")
-        read, ids = [name for name in expected if name in names], None
-        if head.draft_to_target is not None:
-            ids = self._draft_to_target(config)
-        whole = {
-            name for name in read if ids is not None and self.tensors[names[name]].shape[:1] == (config.vocab_size,)
-        }
-        for name in read:
-            tensor = expected[name]
-            if name in whole and tensor.shape[0] == config.draft_vocab_size:
-                tensor = tensor.new_empty(config.vocab_size, *tensor.shape[1:])
-            check_tensor(names[name], self.tensors[names[name]], tensor)
-        floats = (self.tensors[names[name]].dtype for name in read if expected[name].is_floating_point())
-        dtype = self._dtype or next(floats, torch.float32)
-        loaded = checkpoint.read({names[name] for name in read})
-        state = {} if ids is None else {"draft_to_target": ids}
-        for name, tensor in expected.items():
-            own_dtype = dtype if tensor.is_floating_point() else tensor.dtype
-            found = loaded[names[name]] if name in names else torch.zeros(tensor.shape)
-            if name in whole and len(found) != len(tensor):
-                found = found[ids]
-            state[name] = found.to(own_dtype).reshape(tensor.shape)
-        head.load_state_dict(state, assign=True)
-        return head.eval().requires_grad_(False)
 
     def _draft_to_target(self, config: HeadConfig) -> torch.Tensor:
         """The target's id of each draft id: vLLM's `token_map`, or from the differences of both in `d2t`."""
@@ -228,14 +219,15 @@ class HeadFile:
         return ids
 
 
-def check_tensor(name: str, info: TensorInfo, expected: torch.Tensor) -> None:
+def check_tensor(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     """Raise unless a tensor of the file has the expected dtype, and its shape apart from dimensions of size 1."""
-    if [size for size in info.shape if size != 1] != [size for size in expected.shape if size != 1]:
-        raise ValueError(f"tensor {name} has shape {info.shape}, but config.json makes it {tuple(expected.shape)}")
-    if expected.is_floating_point() and not (info.dtype.is_floating_point and info.dtype.itemsize > 1):
-        raise ValueError(f"tensor {name} has dtype {info.dtype}; quantised heads are not supported")
-    if not expected.is_floating_point() and info.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"tensor {name} has dtype {info.dtype}, but it holds token ids")
+    shape = tuple(found.shape)
+    if [size for size in shape if size != 1] != [size for size in expected.shape if size != 1]:
+        raise ValueError(f"tensor {name} has shape {shape}, but config.json makes it {tuple(expected.shape)}")
+    if expected.is_floating_point() and not (found.is_floating_point() and found.dtype.itemsize > 1):
+        raise ValueError(f"tensor {name} has dtype {found.dtype}; quantised heads are not supported")
+    if not expected.is_floating_point() and found.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tensor {name} has dtype {found.dtype}, but it holds token ids")
 
 
 def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -261,17 +253,17 @@ class Format(NamedTuple):
     """A format of checkpoints.
 
     Args:
-        name: as in messages.
+        name: as in messages; a type of speculators is recognised by it.
         strategy: the class of `hf_specgen.candidates` that drafts with it.
-        recognises: whether a checkpoint is of this format.
         load: reads the head; None for a format that is read together with its target.
-        reader: the function that does so.
+        recognises: whether a checkpoint that is not of speculators is of this format.
+        reader: the function that reads it.
     """
 
     name: str
     strategy: str
-    recognises: Callable[[Checkpoint], bool]
     load: Callable[[HeadFile], DraftHead] | None
+    recognises: Callable[[HeadFile], bool] = lambda file: False
     reader: str = "hf_specgen.heads.head_formats.load_head"
 
 
@@ -279,8 +271,3 @@ def speculators_type(checkpoint: Checkpoint) -> str | None:
     """The type of a checkpoint in the format of speculators; None for every other one."""
     name = checkpoint.config.get("speculators_model_type")
     return str(name) if name is not None else None
-
-
-def speculators_format(kind: str, strategy: str, load: Callable[[HeadFile], DraftHead] | None) -> Format:
-    """The entry of a type of the format of speculators."""
-    return Format(f"speculators {kind}", strategy, lambda checkpoint: speculators_type(checkpoint) == kind, load)

@@ -40,17 +40,17 @@ from hf_specgen.heads.checkpoint import (
     first_line,
     open_checkpoint,
 )
-from hf_specgen.heads.head_file import Format, HeadFile, speculators_type
+from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.lora import base_of_adapter, merge_adapter
 
 FORMATS: tuple[Format, ...] = (
     *medusa.FORMATS,
     *mtp.FORMATS,
-    *eagle.FORMATS,
     *dspark.FORMATS,
     *dflash2.FORMATS,
     *domino.FORMATS,
     *block.FORMATS,
+    *eagle.FORMATS,
     *gemma_assistant.FORMATS,
 )
 """All formats, in the order in which they are tried."""
@@ -179,18 +179,16 @@ QUANTISED: Mapping[str, tuple[str, Callable[[Checkpoint, Mapping[str, Any]], Wei
 
 def head_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint, by its config and the names of its tensors."""
-    speculators = speculators_type(checkpoint)
     plain = {PACKED.sub(".weight", name): info for name, info in checkpoint.tensors.items()}
-    checkpoint = replace(checkpoint, tensors=plain)
+    file = HeadFile(replace(checkpoint, tensors=plain))
     for candidate in FORMATS:
-        is_named = speculators is None or candidate.name == f"speculators {speculators}"
-        if is_named and candidate.recognises(checkpoint):
+        if candidate.recognises(file) if file.kind is None else candidate.name == f"speculators {file.kind}":
             return candidate
     if not checkpoint.tensors:
         raise ValueError(f"it has no tensors: none of {INDEX}, {SINGLE} and {PICKLED} is there")
     content = f"tensors such as {sorted(checkpoint.tensors)[:3]}"
-    if speculators:
-        content = f"a speculators model of type {speculators[:40]!r}"
+    if file.kind is not None:
+        content = f"a speculators model of type {file.kind[:40]!r}"
     names = "; ".join(format.name for format in sorted(FORMATS, key=lambda format: format.load is None))
     raise ValueError(
         f"{content} are not a draft head of a known format; known are {names}; a whole model drafts as "

@@ -1,8 +1,6 @@
 """The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP; and its configuration.
 
-These are the layers of Llama, Qwen3 and Gemma 4, with the options that draft checkpoints use. Sizes are taken from a
-checkpoint's tensors, because published configs are wrong about them; where the config has the same size, it has to
-agree.
+These are the layers of Llama, Qwen3 and Gemma 4, with the options that draft checkpoints use.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
 
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names, first_line
+from hf_specgen.heads.checkpoint import Fields, first_line
 
 GEMMA = ("gemma4_text", "gemma4_unified_text")
 MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {
@@ -199,53 +197,34 @@ def _gemma_fields(fields: Fields) -> Fields:
     return Fields(values, fields.defaults)
 
 
-def read_layer(fields: Fields, checkpoint: Checkpoint, names: Names, strict_bias: bool = False) -> LayerConfig:
-    """The configuration of a checkpoint's decoder layers, from the shapes of its first one."""
-    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj")
-    queries, keys, output, gate = (matrix_shape(checkpoint, names, 0, part) for part in parts)
-    heads, configured_kv_heads = fields.integer("num_attention_heads"), fields.values.get("num_key_value_heads")
-    head_dim = queries[0] // heads
-    kv_heads = keys[0] // max(head_dim, 1)
-    configured_head_dim = fields.values.get("head_dim")  # EAGLE ignores it and divides the hidden size
-    fits_head_dim = configured_head_dim in (None, head_dim) or queries[0] == output[0]
-    divides = queries[0] == heads * head_dim and keys[0] == kv_heads * head_dim and head_dim > 0
-    if not divides or not fits_head_dim or configured_kv_heads not in (None, kv_heads):
-        raise ValueError(
-            f"config.json has {heads} attention heads and {str(configured_kv_heads)[:40]} key/value heads of size "
-            f"{str(configured_head_dim)[:40]}, but the projections have {queries[0]} and {keys[0]} rows"
-        )
-    for name, size in (("hidden_size", output[0]), ("intermediate_size", gate[0])):
-        if fields.values.get(name) not in (None, size):
-            raise ValueError(f"config.json has {name} {str(fields.values[name])[:40]}, but the tensors have {size}")
-    bias = fields.flag("attention_bias")
+def read_layer(
+    fields: Fields, names: Collection[str], query_rows: int, key_rows: int, strict_bias: bool
+) -> LayerConfig:
+    """The configuration of decoder layers, whose projections have so many rows of queries and of keys."""
+    heads, hidden, given = fields.integer("num_attention_heads"), fields.integer("hidden_size"), Fields(fields.values)
+    head_dim = query_rows // heads
+    if query_rows != hidden:  # otherwise EAGLE ignores the configured size, and divides the hidden size
+        head_dim = given.optional_integer("head_dim") or head_dim
+    if heads * head_dim != query_rows:
+        raise ValueError(f"config.json has {heads} attention heads of size {head_dim}, but there are {query_rows} rows")
+    bias, model_type = fields.flag("attention_bias"), fields.values.get("model_type")
     return LayerConfig(
-        hidden_size=output[0],
-        intermediate_size=gate[0],
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=given.optional_integer("num_key_value_heads", 1) or key_rows // head_dim,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
         hidden_act=fields.text("hidden_act"),
         qkv_bias=bias or fields.flag("qkv_bias") or "layers.0.self_attn.q_proj.bias" in names,
         output_bias=(bias and strict_bias) or "layers.0.self_attn.o_proj.bias" in names,
         mlp_bias=fields.flag("mlp_bias") or "layers.0.mlp.gate_proj.bias" in names,
-        qk_norm=fields.values.get("model_type") == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
-        is_gemma=fields.values.get("model_type") in GEMMA,
-        values_are_keys=fields.values.get("model_type") in GEMMA and fields.flag("attention_k_eq_v"),
+        qk_norm=model_type == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
+        is_gemma=model_type in GEMMA,
+        values_are_keys=model_type in GEMMA and fields.flag("attention_k_eq_v"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         rope_parameters=read_rope(fields),
     )
-
-
-def matrix_shape(checkpoint: Checkpoint, names: Names, layer: int, part: str) -> tuple[int, ...]:
-    """The shape of a weight matrix of a layer; raises `ValueError` if it is missing or no matrix."""
-    name = f"layers.{layer}.{part}.weight"
-    if name not in names:
-        raise ValueError(f"the tensor {name} is missing")
-    shape = checkpoint.tensors[names[name]].shape
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"tensor {names[name]} must be a matrix, but has shape {shape}")
-    return shape
 
 
 def count_layers(fields: Fields, names: Collection[str]) -> int:

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
-from hf_specgen.heads.checkpoint import MEDUSA_FILES, Checkpoint, Fields, Names
+from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, Names
 from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.lora import PREFIX, open_adapter
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
@@ -229,9 +229,9 @@ class MedusaRunner:
         return self.bound.to_target_vocabulary(logits)
 
 
-def is_medusa(checkpoint: Checkpoint) -> bool:
+def is_medusa(file: HeadFile) -> bool:
     """Whether the tensors are those of Medusa heads."""
-    return any(BLOCK.match(name) or VLLM_BLOCK.match(name) for name in checkpoint.tensors)
+    return any(BLOCK.match(name) or VLLM_BLOCK.match(name) for name in file.tensors)
 
 
 def our_names(names: Iterable[str]) -> Names:
@@ -267,17 +267,17 @@ def load_medusa(file: HeadFile) -> MedusaHeads:
         file.add(names, adapter.tensors)
         scale, rank = adapter.scale, adapter.rank
     base, own = fields.nested("base"), "lm_heads.0.weight" in file.names
-    hidden = _matrix(file, "blocks.0.layers.0.weight")[1]
-    rows = _matrix(file, "lm_heads.0.weight")[0] if own else 0
+    hidden = file.matrix("blocks.0.layers.0.weight")[1]
+    rows = file.matrix("lm_heads.0.weight")[0] if own else 0
     kept = (*file.tensors["token_map"].shape, 0)[0] if "token_map" in file.names else 0
-    low_rank = _matrix(file, "lora_A.0.weight")[0] if "lora_A.0.weight" in file.names else 0
+    low_rank = file.matrix("lora_A.0.weight")[0] if "lora_A.0.weight" in file.names else 0
     if low_rank != rank:
         raise ValueError(f"config.json has LoRA matrices of rank {rank}, but lora_A.0.weight has {low_rank} rows")
     vocab = fields.optional_integer("vocab_size") or rows
     vocab = vocab if kept or not own else rows
     if (configured := fields.optional_integer("truncated_vocab_size")) not in (None, kept or vocab):
         raise ValueError(f"truncated_vocab_size is {configured}, but token_map has {kept} tokens of {vocab}")
-    maps = [_matrix(file, f"token_maps.{head}.weight")[1] for head in range(_count(file.names, "token_maps."))]
+    maps = [file.matrix(f"token_maps.{head}.weight")[1] for head in range(_count(file.names, "token_maps."))]
     name = base.get("name_or_path") or fields.get("base_model_name_or_path")
     config = MedusaConfig(
         hidden_size=hidden,
@@ -304,14 +304,6 @@ def load_medusa(file: HeadFile) -> MedusaHeads:
     for matrix in heads.lora_B if low_rank else ():
         cast(nn.Linear, matrix).weight.mul_(scale)
     return heads
-
-
-def _matrix(file: HeadFile, name: str) -> tuple[int, int]:
-    """The shape of a matrix of the file."""
-    shape = file.tensors[file.names[name]].shape if name in file.names else ()
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"the tensors are no whole set of Medusa heads: {name} should be a matrix, but has {shape}")
-    return shape[0], shape[1]
 
 
 def medusa_file(
@@ -368,4 +360,4 @@ def _check_expressible(config: MedusaConfig, to: str, target: PreTrainedModel | 
         raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")
 
 
-FORMATS = (Format("Medusa heads", "MedusaCandidates", is_medusa, load_medusa),)
+FORMATS = (Format("Medusa heads", "MedusaCandidates", load_medusa, is_medusa),)

@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, open_checkpoint
-from hf_specgen.heads.head_file import Format, speculators_format
+from hf_specgen.heads.head_file import Format
 from hf_specgen.heads.layers import FullPrecision
 from hf_specgen.targets import masks
 
@@ -298,6 +298,6 @@ def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> Pre
 
 READER = "hf_specgen.heads.mtp.load_mtp"
 FORMATS = (
-    Format("MTP layers", "MTPCandidates", has_mtp_layers, None, READER),
-    speculators_format("mtp", "MTPCandidates", None)._replace(reader=READER),
+    Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint), READER),
+    Format("speculators mtp", "MTPCandidates", None, reader=READER),
 )
