@@ -10,9 +10,10 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -139,14 +140,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def number_field(config: dict[str, Any], name: str, path: str | Path) -> int:
-    """A field that must be a positive integer; a `ValueError` names file, field and value."""
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{path}: {name} must be a positive integer, got {value!r:.80}")
-    return value
-
-
 class Fields:
     """The values of an untrusted config, with defaults, each checked when it is read."""
 
@@ -169,7 +162,7 @@ class Fields:
         """A whole number that is at least `low`."""
         value = self.optional_integer(name, low)
         if value is None:
-            raise ValueError(f"config.json has no {name}")
+            raise ValueError(f"the config has no {name}")
         return value
 
     def number(self, name: str) -> float:
@@ -204,33 +197,52 @@ def _short(value: Any) -> str:
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor without reading it."""
+    """A tensor in a file that is read when it is needed."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
+    read: Callable[[], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, file: Path) -> TensorInfo:
+        """A tensor that is in memory already."""
+        return cls(tuple(tensor.shape), tensor.dtype, file, tensor.clone)
 
 
 def tensor_infos(path: Path) -> dict[str, TensorInfo]:
-    """Shape and dtype of the tensors in a safetensors or pickled file, by name."""
+    """The tensors in a safetensors or pickled file, by name."""
+    infos: dict[str, TensorInfo] = {}
     with _read_errors(path):
         if path.suffix != ".safetensors":
-            tensors = _unpickled(path).items()
-            return {name: TensorInfo(tuple(tensor.shape), tensor.dtype, path) for name, tensor in tensors}
+            return {name: TensorInfo.of(tensor, path) for name, tensor in _unpickled(path).items()}
         with safe_open(path, framework="pt") as file:
-            views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-            empty = {name: view[:0] if view.get_shape() else file.get_tensor(name) for name, view in views.items()}
-            return {name: TensorInfo(tuple(view.get_shape()), empty[name].dtype, path) for name, view in views.items()}
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
+                view = file.get_slice(name)
+                shape = tuple(view.get_shape())
+                dtype = (view[:0] if shape else file.get_tensor(name)).dtype
+                infos[name] = TensorInfo(shape, dtype, path, partial(_read, path, name))
+    return infos
 
 
-def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors or pickled file, by name; their memory is bounded by the size of the file."""
-    # Clones, since a view would keep the whole file mapped.
-    with _read_errors(path):
-        if path.suffix != ".safetensors":
-            return {name: tensor.clone() for name, tensor in _unpickled(path).items() if names is None or name in names}
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).clone() for name in (file.keys() if names is None else names)}
+def _read(path: Path, name: str) -> torch.Tensor:
+    """A tensor of a safetensors file, as a copy, since a view would keep the whole file mapped."""
+    with safe_open(path, framework="pt") as file:
+        return cast(torch.Tensor, file.get_tensor(name).clone())
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors or pickled file, by name; their memory is bounded by the size of the file."""
+    return {name: info.read() for name, info in tensor_infos(path).items()}
+
+
+@contextmanager
+def named_errors(source: object) -> Iterator[None]:
+    """Names a file or checkpoint in each `ValueError` that is raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 @contextmanager
@@ -260,25 +272,15 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A config and the tensors beside it, of which some may have been `loaded`."""
+    """A config and the tensors beside it."""
 
     source: Source
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    loaded: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read some of the tensors into memory; raises `ValueError` if a file is damaged."""
-        files: dict[Path, list[str]] = {}
-        found: dict[str, torch.Tensor] = {}
-        for name in names:
-            if name in self.loaded:
-                found[name] = self.loaded[name]
-            else:
-                files.setdefault(self.tensors[name].file, []).append(name)
-        for path, of_file in files.items():
-            found |= read_tensors(path, of_file)
-        return found
+        """Read some of the tensors into memory."""
+        return {name: self.tensors[name].read() for name in names}
 
 
 def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:

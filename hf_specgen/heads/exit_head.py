@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.heads.checkpoint import Source, number_field, read_json
+from hf_specgen.heads.checkpoint import Fields, Source, named_errors, read_json
 from hf_specgen.heads.lora import load_adapter
 from hf_specgen.targets.model_parts import decoder_layers, final_norm, output_matrix
 
@@ -62,18 +62,17 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
         target: the model that the head was trained for; it is not changed.
         path_or_id: a folder, or a repository of the Hub, as written by `recipes/train_layer_skip.py`.
     """
-    source = str(path_or_id)
-    config, path = _config(source)
-    for name, value in _sizes(target).items():
-        trained = number_field(config, name, path)
-        if trained != value:
-            raise ValueError(
-                f"{source} was trained for {config.get('base_model')!r:.120} with {name} {trained}, but this target "
-                f"has {value}; load the head that belongs to it"
-            )
+    fields, path = _config(path_or_id)
+    with named_errors(path):
+        for name, value in _sizes(target).items():
+            if (trained := fields.integer(name)) != value:
+                raise ValueError(
+                    f"the head was trained for {fields.get('base_model')!r:.120} with {name} {trained}, but this "
+                    f"target has {value}; load the head that belongs to it"
+                )
+        head = ExitHead.from_target(target, fields.integer("exit_layer"))
     matrix = output_matrix(target).weight
-    head = ExitHead.from_target(target, number_field(config, "exit_layer", path))
-    tensors = load_adapter(head, Source(source), saved=["norm"])
+    tensors = load_adapter(head, Source(str(path_or_id)), saved=["norm"])
     head.low_rank = nn.Sequential(*(_linear(tensors.pop(f"head.lora_{part}.weight")) for part in "AB"))
     head.norm.load_state_dict({name.removeprefix("norm."): tensor for name, tensor in tensors.items()}, strict=False)
     return head.to(device=matrix.device, dtype=matrix.dtype).requires_grad_(False).eval()
@@ -88,14 +87,16 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
 
 def exit_layer_of(path_or_id: str | Path) -> int:
     """The layer that a trained head was made for."""
-    config, path = _config(str(path_or_id))
-    return number_field(config, "exit_layer", path)
+    fields, path = _config(path_or_id)
+    with named_errors(path):
+        return fields.integer("exit_layer")
 
 
-def _config(source: str) -> tuple[dict[str, Any], Path]:
+def _config(path_or_id: str | Path) -> tuple[Fields, Path]:
+    """The config of a trained head, and its file."""
     remedy = ": not an exit head written by recipes/train_layer_skip.py"
-    path = Source(source).required_file(EXIT_CONFIG, remedy)
-    return read_json(path), path
+    path = Source(str(path_or_id)).required_file(EXIT_CONFIG, remedy)
+    return Fields(read_json(path)), path
 
 
 def _sizes(model: PreTrainedModel) -> dict[str, int]:

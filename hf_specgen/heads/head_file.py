@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -149,10 +150,11 @@ class HeadFile:
                 return self.fields.integer(name, 0)
         raise ValueError(f"the head predicts positions in parallel, but config.json has no {MASK_TOKEN_FIELDS[0]}")
 
-    def add(self, names: Names, tensors: Mapping[str, TensorInfo]) -> None:
-        """Add tensors of another file, and their names in our modules."""
-        self.checkpoint = replace(self.checkpoint, tensors={**self.tensors, **tensors})
-        self.names |= names
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add tensors of another file, by their names in our modules."""
+        added = {name: TensorInfo.of(tensor, Path(str(self.checkpoint.source))) for name, tensor in tensors.items()}
+        self.checkpoint = replace(self.checkpoint, tensors={**self.tensors, **added})
+        self.names |= {name: name for name in added}
 
     def build(self, head_class: Callable[[Any], Head], config: HeadConfig, optional: str = "") -> Head:
         """The head with its tensors, of which names, shapes and dtypes are checked.

@@ -38,6 +38,7 @@ from hf_specgen.heads.checkpoint import (
     Source,
     TensorInfo,
     first_line,
+    named_errors,
     open_checkpoint,
 )
 from hf_specgen.heads.head_file import Format, HeadFile
@@ -89,14 +90,12 @@ def load_head(
         return head
     checkpoint = open_checkpoint(source)
     layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
-    try:
+    with named_errors(source):
         checkpoint = dequantised(checkpoint)
         found = head_format(checkpoint)
         if found.load is None:
             raise ValueError(f"it holds {found.name}, which {found.reader} reads")
         return found.load(HeadFile(checkpoint, layers, dtype))
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.source}: {error}") from None
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:
@@ -110,21 +109,20 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     modules = [name.removesuffix(end) for name in checkpoint.tensors if name.endswith(end)]
     if reader is None or not modules:
         return checkpoint
-    tensors, loaded = dict(checkpoint.tensors), dict[str, torch.Tensor]()
+    tensors = dict(checkpoint.tensors)
     try:
         weight_of = reader(checkpoint, config)
         for module in modules:
             parts = [name for name in tensors if name.startswith(f"{module}.") and name != f"{module}.bias"]
             read, file = checkpoint.read(parts), tensors[module + end].file
             weight = weight_of(module, {name.removeprefix(f"{module}."): tensor for name, tensor in read.items()})
-            loaded[f"{module}.weight"] = weight
             tensors = {name: info for name, info in tensors.items() if name not in parts}
-            tensors[f"{module}.weight"] = TensorInfo(tuple(weight.shape), weight.dtype, file)
+            tensors[f"{module}.weight"] = TensorInfo.of(weight, file)
     except ImportError:
         raise ValueError(f"the head is quantised; install {method} to read it") from None
     except Exception as error:  # whatever the library raises for what it cannot work with
         raise ValueError(f"the quantised head cannot be read ({first_line(error)})") from None
-    return replace(checkpoint, tensors=tensors, loaded=loaded)
+    return replace(checkpoint, tensors=tensors)
 
 
 def _compressed_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> WeightReader:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -35,19 +35,21 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, Names
 from hf_specgen.heads.head_file import Format, HeadFile
-from hf_specgen.heads.lora import PREFIX, open_adapter
+from hf_specgen.heads.lora import load_adapter
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE
 
 MODEL_TYPE = "medusa_heads"
 LORA_FOLDER = "lora"
 """Subfolder of a set of heads in our format that holds an adapter of PEFT with one LoRA matrix for each head."""
-BLOCK = re.compile(r"^(?:medusa_heads?\.)?(\d{1,6})\.(\d{1,6})\.linear\.(weight|bias)$")
-VLLM_BLOCK = re.compile(r"^(?:medusa_heads\.)?blocks\.(\d{1,6})\.layers\.(\d{1,6})\.(weight|bias)$")
-OUTPUT = re.compile(r"^(?:medusa_heads?\.)?(?:lm_heads\.)?(\d{1,6})(?:\.\d{1,6})?\.weight$")
 OWN_FIELDS = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lora_rank", "logit_scale")
-PEFT_NAME = re.compile(re.escape(PREFIX) + r"heads\.(\d{1,6})\.lora_([AB])\.weight$")
-OWN = re.compile(r"^(token_map|token_maps\.\d{1,6}\.weight|lora_[AB]\.\d{1,6}\.weight)$")
+NAMES = (
+    (r"(?:medusa_heads?\.)?(\d{1,6})\.(\d{1,6})\.linear\.(weight|bias)", r"blocks.\1.layers.\2.\3"),
+    (r"(?:medusa_heads\.)?(blocks\.\d{1,6}\.layers\.\d{1,6}\.(?:weight|bias))", r"\1"),
+    (r"(?:medusa_heads?\.)?(?:lm_heads\.)?(\d{1,6})(?:\.\d{1,6})?\.weight", r"lm_heads.\1.weight"),
+    (r"(token_map|token_maps\.\d{1,6}\.weight|lora_[AB]\.\d{1,6}\.weight)", r"\1"),
+)
+"""Patterns of names in files, and what tensors of such names are called in `MedusaHeads`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +93,6 @@ class ResidualBlock(nn.Module):
         for layer in self.layers:
             x = x + nn.functional.silu(layer(x))
         return x
-
-
-class HeadScores(NamedTuple):
-    """Scores `[..., heads, draft_vocab]`, and the embeddings `[..., tokens, hidden]` that the heads could read."""
-
-    scores: torch.Tensor
-    path: torch.Tensor | None
 
 
 class MedusaHeads(DraftHead):
@@ -151,22 +146,6 @@ class MedusaHeads(DraftHead):
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """The input of the target's output matrix."""
         return (OUTPUT_STATE,)
-
-    def forward(
-        self, heads: Sequence[int], hidden: torch.Tensor, tokens: Sequence[torch.Tensor], shared: nn.Module
-    ) -> HeadScores:
-        """Scores of some heads.
-
-        Args:
-            heads: their numbers.
-            hidden: `[..., hidden]` the input of the target's output matrix when it predicted the next token.
-            tokens: embeddings of that token and those after it, in parts `[..., tokens, hidden]`, for heads that read
-                tokens.
-            shared: the target's output matrix.
-        """
-        path = torch.cat(list(tokens), dim=-2) if tokens else None
-        states = [self.head_state(head, hidden, path) for head in heads]
-        return HeadScores(self.scores(heads, _stacked(states), shared), path)
 
     def head_state(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., hidden]`, the hidden state of one head."""
@@ -222,28 +201,21 @@ class MedusaRunner:
 
     def _logits(self, heads: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own."""
-        hidden, matrix = self._states.expand(-1, tokens[0].shape[1] if tokens else 1, -1), output_matrix(self._target)
-        scores, path = self._head(heads, hidden, tokens, matrix)
-        self._path = self._path if path is None else path
+        hidden, path = self._states, torch.cat(list(tokens), dim=-2) if tokens else None
+        if path is not None:
+            hidden, self._path = hidden.expand(-1, path.shape[1], -1), path
+        states = _stacked([self._head.head_state(head, hidden, path) for head in heads])
+        scores = self._head.scores(heads, states, output_matrix(self._target))
         logits = output_logits(self._target, scores, lambda scores: scores)
         return self.bound.to_target_vocabulary(logits)
-
-
-def is_medusa(file: HeadFile) -> bool:
-    """Whether the tensors are those of Medusa heads."""
-    return any(BLOCK.match(name) or VLLM_BLOCK.match(name) for name in file.tensors)
 
 
 def our_names(names: Iterable[str]) -> Names:
     """The tensors by their names in `MedusaHeads`; other tensors are left out."""
     renamed: Names = {}
     for name in names:
-        if match := BLOCK.match(name) or VLLM_BLOCK.match(name):
-            renamed[f"blocks.{int(match[1])}.layers.{int(match[2])}.{match[3]}"] = name
-        elif match := OUTPUT.match(name):
-            renamed[f"lm_heads.{int(match[1])}.weight"] = name
-        elif OWN.match(name):
-            renamed[name] = name
+        matches = ((re.fullmatch(pattern, name), ours) for pattern, ours in NAMES)
+        renamed |= {match.expand(ours): name for match, ours in matches if match}
     if _count(renamed, "lm_heads.") == 1 and (heads := _count(renamed, "blocks.")) > 1:  # vLLM's `original_lm_head`
         only = renamed.pop("lm_heads.0.weight", "")
         if "token_map" in renamed:  # without a map it is the target's own matrix
@@ -259,25 +231,25 @@ def _count(names: Iterable[str], prefix: str) -> int:
 def load_medusa(file: HeadFile) -> MedusaHeads:
     """A set of Medusa heads of any format; their number and sizes are counted in the tensors."""
     fields, file.names = file.fields, our_names(file.tensors)
-    scale, rank = 1.0, fields.optional_integer("lora_rank") or 0
-    if rank and "lora_A.0.weight" not in file.names:
-        adapter = open_adapter(file.checkpoint.source.inside(LORA_FOLDER))
-        parts = {name: PEFT_NAME.match(name) for name in adapter.tensors}
-        names = {f"lora_{part[2]}.{int(part[1])}.weight": name for name, part in parts.items() if part}
-        file.add(names, adapter.tensors)
-        scale, rank = adapter.scale, adapter.rank
     base, own = fields.nested("base"), "lm_heads.0.weight" in file.names
-    hidden = file.matrix("blocks.0.layers.0.weight")[1]
+    hidden, heads = file.matrix("blocks.0.layers.0.weight")[1], _count(file.names, "blocks.")
     rows = file.matrix("lm_heads.0.weight")[0] if own else 0
     kept = (*file.tensors["token_map"].shape, 0)[0] if "token_map" in file.names else 0
-    low_rank = file.matrix("lora_A.0.weight")[0] if "lora_A.0.weight" in file.names else 0
-    if low_rank != rank:
-        raise ValueError(f"config.json has LoRA matrices of rank {rank}, but lora_A.0.weight has {low_rank} rows")
     vocab = fields.optional_integer("vocab_size") or rows
     vocab = vocab if kept or not own else rows
     if (configured := fields.optional_integer("truncated_vocab_size")) not in (None, kept or vocab):
         raise ValueError(f"truncated_vocab_size is {configured}, but token_map has {kept} tokens of {vocab}")
     maps = [file.matrix(f"token_maps.{head}.weight")[1] for head in range(_count(file.names, "token_maps."))]
+    rank = fields.optional_integer("lora_rank") or 0
+    if rank and "lora_A.0.weight" not in file.names:
+        with torch.device("meta"):
+            adapted = nn.ModuleDict({"heads": nn.ModuleList(nn.Linear(hidden, vocab) for _ in range(heads))})
+        file.add(
+            {
+                re.sub(r"heads\.(\d+)\.(lora_.)", r"\2.\1", name): tensor
+                for name, tensor in load_adapter(adapted, file.checkpoint.source.inside(LORA_FOLDER)).items()
+            }
+        )
     name = base.get("name_or_path") or fields.get("base_model_name_or_path")
     config = MedusaConfig(
         hidden_size=hidden,
@@ -288,22 +260,19 @@ def load_medusa(file: HeadFile) -> MedusaHeads:
         base_model=str(name) if name else None,
         num_target_layers=base.optional_integer("num_hidden_layers", 1),
         target_type=base.text("model_type") if base.get("model_type") else None,
-        num_heads=_count(file.names, "blocks."),
+        num_heads=heads,
         num_layers=_count(file.names, "blocks.0.layers."),
         own_outputs=own,
         reads_token=bool(maps),
         reads_path=maps[1:2] == [2 * hidden],
         logit_scale=Fields(fields.values, {"logit_scale": 1.0}).number("logit_scale"),
-        lora_rank=low_rank,
+        lora_rank=rank,
     )
     for count in ("num_heads", "num_layers"):
         if fields.get("model_type") == MODEL_TYPE and fields.integer(count) != getattr(config, count):
             raise ValueError(f"{count} is {fields.get(count)}, but there are tensors for {getattr(config, count)}")
     has_biases = any(name.endswith(".bias") for name in file.names)  # vLLM's `medusa_fc_bias`
-    heads = file.build(MedusaHeads, config, optional="" if has_biases else ".bias")
-    for matrix in heads.lora_B if low_rank else ():
-        cast(nn.Linear, matrix).weight.mul_(scale)
-    return heads
+    return file.build(MedusaHeads, config, optional="" if has_biases else ".bias")
 
 
 def medusa_file(
@@ -360,4 +329,8 @@ def _check_expressible(config: MedusaConfig, to: str, target: PreTrainedModel | 
         raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")
 
 
-FORMATS = (Format("Medusa heads", "MedusaCandidates", load_medusa, is_medusa),)
+FORMATS = (
+    Format(
+        "Medusa heads", "MedusaCandidates", load_medusa, lambda file: _count(our_names(file.tensors), "blocks.") > 0
+    ),
+)

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, open_checkpoint
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, named_errors, open_checkpoint
 from hf_specgen.heads.head_file import Format
 from hf_specgen.heads.layers import FullPrecision
 from hf_specgen.targets import masks
@@ -118,10 +118,8 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
     decoder = target.get_decoder()
     first = decoder.config.num_hidden_layers
     checkpoint = open_checkpoint(Source(source), lambda name: _is_mtp_name(name, first))
-    try:
+    with named_errors(source):
         return _assemble(decoder, checkpoint, first)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.source}: {error}") from None
 
 
 def has_mtp_layers(checkpoint: Checkpoint) -> bool:
