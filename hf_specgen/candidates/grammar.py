@@ -3,7 +3,7 @@
 The grammar is that of a logits processor of the call, from xgrammar, llguidance, outlines or lm-format-enforcer. Its
 state is forked along the branches of the draft tree; the processor's own state is left alone, so nothing has to be
 restored after a rejection. A grammar leaves few tokens in most places, so that weak evidence decides between them where
-the drafter proposes nothing: what followed in the row's text after the longest match, and how frequent a token is.
+the drafter proposes nothing: what followed in the row's text after the longest match, and how frequent whitespace is.
 
 Source: "jump-forward decoding", Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs"
 (2024), section 3; Dong et al., "XGrammar" (2024), for matchers that are forked.
@@ -40,14 +40,10 @@ FEW_TOKENS = 512
 class GrammarState(ABC):
     """A grammar after some tokens; immutable."""
 
-    @cached_property
+    @property
+    @abstractmethod
     def allowed(self) -> NDArray[np.bool_]:
         """`[vocab]` which tokens may follow."""
-        return self._allowed()
-
-    @abstractmethod
-    def _allowed(self) -> NDArray[np.bool_]:
-        """What `allowed` keeps."""
 
     @abstractmethod
     def after(self, token: int) -> GrammarState:
@@ -60,7 +56,8 @@ class _MatcherState(GrammarState):
     def __init__(self, matcher: Any, vocab: int):
         self._matcher, self._vocab = matcher, vocab
 
-    def _allowed(self) -> NDArray[np.bool_]:
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
         words = (self._vocab + 31) // 32
         if hasattr(self._matcher, "compute_bitmask"):
             stopped = self._matcher.is_stopped()
@@ -88,7 +85,8 @@ class _AutomatonState(GrammarState):
     def __init__(self, index: Any, state: int | None, vocab: int):
         self._index, self._state, self._vocab = index, state, vocab
 
-    def _allowed(self) -> NDArray[np.bool_]:
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
         tokens = None if self._state is None else self._index.get_allowed_tokens(self._state)
         return _mask(tokens or [], self._vocab)
 
@@ -102,7 +100,8 @@ class _ReplayedState(GrammarState):
     def __init__(self, enforcer: Any, text: list[int], vocab: int):
         self._enforcer, self._text, self._vocab = enforcer, text, vocab
 
-    def _allowed(self) -> NDArray[np.bool_]:
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
         return _mask(self._enforcer.get_allowed_tokens(self._text).allowed_tokens, self._vocab)
 
     def after(self, token: int) -> GrammarState:
@@ -172,10 +171,6 @@ class _Texts:
         if token not in self._known:
             self._known[token] = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
         return self._known[token]
-
-    def is_line_break(self, token: int) -> bool:
-        """Whether a token is whitespace with a line break."""
-        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
 
     def kind(self, token: int) -> str:
         """Whether a token is nothing but whitespace, "space", or another one, "text"."""
@@ -262,9 +257,8 @@ class _Row:
         self._texts, self._odds = texts, MatchOdds()
         self._index, self._counts = NgramIndex(prompt), Counter(prompt)
         self._state: GrammarState | None = state
-        self._generated, self._is_split = 0, False
+        self._generated, self._is_split = 0, False  # tokens read; whether the last one was shorter than possible
         self._choices: dict[bytes, _Choices] = {}
-        self._indentation = -1  # the last whitespace token with a line break
         # How often each kind of token followed another, where whitespace and one text were allowed.
         self._followed = Counter[tuple[str, str]]()
 
@@ -273,11 +267,13 @@ class _Row:
         for token in generated[self._generated :]:
             state = self._state
             if state is not None and state.allowed[token]:
-                self._learn(token, self._choices_of(state))
+                choices = self._choices_of(state)
+                self._is_split = choices.splits(token)
+                if choices.forced and choices.whitespace:
+                    self._followed[self._texts.kind(self._last(())), self._texts.kind(token)] += 1
                 self._state = state.after(token)
             else:
                 self._state = None
-            self._indentation = token if self._texts.is_line_break(token) else self._indentation
             self._index.extend([token])
             self._counts[token] += 1
         self._generated = len(generated)
@@ -287,12 +283,6 @@ class _Row:
         if key not in self._choices:
             self._choices[key] = _Choices(state.allowed, self._texts)
         return self._choices[key]
-
-    def _learn(self, token: int, choices: _Choices) -> None:
-        """Learn whether whitespace was chosen beside forced text, and whether a shorter token than possible."""
-        self._is_split = choices.splits(token)
-        if choices.forced and choices.whitespace:
-            self._followed[self._texts.kind(self._last(())), self._texts.kind(token)] += 1
 
     def search(
         self, drafted: dict[int, list[tuple[int, int, float]]], depth: int, limits: SearchLimits
@@ -334,7 +324,7 @@ class _Row:
     def _expected(self, node: _Node, choices: _Choices) -> dict[int, float]:
         """Probabilities of allowed tokens by the grammar: forced text, and whitespace as it was used before."""
         if not choices.forced:
-            return _normalised({token: 0.1 + self._counts[token] for token in choices.few}, 1.0)
+            return dict.fromkeys(choices.few, 1.0 / max(1, len(choices.few)))
         # Where a target splits a forced text in its own way, it goes on in short tokens.
         path, base = node.path, 0.25 if node.is_split else 4.0
         # Tokenizers give the last of several spaces to the text after them: more than one space was written.
@@ -347,9 +337,6 @@ class _Row:
             return _normalised(forced, 1.0)
         is_space = self._whitespace_probability(self._last(path))
         spaces = {token: float(self._counts[token]) for token in choices.whitespace & self._counts.keys()}
-        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
-        if indentation in choices.whitespace:
-            spaces[indentation] = spaces.get(indentation, 0.0) + sum(spaces.values())
         return _normalised(forced, 1.0 - is_space) | _normalised(spaces, is_space)
 
     def _last(self, path: tuple[int, ...]) -> int:

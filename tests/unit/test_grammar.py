@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +33,8 @@ class TableState(GrammarState):
     def __init__(self, table: Table, last: int):
         self._table, self._last = table, last
 
-    def _allowed(self) -> np.ndarray:
+    @cached_property
+    def allowed(self) -> np.ndarray:
         return np.isin(np.arange(VOCAB), self._table.get(self._last, tuple(range(VOCAB))))
 
     def after(self, token: int) -> GrammarState:
@@ -143,7 +145,8 @@ class LayoutState(GrammarState):
                 return None
         return rest, in_word
 
-    def _allowed(self) -> np.ndarray:
+    @cached_property
+    def allowed(self) -> np.ndarray:
         key = self._rest, self._in_word
         if key not in self._masks:
             self._masks[key] = np.array([self._rest_after(content) is not None for content in self._contents])
