@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_specgen.call import Call, memory
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
-from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, LatencyModel, StepLatency
+from hf_specgen.depth.latency import CostCurve, LatencyModel, StepLatency
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.targets.target import Target
 
@@ -104,7 +104,6 @@ class AdaptiveSession(PolicySession):
         self._timer: DrafterTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         self._uncached, self._has_drafted = call.context_length, False
-        self._share: tuple[LatencyModel | None, int, LatencyModel | None] = None, 0, None
         self.known: LatencyModel | None = None
         if policy.latency is None:
             self._use(policy.curve or known_curve(call))
@@ -114,13 +113,10 @@ class AdaptiveSession(PolicySession):
     @property
     def latency(self) -> LatencyModel | None:  # type: ignore[override]
         """The latencies of the rows of this call: their share of the passes, which rows of other calls may share."""
-        known, rows = self.known, self._call.state.other_rows
-        if known is None or not rows or self._is_alone:
+        known, state = self.known, self._call.state
+        if known is None or not state.other_rows or self._is_alone:
             return known
-        if self._share[0] is not known or self._share[1] != rows:
-            shared = known.shared(rows + self._call.state.batch, self._call.state.drafts_together)
-            self._share = known, rows, shared
-        return self._share[2]
+        return replace(known, other_rows=state.other_rows, drafts_together=state.drafts_together)
 
     def prefilled(self, target: Target) -> None:
         if self.known is None:
@@ -129,7 +125,7 @@ class AdaptiveSession(PolicySession):
     def _use(self, curve: CostCurve | None) -> None:
         if curve is not None:
             self._timer = DrafterTimer(self._call, curve)
-            self.known = LatencyModel((Bucket(curve, {ANY_DRAFTER: self._timer.latency()}),))
+            self.known = self._timer.latency()
 
     def _at(self, rows: int) -> StepLatency:
         """The latencies of a step of so many rows."""
@@ -188,7 +184,7 @@ class AdaptiveSession(PolicySession):
         if drafted or step.passes:
             self._uncached, self._has_drafted = 0, True
         if self._timer is not None and self._timer.observe(step):
-            self.known = LatencyModel((Bucket(self.known.buckets[0].target, {ANY_DRAFTER: self._timer.latency()}),))
+            self.known = self._timer.latency()
         if not self._has_common_loss:
             self._loss.count(step, self._at(step.batch))
             memory.store(self._model, self._key, self._loss)

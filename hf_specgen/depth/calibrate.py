@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Call, GenerationState, memory
 from hf_specgen.counters import StepRecord
-from hf_specgen.depth.latency import CostCurve, DraftLatency
+from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, DraftLatency, LatencyModel
 from hf_specgen.targets.graphs import is_captured
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
@@ -142,13 +142,14 @@ class DrafterTimer:
         self.is_known, self._ratios = known is not None, list[float]()
         self.fraction = known or (0.0 if self._without_passes else 0.3)
 
-    def latency(self) -> DraftLatency:
-        """The drafter's latency, as far as it is known."""
+    def latency(self) -> LatencyModel:
+        """The latencies of target and drafter, as far as they are known."""
         curve = self._curve
-        if self._without_passes:
-            return DraftLatency(overhead=self.fraction * curve.seconds[0])
         tokens = tuple(float(curve.batch * q) for q in curve.queries)
-        return DraftLatency(tokens, tuple(self.fraction * seconds for seconds in curve.seconds))
+        drafter = DraftLatency(tokens, tuple(self.fraction * seconds for seconds in curve.seconds))
+        if self._without_passes:
+            drafter = DraftLatency(overhead=self.fraction * curve.seconds[0])
+        return LatencyModel((Bucket(curve, {ANY_DRAFTER: drafter}),))
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a draft; returns whether the time of drafting has become known by it."""
@@ -171,17 +172,9 @@ def lockstep_group(model: Any) -> Any:
 
     Replicas of the model, as under `accelerate launch`, take different numbers of steps and must not wait.
     """
-    size = getattr(model, "tp_size", None) or 1
-    if size == 1 or not (dist.is_available() and dist.is_initialized()):
+    mesh = getattr(model, "_device_mesh", None)  # Transformers sets it for every model that it spreads over ranks
+    if mesh is None or (getattr(model, "tp_size", None) or 1) == 1:
         return None
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is None:
-        if dist.get_world_size() == size:
-            return dist.group.WORLD
-        raise ValueError(
-            f"the model is spread over {size} of {dist.get_world_size()} processes, but has no device mesh that names "
-            "them; give a fixed depth such as k=5, or a latency file, so that no agreement is needed"
-        )
     names = mesh.mesh_dim_names or ()
     return (mesh["tp"] if "tp" in names and mesh.ndim > 1 else mesh).get_group()
 

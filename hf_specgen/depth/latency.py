@@ -120,10 +120,6 @@ class DraftLatency:
         """Seconds of one pass over this many tokens, all rows together."""
         return interpolate(tokens, self.tokens, self.seconds)
 
-    def divided(self, rows: int) -> DraftLatency:
-        """The part of each of `rows` that draft together."""
-        return replace(self, seconds=tuple(one / rows for one in self.seconds), overhead=self.overhead / rows)
-
     def draft(self, passes: Sequence[int]) -> float:
         """Seconds of a draft with these passes, each given by its tokens."""
         return self.overhead + sum(map(self.seconds_of, passes))
@@ -142,6 +138,13 @@ class StepLatency(NamedTuple):
     target: CostCurve
     drafter: DraftLatency
 
+    def part_of_row(self, rows: int, drafts_together: bool) -> StepLatency:
+        """The part of each of `rows` that share passes of the target, and of the drafter if they draft together."""
+        (curve, draft), size = self, rows if drafts_together else 1
+        seconds = tuple(curve.seconds_of(rows * q) / rows for q in curve.queries)
+        drafter = replace(draft, seconds=tuple(one / size for one in draft.seconds), overhead=draft.overhead / size)
+        return StepLatency(replace(curve, seconds=seconds, batch=1), drafter)
+
 
 @dataclass(frozen=True)
 class LatencyModel:
@@ -150,6 +153,8 @@ class LatencyModel:
     Args:
         buckets: at different numbers of rows and context lengths; the nearest one is used.
         drafter: the kind of drafter in use.
+        other_rows: rows of other calls in the target's passes; latencies are then the part of one row of all.
+        drafts_together: whether they share the drafter's passes too, whose tokens are those of all rows.
 
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
@@ -160,6 +165,8 @@ class LatencyModel:
 
     buckets: tuple[Bucket, ...]
     drafter: str = ANY_DRAFTER
+    other_rows: int = 0
+    drafts_together: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < len(self.buckets) <= 64:
@@ -171,26 +178,12 @@ class LatencyModel:
         def distance(bucket: Bucket) -> float:
             # Rows have twice the weight: they change the cost of every token, contexts only that of attention.
             curve = bucket.target
-            return 2 * abs(log2(rows / curve.batch)) + abs(log2(context / curve.context))
+            return 2 * abs(log2(together / curve.batch)) + abs(log2(context / curve.context))
 
+        together = rows + self.other_rows
         nearest = self.buckets[0] if len(self.buckets) == 1 else min(self.buckets, key=distance)
-        return StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_DRAFTER])
-
-    def shared(self, rows: int, drafts_together: bool = False) -> LatencyModel:
-        """The latencies of one row of `rows` that share the target's passes; they draft together, or each for itself.
-
-        If together, the tokens of the drafter's passes are those of all rows.
-        """
-        batches = {bucket.target.batch for bucket in self.buckets}
-        nearest = min(batches, key=lambda batch: abs(log2(rows / batch)))
-        buckets = []
-        for curve, drafters in self.buckets:
-            if curve.batch == nearest:
-                seconds = tuple(curve.seconds_of(rows * q) / rows for q in curve.queries)
-                if drafts_together:
-                    drafters = {kind: draft.divided(rows) for kind, draft in drafters.items()}
-                buckets.append(Bucket(replace(curve, seconds=seconds, batch=1), drafters))
-        return LatencyModel(tuple(buckets), self.drafter)
+        step = StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_DRAFTER])
+        return step.part_of_row(together, self.drafts_together) if self.other_rows else step
 
     def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_shared_latency_is_the_part_of_one_row() -> None:
     other = CostCurve((1, 64), (9.0, 9.0), context=256, batch=64)
     model = LatencyModel.from_curves(curve, other, draft_token=0.1)
     for drafts_together, seconds in ((False, 0.1), (True, 0.025)):
-        shared = model.shared(4, drafts_together).at(1, 100)
+        shared = replace(model, other_rows=3, drafts_together=drafts_together).at(1, 100)
         assert [shared.target(q) for q in (1, 8)] == pytest.approx([curve(4) / 4, curve(32) / 4])
         assert shared.drafter.draft([1]) == pytest.approx(seconds)
 
@@ -196,7 +197,7 @@ def test_drafter_timer_takes_the_median_without_the_first_draft() -> None:
     known = [timer.observe(draft_record(3.0 * value, load)) for load, value in enumerate(fractions, start=1)]
     assert known == [False, False, False, False, True, False]
     assert timer.fraction == pytest.approx(0.3)
-    assert timer.latency().draft((1, 4)) == pytest.approx(0.9)
+    assert timer.latency().at(1, 100).drafter.draft((1, 4)) == pytest.approx(0.9)
     assert calibrate.DrafterTimer(call, curve).fraction == pytest.approx(0.3), "kept for later calls"
 
 
@@ -204,9 +205,9 @@ def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:
     """Would catch: n-grams that propose nothing, whose search takes a tenth of every step and counts as free."""
     call, curve = depth_call(model=Model()), CostCurve((1, 4), (1.0, 2.0), 256, 1)
     timer = calibrate.DrafterTimer(call, curve)
-    assert timer.latency().draft(()) == 0.0 and not timer.observe(draft_record(1.0))
+    assert timer.latency().at(1, 100).drafter.draft(()) == 0.0 and not timer.observe(draft_record(1.0))
     assert [timer.observe(draft_record(0.1, passes=())) for _ in range(5)][-1]
-    assert timer.latency().draft(()) == pytest.approx(0.1)
+    assert timer.latency().at(1, 100).drafter.draft(()) == pytest.approx(0.1)
     session = AdaptiveDepth().start(call)
     session._use(curve)
     for _ in range(99):
