@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, named_errors, open_checkpoint
-from hf_specgen.heads.head_file import Format
+from hf_specgen.heads.head_file import Format, check_tensor
 from hf_specgen.heads.layers import FullPrecision
 from hf_specgen.targets import masks
 
@@ -153,6 +153,8 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
             continue
         link, _, kind = match["part"].rpartition(".")
         part = f"{RENAMED.get(link, link)}.{kind}"
+        if part.startswith(TARGET_COPIES):
+            continue
         if match["layer"] is not None:
             layers.setdefault(int(match["layer"]) - (0 if prefix is None else first), {})[part] = name
         elif link in RENAMED:
@@ -166,68 +168,61 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
 
 
 def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
+    """The head of a checkpoint, in the dtype of the target."""
     layers = _parts(checkpoint, first)
-    blocks = _blocks(decoder, checkpoint, layers)
-    links = _links(decoder, checkpoint, layers)
-    config = decoder.config
-    head_config = MTPConfig(
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
-        target_hidden_size=config.hidden_size,
+    tensors = checkpoint.read(sorted({name for parts in layers for name in parts.values()}))
+    blocks = _blocks(decoder, checkpoint, [{part: tensors[name] for part, name in parts.items()} for parts in layers])
+    links = _links(decoder, tensors, layers)
+    hidden, vocab = decoder.config.hidden_size, decoder.config.vocab_size
+    config = MTPConfig(
+        hidden_size=hidden,
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        target_hidden_size=hidden,
         num_aux_hidden_states=1,
         num_target_layers=first,
         num_layers=len(layers),
     )
     mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
-    head = MTPHead(
-        head_config,
-        mtp_layers,
-        FullPrecision(blocks.rotary_emb),
-        compat.attention_implementation(blocks.config) == "eager",
-    )
+    is_eager = compat.attention_implementation(blocks.config) == "eager"
+    head = MTPHead(config, mtp_layers, FullPrecision(blocks.rotary_emb), is_eager)
     like = next(decoder.layers[-1].parameters())
     return head.to(device=like.device).eval().requires_grad_(False)
 
 
-def _links(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) -> list[dict[str, nn.Module]]:
+def _links(
+    decoder: Any, tensors: Mapping[str, torch.Tensor], layers: list[dict[str, str]]
+) -> list[dict[str, nn.Module]]:
     """The norms, of the target's kind, and the projection of each layer, which layers may share."""
     hidden, modules = decoder.config.hidden_size, dict[str, nn.Module]()
     for link, name in sorted({(link, parts.get(f"{link}.weight", "")) for parts in layers for link in LINKS}):
         if not name:
             raise ValueError(f"the MTP layer has no {link}.weight")
-        shape = (hidden, 2 * hidden) if link == "eh_proj" else (hidden,)
-        info = checkpoint.tensors[name]
-        if info.shape != shape or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-            raise ValueError(
-                f"tensor {name} has shape {info.shape} and dtype {info.dtype}, but this target needs {shape}"
-            )
         with torch.device("meta"):
             module = nn.Linear(2 * hidden, hidden, bias=False) if link == "eh_proj" else copy.deepcopy(decoder.norm)
-        weight = checkpoint.read([name])[name].to(decoder.norm.weight.dtype)
+        check_tensor(name, tensors[name], module.weight)
+        weight = tensors[name].to(decoder.norm.weight.dtype).reshape(module.weight.shape)
         module.load_state_dict({"weight": weight}, assign=True)
         modules[name] = module
     return [{link: modules[parts[f"{link}.weight"]] for link in LINKS} for parts in layers]
 
 
-def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) -> Any:
+def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, torch.Tensor]]) -> Any:
     """The decoder layers of the MTP layers, as a model of the target's class that has these layers only."""
-    names = {
-        f"layers.{index}.{part}": name
+    state = {
+        f"layers.{index}.{part}": tensor
         for index, parts in enumerate(layers)
-        for part, name in parts.items()
-        if not part.startswith((*LINKS, *TARGET_COPIES))
+        for part, tensor in parts.items()
+        if not part.startswith(LINKS)
     }
-    wrong = [name for name in names.values() if checkpoint.tensors[name].dtype.itemsize < 2]
-    if wrong:
-        raise ValueError(f"quantised MTP layers such as {wrong[0]} are not supported")
-    tensors = checkpoint.read(names.values())
-    own = checkpoint.config.get("transformer_layer_config")
-    of_layers = decoder.config if own is None else _own_config(decoder.config, own)
-    config = layer_config(of_layers, len(layers), any(".experts." in name for name in names))
-    if own is not None:
-        _check_size(type(decoder), config, sum(tensor.numel() for tensor in tensors.values()))
-    state = {name: tensors[names[name]] for name in names}
+    for name, tensor in state.items():
+        if tensor.dtype.itemsize < 2:
+            raise ValueError(f"quantised MTP layers such as {name} are not supported")
+    own, sparse = checkpoint.config.get("transformer_layer_config"), any(".experts." in name for name in state)
+    if own is None:
+        config: Any = layer_config(decoder.config, len(layers), sparse)
+    else:
+        config = _own_config(decoder, own, len(layers), sparse, sum(tensor.numel() for tensor in state.values()))
     state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
     implementation = compat.attention_implementation(decoder.config)
     try:
@@ -240,37 +235,31 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, str]]) 
             output_loading_info=True,
         )
     except RuntimeError as error:
-        raise ValueError(f"its MTP layers do not fit this target ({str(error).splitlines()[0][:200]})") from None
+        raise ValueError(f"its MTP layers do not fit this target ({first_line(error)})") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
             raise ValueError(f"its MTP layers do not fit this target ({kind}: {sorted(map(str, report[kind]))[:3]})")
     return blocks
 
 
-def _own_config(config: PretrainedConfig, own: Any) -> PretrainedConfig:
-    """The config of a layer in the format of speculators, which has to be of the target's kind and width."""
+def _own_config(decoder: Any, own: Any, num_layers: int, sparse: bool, held: int) -> PretrainedConfig:
+    """The config of layers in the format of speculators: of the target's kind, and of numbers that the file holds."""
     fields = Fields(own if isinstance(own, dict) else {})
     for name in ("model_type", "hidden_size"):
-        if fields.get(name) != getattr(config, name):
+        if fields.get(name) != (expected := getattr(decoder.config, name)):
             raise ValueError(
                 f"the MTP layer was made for a target with {name} {str(fields.get(name))[:40]}, but this target has "
-                f"{getattr(config, name)}; load the head that belongs to it"
+                f"{expected}; load the head that belongs to it"
             )
     try:
-        return type(config)(**fields.values)
-    except Exception as error:  # whatever Transformers raises for values that it cannot work with
-        raise ValueError(f"transformer_layer_config cannot be used ({first_line(error)})") from None
-
-
-def _check_size(decoder_class: Any, config: Any, held: int) -> None:
-    """Raise if a config makes layers of more numbers than the file holds, before any memory is allocated."""
-    try:
+        config = layer_config(type(decoder.config)(**fields.values), num_layers, sparse)
         with torch.device("meta"):
-            needed = sum(parameter.numel() for parameter in decoder_class(config).layers.parameters())
-    except Exception as error:  # as above
+            needed = sum(parameter.numel() for parameter in type(decoder)(config).layers.parameters())
+    except Exception as error:  # whatever Transformers raises for values that it cannot work with
         raise ValueError(f"transformer_layer_config cannot be used ({first_line(error)})") from None
     if needed > held:
         raise ValueError(f"config.json makes MTP layers of {needed:,} numbers, but the file holds {held:,}")
+    return config
 
 
 def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> PretrainedConfig:

@@ -267,7 +267,7 @@ MTP_LAYERS: list[tuple[Damage, str]] = [
     (mtp_tensor("self_attn.o_proj.weight", None), "missing_keys: .*o_proj"),
     (mtp_tensor("mlp.experts.1.up_proj.weight", None), "do not fit this target"),
     (mtp_tensor("eh_proj.weight", torch.zeros(32, 32)), r"has shape \(32, 32\)"),
-    (mtp_tensor("enorm.weight", torch.zeros(32, dtype=torch.int8)), "dtype torch.int8"),
+    (mtp_tensor("enorm.weight", torch.zeros(64, dtype=torch.int8)), "dtype torch.int8"),
     (mtp_tensor("self_attn.o_proj.weight", torch.zeros(3, 3)), "do not fit this target"),
     (mtp_tensor("self_attn.o_proj.weight", torch.zeros(32, 16, dtype=torch.int8)), "quantised MTP layers"),
     (mtp_tensor("self_attn.extra.weight", torch.zeros(2)), "unexpected_keys: .*extra"),
