@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedMod
     if isinstance(head, Eagle3Head):
         if to == "vllm":
             return _write(head, folder, speculators_eagle(head))
-        return _write(head, folder, flat_eagle3(head, to), {"layers.0.": "midlayer."}, mapping=to == "sglang")
+        return _write(head, folder, flat_eagle3(head, to), midlayer=True, mapping=to == "sglang")
     if isinstance(head, BlockHead) and to != "eagle":
         is_nested = to == "vllm" and fits_speculators(head)
         return _write(head, folder, speculators_block(head) if is_nested else zlab_block(head))
@@ -78,18 +77,16 @@ def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedMod
 
 
 def _write(
-    head: DraftHead,
-    folder: str | Path,
-    config: Config,
-    renamed: Mapping[str, str] = MappingProxyType({}),
-    mapping: bool = False,
+    head: DraftHead, folder: str | Path, config: Config, midlayer: bool = False, mapping: bool = False
 ) -> list[Path]:
-    """Write config and tensors; `mapping` writes the mapping of the vocabulary even if it is the identity."""
-    tensors = {}
-    for name, tensor in head.state_dict().items():
-        for ours, theirs in renamed.items():
-            name = theirs + name[len(ours) :] if name.startswith(ours) else name
-        tensors[name] = tensor
+    """Write config and tensors.
+
+    Args:
+        midlayer: the first layer has the name that it has in the original EAGLE-3.
+        mapping: the mapping of the vocabulary is written even if it is the identity.
+    """
+    first = "midlayer." if midlayer else "layers.0."
+    tensors = {name.replace("layers.0.", first): tensor for name, tensor in head.state_dict().items()}
     ids = tensors.pop("draft_to_target", None)
     if ids is None and mapping:
         ids = torch.arange(head.config.vocab_size)
@@ -126,21 +123,23 @@ def _layer_config(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
     }
 
 
-def _speculators(head: DraftHead, kind: str, architecture: str, layer: Config, tokens: int) -> Config:
+def _speculators(head: Eagle3Head | BlockHead, name: str, layer: Config, tokens: int) -> Config:
     """The fields that all speculators configs have; `tokens` are recommended if the head recommends no number."""
-    methods = [{"proposal_type": "greedy", "speculative_tokens": head.config.speculative_tokens or tokens}]
+    config, kind = head.config, name.lower()
+    methods = [{"proposal_type": "greedy", "speculative_tokens": config.speculative_tokens or tokens}]
     return {
-        "architectures": [architecture],
+        "architectures": [f"{name}DraftModel"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": methods,
-            "verifier": {"name_or_path": head.config.base_model, "architectures": []},
+            "verifier": {"name_or_path": config.base_model, "architectures": []},
         },
         "transformer_layer_config": layer,
-        "draft_vocab_size": head.config.draft_vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
         "tie_word_embeddings": False,
     }
 
@@ -156,22 +155,17 @@ def speculators_eagle(head: Eagle3Head) -> Config:
     config = head.config
     _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
     parallel = config.mask_token_id is not None
-    kind, architecture = ("peagle", "PEagleDraftModel") if parallel else ("eagle3", "Eagle3DraftModel")
     norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     own = {name: getattr(config, name) for name in norms} | {
         "eagle_aux_hidden_state_layer_ids": _layer_ids(head),
-        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
         "embed_requires_grad": parallel,
     }
     own |= {"mask_token_id": config.mask_token_id} if parallel else {}
-    return _speculators(head, kind, architecture, _layer_config(head), 5) | own
+    return _speculators(head, "PEagle" if parallel else "Eagle3", _layer_config(head), 5) | own
 
 
-SPECULATORS_TYPES: Mapping[type, tuple[str, str]] = {
-    BlockHead: ("dflash", "DFlashDraftModel"),
-    DFlash2Head: ("dflash2", "DFlash2DraftModel"),
-    DSparkHead: ("dspark", "DSparkDraftModel"),
-}
+BLOCK_NAMES = {BlockHead: "DFlash", DFlash2Head: "DFlash2", DSparkHead: "DSpark", DominoHead: "Domino"}
+"""Of the formats; all but Domino are types of speculators."""
 
 
 def fits_speculators(head: BlockHead) -> bool:
@@ -179,16 +173,14 @@ def fits_speculators(head: BlockHead) -> bool:
     causal = {kind.causal for kind in head.config.attention if kind.window is not None}
     full = [kind for kind in head.config.attention if kind.window is None]
     from_anchor = all(kind.window_from_anchor for kind in head.config.attention if kind.window is not None)
-    expressible = type(head) in SPECULATORS_TYPES and not _correction(head).keys() & FACTORS
+    expressible = not isinstance(head, DominoHead) and not _correction(head).keys() & FACTORS
     return expressible and len(causal) < 2 and from_anchor and not any(kind.causal for kind in full)
 
 
 def _correction(head: BlockHead) -> Config:
     """The fields that describe the correction by the path: those that its config adds to that of a plain block head."""
-    values = vars(head.config)
-    added = [
-        field for field in fields(head.config) if field.name not in BlockConfig.__dataclass_fields__.keys() - FACTORS
-    ]
+    values, plain = vars(head.config), {field.name for field in fields(BlockConfig)} - FACTORS
+    added = [field for field in fields(head.config) if field.name not in plain]
     kept = [field.name for field in added if field.name not in FACTORS or values[field.name] != field.default]
     return {name: values[name] for name in kept}
 
@@ -213,9 +205,8 @@ def speculators_block(head: BlockHead) -> Config:
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.first_proposing_position == 0,
         "sliding_window_non_causal": bool(sliding) and not sliding[0].causal,
-        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
     }
-    return _speculators(head, *SPECULATORS_TYPES[type(head)], layer, config.depth) | own | _correction(head)
+    return _speculators(head, BLOCK_NAMES[type(head)], layer, config.depth) | own | _correction(head)
 
 
 def zlab_block(head: BlockHead) -> Config:
@@ -240,10 +231,10 @@ def zlab_block(head: BlockHead) -> Config:
         "target_layer_ids": _layer_ids(head, offset=1),
     } | _correction(head)
     if corrects:
-        dflash |= {"projector_type": "dspark" if isinstance(head, DSparkHead) else "domino", "shift_label": from_anchor}
+        dflash |= {"projector_type": BLOCK_NAMES[type(head)].lower(), "shift_label": from_anchor}
     layer = _flat(_layer_config(head)) | _sliding(head)
     return layer | {
-        "architectures": [type(head).__name__.replace("BlockHead", "DFlashHead").replace("Head", "DraftModel")],
+        "architectures": [f"{BLOCK_NAMES[type(head)]}DraftModel"],
         "block_size": config.block_size,
         "is_causal": is_causal,
         "dflash_config": dflash | ({"causal_head": True} if is_causal else {}),
