@@ -77,7 +77,7 @@ class SparkDrafter(BlockDrafter):
         state, outputs = head.first_state(block, tokens[0], bound.embed, first), []
         for depth, before in enumerate(tokens):
             hidden = block[:, first + depth]
-            query, state = head.step(hidden, before, state, torch.full_like(before, depth), bound.embed)
+            query, state = head.step(hidden, before, state, depth, bound.embed)
             confidence = head.confidence_logits(hidden.detach(), before)
             outputs.append(torch.cat([hidden, query, confidence[:, None]], dim=-1))
         width = block.shape[-1]

@@ -101,12 +101,10 @@ class BlockHead(DraftHead):
         embeddings: torch.Tensor,
         position_ids: torch.Tensor,
         cache: Cache,
-        context_lengths: Sequence[int] | None = None,
+        lengths: Sequence[int],
     ) -> HeadOutput:
-        """One pass over a block, `[batch, block, hidden]`, after a context of `context_lengths` entries in each row."""
-        batch, block = embeddings.shape[:2]
-        lengths = [cache.get_seq_length()] * batch if context_lengths is None else context_lengths
-        equal_lengths = len(set(lengths)) == 1
+        """One pass over a block, `[batch, block, hidden]`, after a context of so many entries in each row."""
+        block, equal_lengths = embeddings.shape[1], len(set(lengths)) == 1
         masks = {
             # Without a mask, attention can use its fastest kernels.
             attention: None

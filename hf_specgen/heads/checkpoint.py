@@ -285,25 +285,20 @@ class Checkpoint:
 
 def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
     """Read a checkpoint's config and the headers of those tensor files that hold any of the wanted tensors."""
-    path = source.file(CONFIG)
-    if path is None and any(source.file(name) is not None for name in MEDUSA_FILES):
-        return Checkpoint(source, {}, checkpoint_tensors(source, wanted))
-    if path is None and Path(source.path_or_id).is_dir():
-        raise ValueError(f"{source} has no {CONFIG}, so it is not a checkpoint; name a folder or Hub id that holds one")
-    if path is None:
-        raise FileNotFoundError(
-            f"{source} is not a folder, and as a repository it has no {CONFIG} that is cached or within reach"
-            + offline_hint(source.path_or_id)
-        )
-    config = read_json(path)
+    single = next((name for name in MEDUSA_FILES if source.file(name) is not None), None)
+    if single is None:
+        remedy = ", so it is not a checkpoint; name a folder or Hub id that holds one"
+        path: Path | None = source.required_file(CONFIG, remedy)
+    else:
+        path = source.file(CONFIG)
+    config = {} if path is None else read_json(path)
     if not isinstance(config.get("model_type"), str | None):
         raise ValueError(f"{path}: model_type must be a string, got {_short(config['model_type'])}; download it again")
-    return Checkpoint(source, config, checkpoint_tensors(source, wanted))
+    return Checkpoint(source, config, _tensors(source, single, wanted))
 
 
-def checkpoint_tensors(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, TensorInfo]:
-    """Shape and dtype of the tensors of a checkpoint that are of interest; empty if it has no file of tensors."""
-    single = next((name for name in MEDUSA_FILES if source.file(name) is not None), None)
+def _tensors(source: Source, single: str | None, wanted: Callable[[str], bool]) -> dict[str, TensorInfo]:
+    """The tensors of a checkpoint that are of interest, from a single file if it is known; empty if it has no file."""
     index = source.file(INDEX) if single is None else None
     if index is None:
         names = [single] if single else [name for name in (SINGLE, PICKLED) if source.file(name) is not None][:1]

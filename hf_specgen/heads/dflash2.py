@@ -122,9 +122,7 @@ class DFlash2Head(PathHead):
         """`[vocab, rank]`."""
         return self.candidate_selector.successor_codebook
 
-    def step(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor | int, embed: Embed
-    ) -> Step:
+    def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
         """The previous token's row of the codebook, weighted by the position's output."""
         selector = self.candidate_selector
         return Step(selector.predecessor_codebook[tokens] * selector.hidden_projection(hidden), state)

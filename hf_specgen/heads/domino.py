@@ -47,16 +47,13 @@ class DominoHead(PathHead):
         """`[draft_vocab, emb_dim]`."""
         return cast(nn.Linear, self.embed_proj[2]).weight
 
-    def step(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor | int, embed: Embed
-    ) -> Step:
+    def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
         """The GRU reads the token, then the position's output and the state make the query."""
         read, weights = embed(tokens.view(len(tokens), -1)).flatten(0, 1), dict(self.prefix_gru.named_parameters())
         flat = torch.gru_cell(read, state.flatten(0, -2), weights["weight_ih_l0"], weights["weight_hh_l0"])
         state = flat.view(state.shape)
         query = self.embed_proj[:2](torch.cat((hidden, state), dim=-1))
-        corrected = torch.as_tensor(depths >= self.config.pure_draft_prefix_len, device=query.device)
-        return Step(query * corrected[..., None], state)
+        return Step(query * (depth >= self.config.pure_draft_prefix_len), state)
 
 
 def load_domino(file: HeadFile) -> DominoHead:

@@ -85,9 +85,7 @@ class DSparkHead(PathHead):
             return self.norm.weight.new_zeros(self.config.draft_vocab_size, 0)
         return self.markov_head.markov_w2.weight
 
-    def step(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor | int, embed: Embed
-    ) -> Step:
+    def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
         """See the table above."""
         if self.markov_head is None:
             return Step(hidden[..., :0], state)

@@ -55,16 +55,14 @@ class PathHead(BlockHead):
         """`[draft_vocab, rank]` the matrix that queries are multiplied with."""
 
     @abstractmethod
-    def step(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depths: torch.Tensor | int, embed: Embed
-    ) -> Step:
+    def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
         """One position of each path.
 
         Args:
             hidden: `[..., hidden]` output of the block at the position that proposes, of a shape that broadcasts.
             tokens: `[...]` the token before the proposed one, as the target's id.
             state: `[..., state_size]` that the step at the token before returned.
-            depths: draft tokens before the proposed one, `[...]` or the same number for all.
+            depth: draft tokens before the proposed one.
             embed: from the target's token ids to embeddings.
         """
 
@@ -86,29 +84,26 @@ class LayoutVotes:
     """Which position of a block proposes first, counted on texts where the checkpoint leaves it open.
 
     Attributes:
-        first: the position that has proposed the right next token most often, 0 or 1.
+        hits: how often position 0 and position 1 have proposed the right next token.
     """
 
-    def __init__(self, assumed: int):
-        self.first, self._hits = assumed, [0, 0]
+    def __init__(self, assumed: int, hits: tuple[int, int] = (0, 0)):
+        self._assumed, self.hits = assumed, hits
+
+    @property
+    def first(self) -> int:
+        """The position that was right most often."""
+        zero, one = self.hits
+        return self._assumed if zero == one else int(one > zero)
 
     @property
     def are_clear(self) -> bool:
         """Whether one layout has won: in the other one, a head is right about as rarely as a random one."""
-        return abs(self._hits[0] - self._hits[1]) >= 4
-
-    def count(self, proposed: Sequence[int], token: int) -> None:
-        """Count what position 0 and position 1 proposed for a token that is known by now."""
-        for first in (0, 1):
-            self._hits[first] += proposed[first] == token
-        if self._hits[0] != self._hits[1]:
-            self.first = self._hits.index(max(self._hits))
+        return abs(self.hits[0] - self.hits[1]) >= 4
 
     def copy(self) -> LayoutVotes:
         """A copy for another call."""
-        copied = LayoutVotes(self.first)
-        copied._hits = list(self._hits)
-        return copied
+        return LayoutVotes(self._assumed, self.hits)
 
 
 class PathRunner(BlockRunner):
@@ -210,7 +205,8 @@ class PathRunner(BlockRunner):
         """Compare what both layouts proposed after each row's last anchor with the token that followed it."""
         for row, known in zip(self.rows, tokens, strict=True):
             if known and row in self._proposed:
-                votes.count(self._proposed[row], known[0])
+                zero, one = (int(token == known[0]) for token in self._proposed[row])
+                votes.hits = votes.hits[0] + zero, votes.hits[1] + one
         logits = []
         for first in (0, 1):
             state = self._head.first_state(hidden, anchors, self.bound.embed, first)

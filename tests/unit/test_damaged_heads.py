@@ -354,7 +354,7 @@ def test_load_damaged_files_raise_one_sentence_and_take_no_memory(
         assert tracemalloc.get_traced_memory()[1] < 50 * 2**20
     finally:
         tracemalloc.stop()
-    assert isinstance(error.value, ValueError) or name == "PARD-2"
+    assert isinstance(error.value, ValueError) or "has no config.json" in str(error.value) or name == "PARD-2"
     assert "\n" not in str(error.value) or name in ("bundled adapter", "MTP layers")
     assert str(error.value).startswith(str(folder)) or name != "EAGLE"
     assert "code from a checkpoint" not in capsys.readouterr().out
