@@ -26,7 +26,7 @@ class HeadConfig:
     hidden_size: int  # of the states passed from step to step
     vocab_size: int  # the target's
     target_hidden_size: int
-    num_aux_hidden_states: int  # concatenated to a feature
+    num_aux_hidden_states: int = 1  # concatenated to a feature
     aux_hidden_state_layers: tuple[int, ...] | None = None  # `hidden_states` indices; None: the default of the format
     draft_vocab_size: int  # tokens that the head can propose
     own_embeddings: bool = False  # else the target's

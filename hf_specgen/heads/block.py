@@ -142,21 +142,16 @@ def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + layer * step) + 1 for layer in range(num_draft_layers))
 
 
-def block_options(file: HeadFile, both_ways: bool = False) -> dict[str, Any]:
-    """The fields of `BlockConfig` in every format of block heads.
-
-    Args:
-        file: the checkpoint.
-        both_ways: the default of `sliding_window_non_causal` in the format of speculators.
-    """
+def block_options(file: HeadFile) -> dict[str, Any]:
+    """The fields of `BlockConfig` in every format of block heads."""
     layer = file.layer(strict_bias=True)
-    read = _speculators_options(file, both_ways) if file.is_nested else _flat_options(file)
+    read = _speculators_options(file) if file.is_nested else _flat_options(file)
     return file.common(layer) | {"layer": layer, "mask_token_id": file.mask_token()} | read
 
 
-def _speculators_options(file: HeadFile, both_ways: bool) -> dict[str, Any]:
-    """Sliding layers are causal inside the block unless configured; the window is counted from the anchor."""
-    fields = Fields(file.fields.values, {"sliding_window_non_causal": both_ways})
+def _speculators_options(file: HeadFile) -> dict[str, Any]:
+    """The window is counted from the anchor; sliding layers are causal inside the block by default, not in DFlash2."""
+    fields = Fields(file.fields.values, {"sliding_window_non_causal": file.kind == "dflash2"})
     causal = not fields.flag("sliding_window_non_causal")
     return {
         "block_size": fields.integer("block_size", 2),

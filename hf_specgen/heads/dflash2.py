@@ -130,10 +130,9 @@ class DFlash2Head(PathHead):
 
 def load_dflash2(file: HeadFile) -> DFlash2Head:
     """A DFlash2 head of z-lab or speculators; sliding layers of the latter are bidirectional unless configured."""
-    file.names = {ours.replace("codebook.weight", "codebook"): name for ours, name in file.names.items()}
     fields = file.fields
     sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    options = block_options(file, both_ways=True)
+    options = block_options(file)
     options |= {name: fields.integer(name) for name in sizes if fields.get(name) is not None}
     options |= {name: fields.number(name) for name in FACTORS if fields.get(name) is not None}
     return file.build(DFlash2Head, DFlash2Config(**options))

@@ -13,7 +13,6 @@ Source: DSpark (2026), as implemented by deepseek-ai/DeepSpec and by the package
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,8 +24,6 @@ from hf_specgen.heads.head_file import Format, HeadFile
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
 KINDS = ("vanilla", "gated", "rnn")
-MARKOV_NAME = re.compile(r"^(markov_w1|markov_w2|gate_proj|joint_proj)\.")
-CONFIDENCE_NAME = re.compile(r"^confidence_proj\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +120,6 @@ class DSparkHead(PathHead):
 
 def load_dspark(file: HeadFile) -> DSparkHead:
     """A DSpark head of speculators, DeepSpec, SpecForge or ModelOpt."""
-    file.names = {
-        CONFIDENCE_NAME.sub("confidence_head.proj.", MARKOV_NAME.sub(r"markov_head.\1.", ours)): name
-        for ours, name in file.names.items()
-    }
     fields = file.fields
     rank, confidence = (
         file.matrix(name)[1] if file.has(name) else 0

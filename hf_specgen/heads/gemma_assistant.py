@@ -163,7 +163,6 @@ def load_assistant(file: HeadFile) -> AssistantHead:
         vocab_size=vocab,
         draft_vocab_size=vocab,
         target_hidden_size=hidden,
-        num_aux_hidden_states=1,
         aux_hidden_state_layers=file.aux_hidden_state_layers(),
         own_lm_head=True,
         text=_text_config(text),

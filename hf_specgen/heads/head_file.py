@@ -32,8 +32,14 @@ LAYER_FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
 Transformers counts `hidden_states`: index 0 is the embedding, index i the output of layer i - 1, and the last index the
 state after the final norm. A wrong index never changes the generated text, but fewer draft tokens are accepted.
 """
-RENAMED = ((re.compile(r"^midlayer\."), "layers.0."), (re.compile(r"^logit_head\."), ""))
-"""Names of EAGLE's first layer, and of SpecForge's early corrections of block heads, with those in our modules."""
+RENAMED = (
+    (re.compile(r"^midlayer\."), "layers.0."),  # EAGLE-3
+    (re.compile(r"^logit_head\."), ""),  # early block heads of SpecForge
+    (re.compile(r"^((?:markov_w1|markov_w2|gate_proj|joint_proj)\.)"), r"markov_head.\1"),  # ModelOpt
+    (re.compile(r"^confidence_proj\."), "confidence_head.proj."),  # ModelOpt
+    (re.compile(r"codebook\.weight$"), "codebook"),  # DFlash2
+)
+"""Patterns of names in files, with those in our modules."""
 MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -259,14 +265,12 @@ class Format(NamedTuple):
         strategy: the class of `hf_specgen.candidates` that drafts with it.
         load: reads the head; None for a format that is read together with its target.
         recognises: whether a checkpoint that is not of speculators is of this format.
-        reader: the function that reads it.
     """
 
     name: str
     strategy: str
     load: Callable[[HeadFile], DraftHead] | None
     recognises: Callable[[HeadFile], bool] = lambda file: False
-    reader: str = "hf_specgen.heads.head_formats.load_head"
 
 
 def speculators_type(checkpoint: Checkpoint) -> str | None:

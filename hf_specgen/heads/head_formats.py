@@ -94,7 +94,7 @@ def load_head(
         checkpoint = dequantised(checkpoint)
         found = head_format(checkpoint)
         if found.load is None:
-            raise ValueError(f"it holds {found.name}, which {found.reader} reads")
+            raise ValueError(f"it holds {found.name}, which hf_specgen.heads.mtp.load_mtp reads with their target")
         return found.load(HeadFile(checkpoint, layers, dtype))
 
 

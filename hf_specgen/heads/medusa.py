@@ -128,7 +128,6 @@ class MedusaHeads(DraftHead):
         sizes |= {
             "base_model": target.name_or_path or None,
             "target_type": config.model_type,
-            "num_aux_hidden_states": 1,
         }
         heads = cls(MedusaConfig(**sizes, num_target_layers=len(decoder_layers(target)), **shape))
         if heads.config.own_outputs and matrix.bias is not None:
@@ -256,7 +255,6 @@ def load_medusa(file: HeadFile) -> MedusaHeads:
         vocab_size=vocab,
         draft_vocab_size=kept or vocab,
         target_hidden_size=hidden,
-        num_aux_hidden_states=1,
         base_model=str(name) if name else None,
         num_target_layers=base.optional_integer("num_hidden_layers", 1),
         target_type=base.text("model_type") if base.get("model_type") else None,

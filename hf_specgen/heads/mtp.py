@@ -179,7 +179,6 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
         vocab_size=vocab,
         draft_vocab_size=vocab,
         target_hidden_size=hidden,
-        num_aux_hidden_states=1,
         num_target_layers=first,
         num_layers=len(layers),
     )
@@ -283,8 +282,7 @@ def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> Pre
     return cast(PretrainedConfig, result)
 
 
-READER = "hf_specgen.heads.mtp.load_mtp"
 FORMATS = (
-    Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint), READER),
-    Format("speculators mtp", "MTPCandidates", None, reader=READER),
+    Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint)),
+    Format("speculators mtp", "MTPCandidates", None),
 )

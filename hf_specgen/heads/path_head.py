@@ -161,10 +161,8 @@ class PathRunner(BlockRunner):
         self._drop(needed)
         block = self._run_block(*self._new(features, next_tokens))
         state = self._head.first_state(block, self._anchor, self.bound.embed, self._first)
-        self._base, self._keys = self.bound.logits(self._hidden), self._head.keys()
-        if self.max_candidates < self._base.shape[-1]:
-            self._base, self._tokens = self._base.topk(self.max_candidates, dim=-1)
-            self._keys = self._keys[self._tokens]  # [active, positions, candidates, rank]
+        self._base, self._tokens = self.bound.logits(self._hidden).topk(self.max_candidates, dim=-1)
+        self._keys = self._head.keys()[self._tokens]  # [active, positions, candidates, rank]
         return self._step(self._anchor[:, None], 0, state[:, None])[:, 0]
 
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
@@ -190,13 +188,9 @@ class PathRunner(BlockRunner):
         """Logits after nodes of one depth, of these tokens and states of their parents, both `[active, nodes, …]`."""
         hidden = self._hidden[:, depth, None].expand(-1, tokens.shape[1], -1)
         query, self._states = self._head.step(hidden, tokens, states, depth, self.bound.embed)
-        base = self._base[:, depth, None]
-        if self._keys.dim() == 2:
-            logits = base + query @ self._keys.T
-        else:
-            corrected = base + query @ self._keys[:, depth].transpose(1, 2)
-            logits = corrected.new_full((*tokens.shape, self.config.draft_vocab_size), -torch.inf)
-            logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
+        corrected = self._base[:, depth, None] + query @ self._keys[:, depth].transpose(1, 2)
+        logits = corrected.new_full((*tokens.shape, self.config.draft_vocab_size), -torch.inf)
+        logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
         return self._scatter(self.bound.to_target_vocabulary(logits))
 
     def _measure(
