@@ -31,17 +31,17 @@ class LayeredRunner(HeadRunner):
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
         self.layers = cast(MTPConfig, bound.head.config).num_layers
-        self._features = [self._like.new_zeros(0, bound.head.config.hidden_size)] * batch  # to compute again
-        self._tokens: list[list[int]] = [[] for _ in range(batch)]
+        self._nothing: tuple[torch.Tensor, list[int]] = self._like.new_zeros(0, bound.head.config.hidden_size), []
+        self._again = [self._nothing] * batch  # features and next tokens of positions to compute again
 
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
         """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         self._drop(needed)
-        new_states, new_tokens = self._new(features, next_tokens)
-        states = [torch.cat(parts) for parts in zip(self._features, new_states, strict=True)]
-        tokens = [before + new for before, new in zip(self._tokens, new_tokens, strict=True)]
+        pairs = list(zip(self._again, *self._new(features, next_tokens), strict=True))
+        states = [torch.cat([before, new]) for (before, _), new, _ in pairs]
+        tokens = [before + new for (_, before), _, new in pairs]
         self.cache.set_lengths(self.lengths)
         *early, rest = self._chunks([len(row) for row in tokens])
         for parts in early:
@@ -55,8 +55,8 @@ class LayeredRunner(HeadRunner):
         ]
         self._ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         again = [min(self.layers - 1, count) for count in counts]
-        self._features = [row[len(row) - count :] for row, count in zip(states, again, strict=True)]
-        self._tokens = [row[len(row) - count :] for row, count in zip(tokens, again, strict=True)]
+        ends = [slice(len(row) - count, len(row)) for row, count in zip(tokens, again, strict=True)]
+        self._again = [(row[end], read[end]) for row, read, end in zip(states, tokens, ends, strict=True)]
         self._commit([count - back for count, back in zip(counts, again, strict=True)])
         hidden = outputs[0]
         # Of each node the outputs and tokens at the last `layers` positions.
@@ -67,27 +67,23 @@ class LayeredRunner(HeadRunner):
     def restart(self, row: int) -> None:
         super().restart(row)
         if row in self.rows:
-            self._forget(self.rows.index(row))
-
-    def _forget(self, place: int) -> None:
-        self._features[place], self._tokens[place] = self._features[place][:0], []
+            self._again[self.rows.index(row)] = self._nothing
 
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
         super().keep_rows(kept, new)
-        for place in range(len(kept), len(kept) + new):
-            self._forget(place)
+        self._again[len(kept) :] = [self._nothing] * new
 
     def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
-        self._features, self._tokens = [self._features[0][:0]] * len(features), [[] for _ in features]
+        self._again = [self._nothing] * len(features)
         self.first_logits(features, next_tokens, [True] * len(features))
 
     def _put_last(self, other: Self) -> None:
         super()._put_last(other)
-        self._features[-len(other.rows) :], self._tokens[-len(other.rows) :] = other._features, other._tokens
+        self._again[-len(other.rows) :] = other._again
 
     def _select(self, rows: list[int]) -> None:
         super()._select(rows)
-        self._features, self._tokens = [self._features[row] for row in rows], [self._tokens[row] for row in rows]
+        self._again = [self._again[row] for row in rows]
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
