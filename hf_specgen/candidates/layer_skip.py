@@ -6,6 +6,7 @@ Source: Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Spec
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -20,6 +21,7 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
+from hf_specgen.tree import DraftTree
 
 
 class LayerSkipCandidates(PretrainedCandidates):
@@ -123,14 +125,14 @@ class _LayerSkipSession(AutoregressiveSession):
         """Run the first layers on each row's last token."""
         state = self.call.state
         self.passes.append(sum(depth > 0 for depth in self.max_depths))
-        pending = torch.tensor([text[-1] for text in state.generated])
         active = [not state.has_ended(row) for row in range(state.batch)]
-        return self._scores(*self._target.run_early(pending, active, with_logits=self._head is None))[:, -1]
+        return self._scores(DraftTree.empty(state.batch), torch.tensor(state.pending())[:, None], active)[:, -1]
 
     def next_scores(self, tree: GrownTree) -> torch.Tensor:
-        return self._scores(*self._target.grow_early(tree, tree.tokens.shape[1], with_logits=self._head is None))
+        return self._scores(tree, tree.tokens)
 
-    def _scores(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+    def _scores(self, tree: DraftTree, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> torch.Tensor:
+        state, logits = self._target.run_early(tree, tokens, active, with_logits=self._head is None)
         if self._head is not None:
             return cast(torch.Tensor, self._head(state))
         assert logits is not None

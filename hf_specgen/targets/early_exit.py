@@ -51,61 +51,46 @@ class EarlyExitTarget(Target):
         self._active: Sequence[bool] | None = None  # in this step
 
     def run_early(
-        self, tokens: torch.Tensor, active: Sequence[bool] | None = None, with_logits: bool = True
+        self,
+        tree: DraftTree,
+        tokens: torch.Tensor,
+        active: Sequence[bool] | None = None,
+        with_logits: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the first layers on each row's last token, `[batch]`, the root of a draft tree.
+        """Run the first layers on the last tokens of a draft, `[batch, new]`; of an empty one on each row's last.
 
-        Returns `[batch, 1, hidden]` the input of layer E, and `[batch, 1, vocab]` the model's own logits from it, if
-        wanted.
+        `active` are the rows that take part in the step, which begins with the empty tree. Returns `[batch, new,
+        hidden]` the input of layer E, and `[batch, new, vocab]` the model's own logits from it, if wanted.
         """
-        self._starts, self._active = self.cache.lengths, active
-        return self._early(DraftTree.empty(len(tokens)), tokens.to(self.device)[:, None], 0, with_logits)
-
-    def grow_early(
-        self, tree: DraftTree, new: int, with_logits: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the first layers on the last `new` nodes of a draft tree; returns their states and logits."""
-        tokens = tree.input_tokens(self.device)[:, -new:]
-        return self._early(tree, tokens, 1 + tree.nodes - new, with_logits)
-
-    def _early(
-        self, tree: DraftTree, tokens: torch.Tensor, cached: int, with_logits: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cached = 1 + tree.nodes - tokens.shape[1]
+        if not cached:
+            self._starts, self._active = self.cache.lengths, active
         with self._replaceable.replaced(self._last):
             module = self.model if with_logits else decoder(self.model)
-            outputs = self._run(module, tree, {"input_ids": tokens}, self._active, cached)
-        self._states.append(self._layout.scatter(self._exit_state(), tree.batch))
+            outputs = self._run(module, tree, {"input_ids": tokens.to(self.device)}, self._active, cached)
+        state = self._replaceable.read_by(self._last[0])
+        if state.dim() != 3:  # an index out of bounds would cause a device-side assert, which ends the CUDA context
+            raise ValueError(
+                f"the layers of {type(self.model).__name__} pass on a state of shape {tuple(state.shape)} instead of "
+                "one vector for each token"
+            )
+        self._states.append(self._layout.scatter(state, tree.batch))
         return self._states[-1], self._layout.scatter(outputs.logits, tree.batch) if with_logits else None
 
     def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """`Target.forward` from the states that drafting has kept, of the first nodes of the tree in their order."""
         if not self._states:
             return super().forward(tree, pending, active)
-        states = self._take_states(tree)  # [batch, 1 + nodes, hidden]
+        drafted = sum(states.shape[1] for states in self._states[1:])
+        if drafted < tree.nodes:
+            self.run_early(tree, tree.input_tokens(self.device)[:, drafted:], with_logits=False)
+        states = torch.cat(self._states, dim=1)  # [batch, 1 + nodes, hidden]
+        self._states.clear()
         self.cache.set_lengths(self._starts)
         present = self._layout.select(tree, {"states": states})[1]["states"]
         with self._replaceable.replaced(self._first, present):
             logits = self._run(self.model, tree, {"inputs_embeds": states}, active).logits
         return self._layout.scatter(logits, tree.batch)
-
-    def _exit_state(self) -> torch.Tensor:
-        """The input of layer E in the last pass, `[batch, tokens, hidden]`."""
-        state = self._replaceable.input_of(self._last[0])
-        if state.dim() != 3:  # an index out of bounds would cause a device-side assert, which ends the CUDA context
-            raise ValueError(
-                f"the layers of {type(self.model).__name__} pass on a state of shape {tuple(state.shape)} instead of "
-                "one vector for each token"
-            )
-        return state
-
-    def _take_states(self, tree: DraftTree) -> torch.Tensor:
-        """The kept states of all tokens; runs the first layers on those nodes that have none yet."""
-        drafted = sum(states.shape[1] for states in self._states[1:])
-        if drafted < tree.nodes:
-            self.grow_early(tree, tree.nodes - drafted, with_logits=False)
-        states = torch.cat(self._states, dim=1)
-        self._states.clear()
-        return states
 
 
 def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
@@ -154,8 +139,8 @@ class ReplaceableLayers:
             for index, layer in zip(indices, originals, strict=True):
                 self._layers[index] = layer
 
-    def input_of(self, index: int) -> torch.Tensor:
-        """The input of a replaced layer in the last pass."""
+    def read_by(self, index: int) -> torch.Tensor:
+        """What a replaced layer read in the last pass."""
         state = self._pass_through[index].seen
         assert state is not None
         return state

@@ -342,8 +342,9 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
         first, parents = 0, chain_parents(3)
         rows = [([*row[1:3], token], parents) for token, row in zip(wrong, tokens, strict=True)]
     if isinstance(target, EarlyExitTarget):
-        target.run_early(torch.tensor([row[0] for row in tokens]))
-        target.grow_early(DraftTree.from_nodes([(nodes[:2], parents[:2]) for nodes, _ in rows]), 2)
+        target.run_early(DraftTree.empty(batch), torch.tensor([row[:1] for row in tokens]))
+        drafted = DraftTree.from_nodes([(nodes[:2], parents[:2]) for nodes, _ in rows])
+        target.run_early(drafted, drafted.tokens)
     step = target.forward(DraftTree.from_nodes(rows), [row[0] for row in tokens])
     logits += [step[:, place] for place in (0, 1 + first, 2 + first)]
     # Even rows continue after t2, odd rows after t1: their next logits, after t2, repeat those of the last node.
