@@ -5,19 +5,26 @@ token in it; only then do the stopping criteria and the streamer receive it, in 
 passes it.
 
 Plain `generate` feeds padding to ended rows until the last row ends. The results appear only in the returned cache and
-scores, so here one forward pass at the end of the call processes all padding.
+scores, so here one forward pass at the end of the call processes all padding; or one pass for each column, if a
+stopping criterion receives its scores.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
@@ -31,6 +38,8 @@ from hf_specgen.verification.processors import checked
 
 BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 """Criteria that are not called: `GenerationState.stop_ids` and `max_length` have the same effect."""
+WITHOUT_SCORES = (MaxTimeCriteria, StopStringCriteria)
+"""Criteria that do not read the scores that they receive."""
 
 
 @dataclass
@@ -53,7 +62,10 @@ class OutputCollector:
     Attributes:
         columns: how many columns are emitted.
         kept: `[batch, vocab]` of each emitted column: "scores" and "logits", as far as they were asked for.
+        process_padding: makes those of ended rows, up to the last column; set by `Padding`.
     """
+
+    process_padding: Callable[[], None]
 
     def __init__(self, call: Call, criteria: StoppingCriteriaList, streamer: BaseStreamer | None = None):
         self._call, self._state = call, call.state
@@ -129,6 +141,8 @@ class OutputCollector:
     def _custom_stops(self) -> list[bool]:
         if not self._custom:
             return [False] * self._state.batch
+        if "scores" in self.kept and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
+            self.process_padding()
         scores: Any = tuple(self.kept["scores"]) if "scores" in self.kept else None
         ids = self._state.prefix(self._state.prompt_length + self.columns)
         with checked(self._custom, ids, self._call.do_sample):
@@ -146,7 +160,8 @@ class Padding:
 
     def __init__(self, call: Call, target: Target, verification: VerificationSession, outputs: OutputCollector):
         self._state, self._target, self._outputs = call.state, target, outputs
-        self._processors = verification.processors
+        self._processors, self._processed = verification.processors, [0] * call.state.batch  # padding, by row
+        outputs.process_padding = self._process
         self.is_visible = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property
@@ -161,23 +176,30 @@ class Padding:
 
     def process_rest(self) -> None:
         """At the end of a call with a visible cache: cut it to the output, process all padding, add its scores."""
-        if not self.is_visible:
-            return
+        if self.is_visible:
+            self._process()
+
+    def _process(self) -> None:
+        """Cut the cache of ended rows to the output, process their padding up to the last column, add its scores."""
         state, columns = self._state, self._outputs.columns
-        self._target.rewind([len(text) - 1 for text in state.generated])
-        missing = [columns - len(text) for text in state.generated]
+        target = copy.copy(self._target)  # which keeps what drafters read of the last step, in the middle of a call
+        ends = [len(text) + processed for text, processed in zip(state.generated, self._processed, strict=True)]
+        target.rewind([end - 1 for end in ends])
+        missing = [max(0, columns - end) for end in ends]
         if not any(missing):
             return
         assert state.pad_id is not None
-        pending, logits = state.pending(), list[torch.Tensor]()
+        last, logits = state.pending(), list[torch.Tensor]()
+        pending = [state.pad_id if done else token for done, token in zip(self._processed, last, strict=True)]
         # A causal mask of a fixed size may have few slots after the longest row.
-        width = max(1, min(self._target.slot_limit - max(self._target.cache.lengths), max(missing)))
+        width = max(1, min(target.slot_limit - max(target.cache.lengths), max(missing)))
         for first in range(0, max(missing), width):
             counts = [max(0, min(width, count - first)) for count in missing]
             tree = DraftTree.chains([[state.pad_id] * max(0, count - 1) for count in counts])
-            logits.append(self._target.forward(tree, pending, [count > 0 for count in counts]).float())
-            self._target.commit([list(range(count - 1)) if count else None for count in counts])
+            logits.append(target.forward(tree, pending, [count > 0 for count in counts]).float())
+            target.commit([list(range(count - 1)) if count else None for count in counts])
             pending = [state.pad_id] * state.batch
+        self._processed = [sum(pair) for pair in zip(self._processed, missing, strict=True)]
         if self._outputs.kept:
             self._fill_in_scores(torch.cat(logits, dim=1), missing)
 

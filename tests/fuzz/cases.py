@@ -40,7 +40,7 @@ OPTIONS = (
     *("allowed_tokens", "begin_suppress", "cutoffs", "decay", "encoder_no_repeat", "encoder_repetition"),
     *("forced_eos", "guidance", "remove_invalid", "renormalize", "sequence_bias", "suppress"),
 )
-CRITERIA = ("after", "any_row", "scores", "max_time")
+CRITERIA = ("after", "any_row", "scores", "all_scores", "max_time")
 FAULTS = ("drafter", "processor", "criterion", "streamer", "model")
 
 
@@ -262,9 +262,10 @@ def _objects(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
 def _consistent(case: Case) -> Case:
     """What cannot go together is left out: a case that only ever ends in an error of plain `generate` tests nothing."""
     changes: dict[str, Any] = {}
-    if case.output_scores or case.output_logits or "scores" in case.criteria:
+    reads_scores = not {"scores", "all_scores"}.isdisjoint(case.criteria)
+    if case.output_scores or case.output_logits or reads_scores:
         changes["return_dict"] = True
-    if "scores" in case.criteria:
+    if reads_scores:
         changes["output_scores"] = True
     if case.turns > 1 and case.cache == "none":
         changes["return_dict"] = True

@@ -116,7 +116,15 @@ class _OnScores(_After):
         return scores[-1].argmax(dim=-1) % 7 == 0
 
 
-CRITERIA = {"after": _After, "any_row": _AnyRow, "scores": _OnScores}
+class _AllScores(_After):
+    """Reads the scores of all rows, those that have ended included, and stops all."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        flattest = float("inf") if not scores else float(scores[-1].amax(dim=-1).min())
+        return torch.full((len(input_ids),), flattest < 0.25, device=input_ids.device)
+
+
+CRITERIA = {"after": _After, "any_row": _AnyRow, "scores": _OnScores, "all_scores": _AllScores}
 
 
 # Prompts

@@ -55,6 +55,21 @@ CASES: dict[str, list[Case]] = {
         *every(replace(PARTLY, accuracy=1.0, max_new_tokens=24), stop_string_column=[0, 9], lengths=BATCHES),
         *every(replace(PARTLY, **RECURRENT), criteria=[("after",), ("any_row",)], eos_ids=[(), (98,)]),
     ],
+    # A criterion that receives other scores of ended rows than those of their padding, which cost a pass of their own.
+    "stop by all scores": [
+        *every(
+            replace(OUTPUTS, eos_ids=END, max_new_tokens=30, criteria=("all_scores",)),
+            strategy=["oracle_tree", "draft", "skip", "medusa", "eagle1"],
+            seed=[1, 2, 3],
+            lengths=BATCHES[1:],
+        ),
+        *every(
+            replace(OUTPUTS, eos_ids=END, strategy="oracle", criteria=("all_scores",)),
+            architecture=["lfm2", "gemma2", "gpt_neo"],
+            seed=[1, 2, 3],
+            lengths=BATCHES[1:],
+        ),
+    ],
     "time limit": [
         *every(replace(OUTPUTS, accuracy=1.0, criteria=("max_time",)), eos_ids=[(), (98,)]),
         replace(PARTLY, accuracy=1.0, criteria=("max_time",)),
@@ -72,6 +87,7 @@ CASES: dict[str, list[Case]] = {
     ],
     # Scores, logits and the returned cache of ended rows; their padding.
     "outputs": [
+        *every(replace(OUTPUTS, eos_ids=END, criteria=("all_scores",), **RECURRENT), seed=[1, 2], lengths=BATCHES[1:]),
         *every(replace(OUTPUTS, eos_ids=END), do_sample=[False, True], processors=[(), ("row_wise",)], lengths=BATCHES),
         *every(replace(OUTPUTS, do_sample=True, num_return_sequences=2), strategy=["oracle", "draft"]),
         *every(replace(OUTPUTS, eos_ids=END), strategy=["oracle_tree", "skip"], repetition_penalty=[1.0, 1.3]),
