@@ -219,16 +219,16 @@ def tensor_infos(path: Path) -> dict[str, TensorInfo]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 view = file.get_slice(name)
-                shape = tuple(view.get_shape())
-                dtype = (view[:0] if shape else file.get_tensor(name)).dtype
-                infos[name] = TensorInfo(shape, dtype, path, partial(_read, path, name))
+                if shape := tuple(view.get_shape()):
+                    infos[name] = TensorInfo(shape, view[:0].dtype, path, partial(_read, view))
+                else:
+                    infos[name] = TensorInfo.of(file.get_tensor(name), path)
     return infos
 
 
-def _read(path: Path, name: str) -> torch.Tensor:
+def _read(view: Any) -> torch.Tensor:
     """A tensor of a safetensors file, as a copy, since a view would keep the whole file mapped."""
-    with safe_open(path, framework="pt") as file:
-        return cast(torch.Tensor, file.get_tensor(name).clone())
+    return cast(torch.Tensor, view[:].clone())
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
