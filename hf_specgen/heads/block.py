@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Fields
-from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 
 
@@ -195,8 +195,15 @@ def _sliding(of_layers: Fields, num_layers: int) -> list[tuple[bool, int | None]
     return [(name == "sliding_attention", window if name == "sliding_attention" else None) for name in types]
 
 
-def projector_type(file: HeadFile) -> str:
-    """What corrects the logits of a block head, by its name in the config, or else by the name of the class."""
+def block_type(file: HeadFile) -> str | None:
+    """What kind of block head a file holds: "dflash", or the name of its correction; None if there is none.
+
+    The name is that in the config, or else that of the class; DFlash2 has convolutions.
+    """
+    if not file.has("fc.weight", "hidden_norm.weight"):
+        return None
+    if file.has("layers.0.attention_conv.base_kernel"):
+        return "dflash2"
     classes = str(file.fields.get("architectures")).lower()
     by_class = next((name for name in ("dspark", "domino") if name in classes), "dflash")
     return str(file.fields.get("projector_type") or by_class)
@@ -204,17 +211,6 @@ def projector_type(file: HeadFile) -> str:
 
 def load_block(file: HeadFile) -> BlockHead:
     """A DFlash or JetSpec head."""
-    if (name := projector_type(file)) != "dflash":
-        raise ValueError(f"DFlash heads with projector_type {name[:40]!r} are not supported")
+    if (name := block_type(file)) not in ("dflash", None):
+        raise ValueError(f"DFlash heads with projector_type {str(name)[:40]!r} are not supported")
     return file.build(BlockHead, BlockConfig(**block_options(file)))
-
-
-def is_block(file: HeadFile) -> bool:
-    """Whether features are projected and normalised once for all layers."""
-    return file.has("fc.weight", "hidden_norm.weight")
-
-
-FORMATS = (
-    Format("speculators dflash", "DFlashCandidates", load_block),
-    Format("DFlash, JetSpec", "DFlashCandidates", load_block, is_block),
-)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from hf_specgen.heads.block import BlockConfig, block_options, is_block
-from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.block import BlockConfig, block_options
+from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
@@ -136,14 +136,3 @@ def load_dflash2(file: HeadFile) -> DFlash2Head:
     options |= {name: fields.integer(name) for name in sizes if fields.get(name) is not None}
     options |= {name: fields.number(name) for name in FACTORS if fields.get(name) is not None}
     return file.build(DFlash2Head, DFlash2Config(**options))
-
-
-FORMATS = (
-    Format("speculators dflash2", "DFlashCandidates", load_dflash2),
-    Format(
-        "DFlash2",
-        "DFlashCandidates",
-        load_dflash2,
-        lambda file: is_block(file) and file.has("layers.0.attention_conv.base_kernel"),
-    ),
-)

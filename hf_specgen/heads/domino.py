@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from hf_specgen.heads.block import BlockConfig, block_options, is_block, projector_type
-from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.block import BlockConfig, block_options
+from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
 
@@ -68,8 +68,3 @@ def load_domino(file: HeadFile) -> DominoHead:
         pure_draft_prefix_len=fields.optional_integer("pure_draft_prefix_len") or 0,
     )
     return file.build(DominoHead, config)
-
-
-FORMATS = (
-    Format("Domino", "DFlashCandidates", load_domino, lambda file: is_block(file) and projector_type(file) == "domino"),
-)

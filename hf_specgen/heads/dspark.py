@@ -19,8 +19,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from hf_specgen.heads.block import BlockConfig, block_options, is_block, projector_type
-from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.block import BlockConfig, block_options
+from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
 KINDS = ("vanilla", "gated", "rnn")
@@ -150,14 +150,3 @@ def _layout(file: HeadFile, block_size: int) -> dict[str, object]:
     if file.is_nested:  # before the field existed, speculators trained the other layout than its class now has
         return {"first_proposing_position": int(file.speculative_tokens() != block_size), "measures_layout": True}
     return {"first_proposing_position": 0, "measures_layout": "dflash_config" in file.checkpoint.config}
-
-
-FORMATS = (
-    Format("speculators dspark", "DFlashCandidates", load_dspark),
-    Format(
-        "DSpark (DeepSpec, SpecForge, ModelOpt)",
-        "DFlashCandidates",
-        load_dspark,
-        lambda file: is_block(file) and projector_type(file) == "dspark",
-    ),
-)

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding
 
 
@@ -193,24 +193,3 @@ def load_eagle3(file: HeadFile) -> Eagle3Head:
         mask_token_id=file.mask_token() if "mask_hidden" in names or fields.get("mask_token_id") else None,
     )
     return file.build(Eagle3Head, config)
-
-
-NORM_OF_STATES = "layers.0.hidden_norm.weight"
-"""Only the first layer of EAGLE-3 normalises embedding and state beside each other."""
-FORMATS = (
-    Format("speculators eagle3", "EagleCandidates", load_eagle3),
-    Format("speculators peagle", "PEagleCandidates", load_eagle3),
-    Format("P-EAGLE", "PEagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES, "mask_hidden")),
-    Format(
-        "EAGLE-3 (original, SpecForge, ModelOpt, DeepSpec)",
-        "EagleCandidates",
-        load_eagle3,
-        lambda file: file.has(NORM_OF_STATES),
-    ),
-    Format(
-        "EAGLE-1, EAGLE-2, HASS",
-        "EagleCandidates",
-        load_eagle1,
-        lambda file: file.has("fc.weight", "layers.0.self_attn.q_proj.weight"),
-    ),
-)

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Fields, first_line
-from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import FullPrecision, count_layers
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
@@ -175,6 +175,11 @@ def load_assistant(file: HeadFile) -> AssistantHead:
     return head
 
 
+def is_assistant(file: HeadFile) -> bool:
+    """Whether the config is that of an assistant."""
+    return file.fields.get("model_type") in MODEL_TYPES
+
+
 def _text_config(text: Fields) -> PretrainedConfig:
     """The config of the layers, all of which use keys and values of the target."""
     shared = {"num_kv_shared_layers": text.integer("num_hidden_layers"), "attn_implementation": "sdpa"}
@@ -182,16 +187,6 @@ def _text_config(text: Fields) -> PretrainedConfig:
         return cast(PretrainedConfig, text_classes()[1](**{**text.values, **shared}))
     except Exception as error:  # whatever Transformers raises for values that it cannot work with
         raise ValueError(f"text_config cannot be used ({first_line(error)})") from None
-
-
-FORMATS = (
-    Format(
-        "Gemma 4 assistant",
-        "GemmaAssistantCandidates",
-        load_assistant,
-        lambda file: file.fields.get("model_type") in MODEL_TYPES,
-    ),
-)
 
 
 class AssistantRunner:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -163,7 +163,7 @@ class HeadFile:
         self.names |= {name: name for name in added}
 
     def build(self, head_class: Callable[[Any], Head], config: HeadConfig, optional: str = "") -> Head:
-        """The head with its tensors, of which names, shapes and dtypes are checked.
+        """The head with its tensors, each of which is read when its name, shape and dtype are known to be right.
 
         Tensors whose names end with `optional` are zeros if they are missing.
         """
@@ -178,17 +178,18 @@ class HeadFile:
         if membership is not None and membership.shape != (config.vocab_size,):
             raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {config.vocab_size}")
         ids = None if head.draft_to_target is None else self._draft_to_target(config)
-        loaded = self.checkpoint.read(theirs for ours, theirs in self.names.items() if ours in expected)
-        floats = (tensor.dtype for tensor in loaded.values() if tensor.is_floating_point())
-        dtype = self._dtype or next(floats, torch.float32)
+        files = {name: self.tensors[self.names[name]] for name in expected if name in self.names}
+        dtype = self._dtype or next((one.dtype for one in files.values() if one.dtype.is_floating_point), torch.float32)
         state = {} if ids is None else {"draft_to_target": ids}
         for name, tensor in expected.items():
-            found = loaded[self.names[name]] if name in self.names else torch.zeros(tensor.shape)
-            if ids is not None and len(tensor) == len(ids) and found.shape[:1] == (config.vocab_size,):
-                found = found[ids]
-            check_tensor(self.names.get(name, name), found, tensor)
-            own_dtype = dtype if tensor.is_floating_point() else tensor.dtype
-            state[name] = found.to(own_dtype).reshape(tensor.shape)
+            if (info := files.get(name)) is None:
+                state[name] = torch.zeros(tensor.shape, dtype=dtype)
+                continue
+            is_whole = ids is not None and len(tensor) == len(ids) and info.shape[:1] == (config.vocab_size,)
+            shape = (*tensor.shape[:1], *info.shape[1:]) if is_whole else info.shape
+            check_tensor(self.names[name], shape, info.dtype, tensor)
+            found = info.read()[ids] if is_whole else info.read()
+            state[name] = found.to(dtype if tensor.is_floating_point() else tensor.dtype).reshape(tensor.shape)
         head.load_state_dict(state, assign=True)
         return head.eval().requires_grad_(False)
 
@@ -227,15 +228,14 @@ class HeadFile:
         return ids
 
 
-def check_tensor(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: torch.Tensor) -> None:
     """Raise unless a tensor of the file has the expected dtype, and its shape apart from dimensions of size 1."""
-    shape = tuple(found.shape)
     if [size for size in shape if size != 1] != [size for size in expected.shape if size != 1]:
         raise ValueError(f"tensor {name} has shape {shape}, but config.json makes it {tuple(expected.shape)}")
-    if expected.is_floating_point() and not (found.is_floating_point() and found.dtype.itemsize > 1):
-        raise ValueError(f"tensor {name} has dtype {found.dtype}; quantised heads are not supported")
-    if not expected.is_floating_point() and found.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"tensor {name} has dtype {found.dtype}, but it holds token ids")
+    if expected.is_floating_point() and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(f"tensor {name} has dtype {dtype}; quantised heads are not supported")
+    if not expected.is_floating_point() and dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tensor {name} has dtype {dtype}, but it holds token ids")
 
 
 def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -255,22 +255,6 @@ def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     if len(set(layers.values())) > 1:
         raise ValueError(f"config.json names the target's layers twice, and differently: {layers}; remove one of them")
     return next(iter(layers.values()), None)
-
-
-class Format(NamedTuple):
-    """A format of checkpoints.
-
-    Args:
-        name: as in messages; a type of speculators is recognised by it.
-        strategy: the class of `hf_specgen.candidates` that drafts with it.
-        load: reads the head; None for a format that is read together with its target.
-        recognises: whether a checkpoint that is not of speculators is of this format.
-    """
-
-    name: str
-    strategy: str
-    load: Callable[[HeadFile], DraftHead] | None
-    recognises: Callable[[HeadFile], bool] = lambda file: False
 
 
 def speculators_type(checkpoint: Checkpoint) -> str | None:

@@ -12,7 +12,7 @@
 | Gemma 4 assistant | `text_config` | `model.layers.*` without keys and values |
 | MTP layers, Medusa heads | of the target; any or none | see `hf_specgen.heads.mtp` and `medusa` |
 
-A further format is a file like `hf_specgen.heads.block`, with its entries in `FORMATS`.
+A further format is a file like `hf_specgen.heads.block`, and an entry in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 
-from hf_specgen.heads import block, dflash2, domino, dspark, eagle, gemma_assistant, medusa, mtp
 from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.block import block_type, load_block
 from hf_specgen.heads.checkpoint import (
     INDEX,
     PICKLED,
@@ -41,18 +41,68 @@ from hf_specgen.heads.checkpoint import (
     named_errors,
     open_checkpoint,
 )
-from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.dflash2 import load_dflash2
+from hf_specgen.heads.domino import load_domino
+from hf_specgen.heads.dspark import load_dspark
+from hf_specgen.heads.eagle import load_eagle1, load_eagle3
+from hf_specgen.heads.gemma_assistant import is_assistant, load_assistant
+from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.lora import base_of_adapter, merge_adapter
+from hf_specgen.heads.medusa import is_medusa, load_medusa
+from hf_specgen.heads.mtp import has_mtp_layers
 
-FORMATS: tuple[Format, ...] = (
-    *medusa.FORMATS,
-    *mtp.FORMATS,
-    *dspark.FORMATS,
-    *dflash2.FORMATS,
-    *domino.FORMATS,
-    *block.FORMATS,
-    *eagle.FORMATS,
-    *gemma_assistant.FORMATS,
+NORM_OF_STATES = "layers.0.hidden_norm.weight"
+"""Only the first layer of EAGLE-3 normalises embedding and state beside each other."""
+
+
+class Format(NamedTuple):
+    """A format of checkpoints.
+
+    Args:
+        name: as in messages; a type of speculators is recognised by it.
+        strategy: the class of `hf_specgen.candidates` that drafts with it.
+        load: reads the head; None for a format that is read together with its target.
+        recognises: whether a checkpoint that is not of speculators is of this format.
+    """
+
+    name: str
+    strategy: str
+    load: Callable[[HeadFile], DraftHead] | None
+    recognises: Callable[[HeadFile], bool] = lambda file: False
+
+
+FORMATS = (
+    Format("Medusa heads", "MedusaCandidates", load_medusa, is_medusa),
+    Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint)),
+    Format("speculators mtp", "MTPCandidates", None),
+    Format("speculators eagle3", "EagleCandidates", load_eagle3),
+    Format("speculators peagle", "PEagleCandidates", load_eagle3),
+    Format("P-EAGLE", "PEagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES, "mask_hidden")),
+    Format(
+        "EAGLE-3 (original, SpecForge, ModelOpt, DeepSpec)",
+        "EagleCandidates",
+        load_eagle3,
+        lambda file: file.has(NORM_OF_STATES),
+    ),
+    Format("speculators dspark", "DFlashCandidates", load_dspark),
+    Format(
+        "DSpark (DeepSpec, SpecForge, ModelOpt)",
+        "DFlashCandidates",
+        load_dspark,
+        lambda file: block_type(file) == "dspark",
+    ),
+    Format("speculators dflash2", "DFlashCandidates", load_dflash2),
+    Format("DFlash2", "DFlashCandidates", load_dflash2, lambda file: block_type(file) == "dflash2"),
+    Format("Domino", "DFlashCandidates", load_domino, lambda file: block_type(file) == "domino"),
+    Format("speculators dflash", "DFlashCandidates", load_block),
+    Format("DFlash, JetSpec", "DFlashCandidates", load_block, lambda file: block_type(file) is not None),
+    Format(
+        "EAGLE-1, EAGLE-2, HASS",
+        "EagleCandidates",
+        load_eagle1,
+        lambda file: file.has("fc.weight", "layers.0.self_attn.q_proj.weight"),
+    ),
+    Format("Gemma 4 assistant", "GemmaAssistantCandidates", load_assistant, is_assistant),
 )
 """All formats, in the order in which they are tried."""
 

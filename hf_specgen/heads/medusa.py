@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, Names
-from hf_specgen.heads.head_file import Format, HeadFile
+from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.lora import load_adapter
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE
@@ -222,6 +222,11 @@ def our_names(names: Iterable[str]) -> Names:
     return renamed
 
 
+def is_medusa(file: HeadFile) -> bool:
+    """Whether the tensors are those of Medusa heads."""
+    return _count(our_names(file.tensors), "blocks.") > 0
+
+
 def _count(names: Iterable[str], prefix: str) -> int:
     """How many different numbers follow a prefix."""
     return len({name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)})
@@ -325,10 +330,3 @@ def _check_expressible(config: MedusaConfig, to: str, target: PreTrainedModel | 
         raise ValueError(f"these heads need the target's output matrix in the format of {to}; give the target")
     if output_matrix(target).bias is not None:
         raise ValueError(f"{to} cannot represent the bias of the target's output matrix; export heads that share it")
-
-
-FORMATS = (
-    Format(
-        "Medusa heads", "MedusaCandidates", load_medusa, lambda file: _count(our_names(file.tensors), "blocks.") > 0
-    ),
-)

@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, named_errors, open_checkpoint
-from hf_specgen.heads.head_file import Format, check_tensor
+from hf_specgen.heads.head_file import check_tensor
 from hf_specgen.heads.layers import FullPrecision
 from hf_specgen.targets import masks
 
@@ -199,7 +199,7 @@ def _links(
             raise ValueError(f"the MTP layer has no {link}.weight")
         with torch.device("meta"):
             module = nn.Linear(2 * hidden, hidden, bias=False) if link == "eh_proj" else copy.deepcopy(decoder.norm)
-        check_tensor(name, tensors[name], module.weight)
+        check_tensor(name, tuple(tensors[name].shape), tensors[name].dtype, module.weight)
         weight = tensors[name].to(decoder.norm.weight.dtype).reshape(module.weight.shape)
         module.load_state_dict({"weight": weight}, assign=True)
         modules[name] = module
@@ -280,9 +280,3 @@ def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> Pre
         if getattr(result, name, None) is not None:
             setattr(result, name, value)
     return cast(PretrainedConfig, result)
-
-
-FORMATS = (
-    Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint)),
-    Format("speculators mtp", "MTPCandidates", None),
-)
