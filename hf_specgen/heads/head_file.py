@@ -162,29 +162,24 @@ class HeadFile:
         self.checkpoint = replace(self.checkpoint, tensors={**self.tensors, **added})
         self.names |= {name: name for name in added}
 
-    def build(self, head_class: Callable[[Any], Head], config: HeadConfig, optional: str = "") -> Head:
-        """The head with its tensors, each of which is read when its name, shape and dtype are known to be right.
-
-        Tensors whose names end with `optional` are zeros if they are missing.
-        """
+    def build(self, head_class: Callable[[Any], Head], config: HeadConfig) -> Head:
+        """The head with its tensors, each of which is read when its name, shape and dtype are known to be right."""
         try:
             with torch.device("meta"):
                 head = head_class(config)
         except Exception as error:  # such as an overflow of the sizes, or whatever Transformers raises
             raise ValueError(f"config.json describes a head that cannot be built ({first_line(error)})") from None
         expected = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_to_target"}
-        self._check_names(expected.keys(), optional)
+        self._check_names(expected.keys())
         membership = self.tensors.get("t2d")
         if membership is not None and membership.shape != (config.vocab_size,):
             raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {config.vocab_size}")
         ids = None if head.draft_to_target is None else self._draft_to_target(config)
-        files = {name: self.tensors[self.names[name]] for name in expected if name in self.names}
+        files = {name: self.tensors[self.names[name]] for name in expected}
         dtype = self._dtype or next((one.dtype for one in files.values() if one.dtype.is_floating_point), torch.float32)
         state = {} if ids is None else {"draft_to_target": ids}
         for name, tensor in expected.items():
-            if (info := files.get(name)) is None:
-                state[name] = torch.zeros(tensor.shape, dtype=dtype)
-                continue
+            info = files[name]
             is_whole = ids is not None and len(tensor) == len(ids) and info.shape[:1] == (config.vocab_size,)
             shape = (*tensor.shape[:1], *info.shape[1:]) if is_whole else info.shape
             check_tensor(self.names[name], shape, info.dtype, tensor)
@@ -193,15 +188,15 @@ class HeadFile:
         head.load_state_dict(state, assign=True)
         return head.eval().requires_grad_(False)
 
-    def _check_names(self, expected: Set[str], optional: str) -> None:
-        """Raise unless the file has these tensors, of which those that end with `optional` may be missing."""
+    def _check_names(self, expected: Set[str]) -> None:
+        """Raise unless the file has these tensors, and no others."""
         missing, unknown = sorted(expected - self.names.keys()), sorted(self.names.keys() - expected - {"token_map"})
         quantised = missing and self.fields.nested("quantization_config").get("quant_method")
         if quantised:  # some configs have that of the target, though the head is not quantised
             raise ValueError(
                 f"the head is quantised by {str(quantised)[:40]!r}, which is not read; load one that is not"
             )
-        if missing and not (optional and all(name.endswith(optional) for name in missing)):
+        if missing:
             raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
         if unknown:
             names = ", ".join(self.names[name] for name in unknown[:3])

@@ -274,8 +274,10 @@ def load_medusa(file: HeadFile) -> MedusaHeads:
     for count in ("num_heads", "num_layers"):
         if fields.get("model_type") == MODEL_TYPE and fields.integer(count) != getattr(config, count):
             raise ValueError(f"{count} is {fields.get(count)}, but there are tensors for {getattr(config, count)}")
-    has_biases = any(name.endswith(".bias") for name in file.names)  # vLLM's `medusa_fc_bias`
-    return file.build(MedusaHeads, config, optional="" if has_biases else ".bias")
+    if not any(name.endswith(".bias") for name in file.names):  # vLLM's `medusa_fc_bias`
+        layers = [name.removesuffix("weight") for name in file.names if name.startswith("blocks.")]
+        file.add({f"{layer}bias": torch.zeros(hidden) for layer in layers})
+    return file.build(MedusaHeads, config)
 
 
 def medusa_file(
