@@ -27,6 +27,11 @@ from hf_specgen.heads.checkpoint import Fields
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 
+SLIDING_FLAG = "sliding_window_non_causal"
+CAUSAL_FLAGS = ("causal_head", "causal", "is_causal")
+ANCHOR_FLAGS = {"sample_from_anchor": True, "shift_label": True, "dspark_bonus_anchor": False}
+"""Fields with the value that says that the anchor's own position proposes a token."""
+
 
 @dataclass(frozen=True)
 class BlockAttention:
@@ -143,43 +148,36 @@ def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
 
 
 def block_options(file: HeadFile) -> dict[str, Any]:
-    """The fields of `BlockConfig` in every format of block heads."""
-    layer = file.layer(strict_bias=True)
-    read = _speculators_options(file) if file.is_nested else _flat_options(file)
-    return file.common(layer) | {"layer": layer, "mask_token_id": file.mask_token()} | read
-
-
-def _speculators_options(file: HeadFile) -> dict[str, Any]:
-    """The window is counted from the anchor; sliding layers are causal inside the block by default, not in DFlash2."""
-    fields = Fields(file.fields.values, {"sliding_window_non_causal": file.kind == "dflash2"})
-    causal = not fields.flag("sliding_window_non_causal")
-    return {
+    """The fields of `BlockConfig` in every format; without the first proposing position if the file leaves it open."""
+    layer, fields = file.layer(strict_bias=True), file.fields
+    options, target_layers = file.common(layer), fields.optional_integer("num_target_layers", 1)
+    if options["aux_hidden_state_layers"] is None and target_layers is not None:
+        options["aux_hidden_state_layers"] = block_layers(target_layers, file.num_layers)
+    for name, proposes in ANCHOR_FLAGS.items():
+        if fields.get(name) is not None:
+            options.setdefault("first_proposing_position", 0 if fields.flag(name) == proposes else 1)
+    return options | {
+        "layer": layer,
+        "mask_token_id": file.mask_token(),
         "block_size": fields.integer("block_size", 2),
-        "attention": tuple(
-            BlockAttention() if window is None else BlockAttention(causal, window, window_from_anchor=True)
-            for _, window in _sliding(file.of_layers, file.num_layers)
-        ),
-        "first_proposing_position": 0 if fields.flag("sample_from_anchor") else 1,
-    }
-
-
-def _flat_options(file: HeadFile) -> dict[str, Any]:
-    """The layout of z-lab and JetSpec; `is_causal` or `causal_head` decide for all layers."""
-    fields = file.fields
-    flags = ("causal_head", "causal", "is_causal")
-    causal = next((fields.flag(name) for name in flags if fields.get(name) is not None), None)
-    target_layers, layers = fields.optional_integer("num_target_layers", 1), file.aux_hidden_state_layers()
-    if layers is None and target_layers is not None:
-        layers = block_layers(target_layers, file.num_layers)
-    return {
-        "block_size": fields.integer("block_size", 2),
-        "attention": tuple(
-            BlockAttention(sliding if causal is None else causal, window)
-            for sliding, window in _sliding(file.of_layers, file.num_layers)
-        ),
-        "aux_hidden_state_layers": layers,
+        "attention": _attention(file),
         "num_target_layers": target_layers,
     }
+
+
+def _attention(file: HeadFile) -> tuple[BlockAttention, ...]:
+    """The attention of each layer.
+
+    In the format of speculators the window is counted from the anchor, and sliding layers are causal inside the block
+    by default, except those of DFlash2. In other formats a flag may decide for all layers whether they are causal.
+    """
+    sliding, fields = _sliding(file.of_layers, file.num_layers), file.fields
+    if file.is_nested:
+        both_ways = Fields(fields.values, {SLIDING_FLAG: file.kind == "dflash2"}).flag(SLIDING_FLAG)
+        kinds = (BlockAttention(not both_ways, window, window_from_anchor=True) for _, window in sliding)
+        return tuple(BlockAttention() if kind.window is None else kind for kind in kinds)
+    causal = next((fields.flag(name) for name in CAUSAL_FLAGS if fields.get(name) is not None), None)
+    return tuple(BlockAttention(is_sliding if causal is None else causal, window) for is_sliding, window in sliding)
 
 
 def _sliding(of_layers: Fields, num_layers: int) -> list[tuple[bool, int | None]]:

@@ -58,10 +58,9 @@ class DominoHead(PathHead):
 
 def load_domino(file: HeadFile) -> DominoHead:
     """A Domino head of SpecForge or ModelOpt; without `shift_label` position j of the block proposes token j."""
-    fields = file.fields
-    options = block_options(file)
+    fields, options = file.fields, block_options(file)
     config = DominoConfig(
-        **options | {"first_proposing_position": 0 if fields.flag("shift_label") else 1},
+        **options,
         max_draft_tokens=options["block_size"] - 1,
         emb_dim=fields.integer("emb_dim"),
         gru_hidden_dim=fields.integer("gru_hidden_dim"),

@@ -129,8 +129,10 @@ def load_dspark(file: HeadFile) -> DSparkHead:
     if configured not in (None, rank):
         raise ValueError(f"config.json has markov_rank {configured}, but the tensors have {rank}")
     options = block_options(file)
+    if "first_proposing_position" not in options:
+        options |= _layout(file, options["block_size"])
     config = DSparkConfig(
-        **options | _layout(file, options["block_size"]),
+        **options,
         markov_rank=rank,
         markov_head_type=fields.text("markov_head_type") if fields.get("markov_head_type") else "vanilla",
         enable_confidence_head=confidence > 0,
@@ -140,13 +142,10 @@ def load_dspark(file: HeadFile) -> DSparkHead:
 
 
 def _layout(file: HeadFile, block_size: int) -> dict[str, object]:
-    """Which position of the block proposes first, and whether the file says so.
+    """Which position of the block proposes first in a file that does not say so, and whether texts have to decide.
 
     In the wrong layout a good head is accepted as rarely as a random one, without any error.
     """
-    for name, means_fill_in in (("sample_from_anchor", False), ("shift_label", False), ("dspark_bonus_anchor", True)):
-        if file.fields.get(name) is not None:
-            return {"first_proposing_position": int(file.fields.flag(name) == means_fill_in)}
     if file.is_nested:  # before the field existed, speculators trained the other layout than its class now has
         return {"first_proposing_position": int(file.speculative_tokens() != block_size), "measures_layout": True}
     return {"first_proposing_position": 0, "measures_layout": "dflash_config" in file.checkpoint.config}
