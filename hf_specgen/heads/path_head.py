@@ -80,30 +80,27 @@ class PathHead(BlockHead):
         return hidden.new_zeros(len(hidden), self.state_size)
 
 
-class LayoutVotes:
+class LayoutVotes(NamedTuple):
     """Which position of a block proposes first, counted on texts where the checkpoint leaves it open.
 
-    Attributes:
-        hits: how often position 0 and position 1 have proposed the right next token.
+    Args:
+        assumed: the position that does so as long as none was right more often.
+        zero, one: how often positions 0 and 1 have proposed the right next token.
     """
 
-    def __init__(self, assumed: int, hits: tuple[int, int] = (0, 0)):
-        self._assumed, self.hits = assumed, hits
+    assumed: int
+    zero: int = 0
+    one: int = 0
 
     @property
     def first(self) -> int:
         """The position that was right most often."""
-        zero, one = self.hits
-        return self._assumed if zero == one else int(one > zero)
+        return self.assumed if self.zero == self.one else int(self.one > self.zero)
 
     @property
     def are_clear(self) -> bool:
         """Whether one layout has won: in the other one, a head is right about as rarely as a random one."""
-        return abs(self.hits[0] - self.hits[1]) >= 4
-
-    def copy(self) -> LayoutVotes:
-        """A copy for another call."""
-        return LayoutVotes(self._assumed, self.hits)
+        return abs(self.zero - self.one) >= 4
 
 
 class PathRunner(BlockRunner):
@@ -180,7 +177,8 @@ class PathRunner(BlockRunner):
         self._anchor = self._anchors(tokens)
         block = self._block(features, self._anchor, self.config.block_size)
         if self.votes is not None and not self.votes.are_clear:
-            self._measure(self.votes, block, self._anchor, tokens)
+            self.votes = self._counted(self.votes, block, tokens)
+            self._first = self.votes.first
         self._hidden = block[:, self._first :]
         return block
 
@@ -193,19 +191,17 @@ class PathRunner(BlockRunner):
         logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
         return self._scatter(self.bound.to_target_vocabulary(logits))
 
-    def _measure(
-        self, votes: LayoutVotes, hidden: torch.Tensor, anchors: torch.Tensor, tokens: Sequence[Sequence[int]]
-    ) -> None:
+    def _counted(self, votes: LayoutVotes, block: torch.Tensor, tokens: Sequence[Sequence[int]]) -> LayoutVotes:
         """Compare what both layouts proposed after each row's last anchor with the token that followed it."""
         for row, known in zip(self.rows, tokens, strict=True):
             if known and row in self._proposed:
-                zero, one = (int(token == known[0]) for token in self._proposed[row])
-                votes.hits = votes.hits[0] + zero, votes.hits[1] + one
+                zero, one = (token == known[0] for token in self._proposed[row])
+                votes = votes._replace(zero=votes.zero + zero, one=votes.one + one)
         logits = []
         for first in (0, 1):
-            state = self._head.first_state(hidden, anchors, self.bound.embed, first)
-            query = self._head.step(hidden[:, first], anchors, state, 0, self.bound.embed).query
-            logits.append(self.bound.logits(hidden[:, first]) + query @ self._head.keys().T)
+            state = self._head.first_state(block, self._anchor, self.bound.embed, first)
+            query = self._head.step(block[:, first], self._anchor, state, 0, self.bound.embed).query
+            logits.append(self.bound.logits(block[:, first]) + query @ self._head.keys().T)
         best = self._head.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
         self._proposed = dict(zip(self.rows, best, strict=True))
-        self._first = votes.first
+        return votes
