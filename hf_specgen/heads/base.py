@@ -10,7 +10,7 @@ Weights that a checkpoint leaves out (usually the embedding) are the target's, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,13 +152,7 @@ class BoundHead:
             comparisons.append(("embeddings of width", config.hidden_size, embedding))
         if not config.own_lm_head:
             comparisons.append(("an output matrix of width", config.hidden_size, output))
-        for name, expected, actual in comparisons:
-            if expected and expected != actual:
-                origin = f" ({config.base_model})" if config.base_model else ""
-                raise ValueError(
-                    f"the head was made for a target{origin} with {name} {expected}, but this target has {actual}; "
-                    "load the head that belongs to it"
-                )
+        check_target(comparisons, config.base_model)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, length]` target token ids to `[batch, length, hidden]` embeddings."""
@@ -179,6 +173,17 @@ class BoundHead:
             return logits
         left_out = self._left_out.expand(*logits.shape[:-1], head.config.vocab_size)
         return left_out.index_copy(-1, head.draft_to_target, logits)
+
+
+def check_target(comparisons: Iterable[tuple[str, Any, Any]], base_model: str | None = None) -> None:
+    """Raise a `ValueError` if a target does not fit: of a property the head's value, unless it has none, differs."""
+    origin = f" ({base_model[:120]})" if base_model else ""
+    for name, expected, actual in comparisons:
+        if expected and expected != actual:
+            raise ValueError(
+                f"the head was made for a target{origin} with {name} {str(expected)[:80]}, but this target has "
+                f"{actual}; load the head that belongs to it"
+            )
 
 
 def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:

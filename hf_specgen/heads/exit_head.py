@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specgen.heads.base import check_target
 from hf_specgen.heads.checkpoint import Fields, Source, named_errors, read_json
 from hf_specgen.heads.lora import load_adapter
 from hf_specgen.targets.model_parts import decoder_layers, final_norm, output_matrix
@@ -64,12 +65,8 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
     """
     fields, path = _config(path_or_id)
     with named_errors(path):
-        for name, value in _sizes(target).items():
-            if (trained := fields.integer(name)) != value:
-                raise ValueError(
-                    f"the head was trained for {fields.get('base_model')!r:.120} with {name} {trained}, but this "
-                    f"target has {value}; load the head that belongs to it"
-                )
+        sizes = [(name, fields.integer(name), value) for name, value in _sizes(target).items()]
+        check_target(sizes, str(fields.get("base_model")))
         head = ExitHead.from_target(target, fields.integer("exit_layer"))
     matrix = output_matrix(target).weight
     tensors = load_adapter(head, Source(str(path_or_id)), saved=["norm"])

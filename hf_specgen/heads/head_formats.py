@@ -161,11 +161,11 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     tensors = dict(checkpoint.tensors)
     try:
-        weight_of = reader(checkpoint, config)
         for module in modules:
-            parts = [name for name in tensors if name.startswith(f"{module}.") and name != f"{module}.bias"]
-            read, file = checkpoint.read(parts), tensors[module + end].file
-            weight = weight_of(module, {name.removeprefix(f"{module}."): tensor for name, tensor in read.items()})
+            prefix, file = f"{module}.", tensors[module + end].file
+            parts = [name for name in tensors if name.startswith(prefix) and name != f"{module}.bias"]
+            read = {name.removeprefix(prefix): tensors[name].read() for name in parts}
+            weight = reader(checkpoint, config, module, read)
             tensors = {name: info for name, info in tensors.items() if name not in parts}
             tensors[f"{module}.weight"] = TensorInfo.of(weight, file)
     except ImportError:
@@ -175,50 +175,45 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-def _compressed_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> WeightReader:
-    """Reads weights that compressed-tensors has quantised."""
+def _compressed_tensors(
+    checkpoint: Checkpoint, config: Mapping[str, Any], module: str, parts: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """A weight that compressed-tensors has quantised."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
     settings = QuantizationConfig.model_validate(config)
     [scheme] = settings.config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(getattr(scheme, "format", None) or settings.format)
-
-    def weight(module: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        scale, rows = parts["weight_scale"].shape, len(parts["weight_packed" if "weight_packed" in parts else "weight"])
-        if len(scale) > 2 or (scale and scale[0] not in (1, rows)):
-            raise ValueError(f"{module}.weight_scale has the shape {tuple(scale)}, but there are {rows} rows")
-        return cast(torch.Tensor, compressor.decompress(parts, scheme)["weight"])
-
-    return weight
+    scale, rows = parts["weight_scale"].shape, len(parts["weight_packed" if "weight_packed" in parts else "weight"])
+    if len(scale) > 2 or (scale and scale[0] not in (1, rows)):
+        raise ValueError(f"{module}.weight_scale has the shape {tuple(scale)}, but there are {rows} rows")
+    return cast(torch.Tensor, compressor.decompress(parts, scheme)["weight"])
 
 
-def _torchao(checkpoint: Checkpoint, config: Mapping[str, Any]) -> WeightReader:
-    """Reads weights that torchao has quantised, by what the files' metadata say of them."""
+def _torchao(
+    checkpoint: Checkpoint, config: Mapping[str, Any], module: str, parts: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """A weight that torchao has quantised, by what the file's metadata say of it."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
-    metadata: dict[str, str] = {}
-    for path in {info.file for info in checkpoint.tensors.values()}:
-        with safe_open(path, framework="pt") as file:
-            metadata |= file.metadata() or {}
-
-    def weight(module: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        if (name := f"{module}.weight") not in metadata:
-            raise ValueError(f"the file's metadata do not describe {name}")
-        for part, tensor in parts.items():
-            if tensor.dim() == 1:  # it would be broadcast to more numbers than the file has
-                raise ValueError(f"{module}.{part} has {len(tensor)} elements, but should be a matrix")
-        state = {f"{module}.{part}": tensor for part, tensor in parts.items()}
-        described = {name: metadata[name], "tensor_names": json.dumps([name])}
-        return cast(torch.Tensor, unflatten_tensor_state_dict(state, described)[0][name].dequantize())
-
-    return weight
+    name = f"{module}.weight"
+    with safe_open(checkpoint.tensors[f"{module}._weight_qdata"].file, framework="pt") as file:
+        metadata = file.metadata() or {}
+    if name not in metadata:
+        raise ValueError(f"the file's metadata do not describe {name}")
+    for part, tensor in parts.items():
+        if tensor.dim() == 1:  # it would be broadcast to more numbers than the file has
+            raise ValueError(f"{module}.{part} has {len(tensor)} elements, but should be a matrix")
+    state = {f"{module}.{part}": tensor for part, tensor in parts.items()}
+    described = {name: metadata[name], "tensor_names": json.dumps([name])}
+    return cast(torch.Tensor, unflatten_tensor_state_dict(state, described)[0][name].dequantize())
 
 
-WeightReader = Callable[[str, dict[str, torch.Tensor]], torch.Tensor]
-"""From the name of a linear layer and the tensors that the file has of it to its weight."""
 PACKED = re.compile(r"\._?weight_(packed|qdata)$")
-QUANTISED: Mapping[str, tuple[str, Callable[[Checkpoint, Mapping[str, Any]], WeightReader]]] = {
+WeightReader = Callable[[Checkpoint, Mapping[str, Any], str, dict[str, torch.Tensor]], torch.Tensor]
+"""From a checkpoint, the config of its quantisation, the name of a linear layer and its tensors to its weight."""
+QUANTISED: Mapping[str, tuple[str, WeightReader]] = {
     "compressed-tensors": (".weight_scale", _compressed_tensors),
     "torchao": ("._weight_qdata", _torchao),
 }

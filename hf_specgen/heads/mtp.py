@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specgen import compat
-from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput, check_target
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, named_errors, open_checkpoint
 from hf_specgen.heads.head_file import check_tensor
 from hf_specgen.heads.layers import FullPrecision
@@ -244,12 +244,7 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, torch.T
 def _own_config(decoder: Any, own: Any, num_layers: int, sparse: bool, held: int) -> PretrainedConfig:
     """The config of layers in the format of speculators: of the target's kind, and of numbers that the file holds."""
     fields = Fields(own if isinstance(own, dict) else {})
-    for name in ("model_type", "hidden_size"):
-        if fields.get(name) != (expected := getattr(decoder.config, name)):
-            raise ValueError(
-                f"the MTP layer was made for a target with {name} {str(fields.get(name))[:40]}, but this target has "
-                f"{expected}; load the head that belongs to it"
-            )
+    check_target((name, fields.get(name), getattr(decoder.config, name)) for name in ("model_type", "hidden_size"))
     try:
         config = layer_config(type(decoder.config)(**fields.values), num_layers, sparse)
         with torch.device("meta"):
