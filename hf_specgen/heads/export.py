@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.heads.base import DraftHead
-from hf_specgen.heads.block import BlockConfig, BlockHead
+from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.checkpoint import write_checkpoint
 from hf_specgen.heads.dflash2 import FACTORS, DFlash2Head
 from hf_specgen.heads.domino import DominoHead
@@ -169,12 +169,12 @@ BLOCK_NAMES = {BlockHead: "DFlash", DFlash2Head: "DFlash2", DSparkHead: "DSpark"
 
 
 def fits_speculators(head: BlockHead) -> bool:
-    """Whether the attention is of the kinds that speculators has."""
-    causal = {kind.causal for kind in head.config.attention if kind.window is not None}
-    full = [kind for kind in head.config.attention if kind.window is None]
-    from_anchor = all(kind.window_from_anchor for kind in head.config.attention if kind.window is not None)
-    expressible = not isinstance(head, DominoHead) and not _correction(head).keys() & FACTORS
-    return expressible and len(causal) < 2 and from_anchor and not any(kind.causal for kind in full)
+    """Whether speculators has such a head: layers without a window, or with one and all of the same kind."""
+    if isinstance(head, DominoHead) or _correction(head).keys() & FACTORS:
+        return False
+    sliding = set(head.config.attention) - {BlockAttention()}
+    from_anchor = all(kind.window is not None and kind.window_from_anchor for kind in sliding)
+    return from_anchor and len({kind.causal for kind in sliding}) < 2
 
 
 def _correction(head: BlockHead) -> Config:

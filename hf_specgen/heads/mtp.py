@@ -124,11 +124,8 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
 
 def has_mtp_layers(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint is that of a target with MTP layers: it has a projection of embedding and state."""
-    if "speculators_model_type" in checkpoint.config:
-        return False
-    return _further_layers(checkpoint) is not None or any(
-        (match := NAMED_LAYER.match(name)) and match["part"] == "fc.weight" for name in checkpoint.tensors
-    )
+    named = any((match := NAMED_LAYER.match(name)) and match["part"] == "fc.weight" for name in checkpoint.tensors)
+    return "speculators_model_type" not in checkpoint.config and (named or _further_layers(checkpoint) is not None)
 
 
 def _further_layers(checkpoint: Checkpoint) -> str | None:
