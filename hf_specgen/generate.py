@@ -28,7 +28,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.monitoring import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.targets.inputs import check_cache
-from hf_specgen.targets.model_parts import mask_name
+from hf_specgen.targets.model_parts import decoder_argument
 from hf_specgen.targets.support import check_model
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
@@ -124,7 +124,7 @@ class Speculation:
         candidates = settings.candidates.for_model(model)
         if settings.prediction is not None and not candidates.uses_prediction:
             raise ValueError(f"prediction= needs n-grams, which {candidates!r} lacks; add NgramCandidates() to it")
-        mask, pad_token = model_kwargs.get(mask_name(model)), compat.pad_token(config)
+        mask, pad_token = model_kwargs.get(decoder_argument(model, "attention_mask")), compat.pad_token(config)
         state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
         call = Call(
             model,
@@ -365,7 +365,9 @@ def _check_call(
         raise ValueError(
             "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
         )
-    _check_mask(model_kwargs.get(mask_name(model)), input_ids.shape[1], model_kwargs.get(compat.CACHE))
+    _check_mask(
+        model_kwargs.get(decoder_argument(model, "attention_mask")), input_ids.shape[1], model_kwargs.get(compat.CACHE)
+    )
     position_ids = model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
         check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)

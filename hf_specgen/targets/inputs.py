@@ -16,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
-from hf_specgen.targets.model_parts import has_special_layers, layer_windows
+from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, layer_windows
 from hf_specgen.targets.state_cache import make_layers
 from hf_specgen.tree import DraftTree
 
@@ -76,13 +76,10 @@ class RowLayout:
         """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
         bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
         last, device = self._last_position, tree.device
-        is_within = max(bases) + tree.nodes <= last
-        if tree.is_chain and len(bases) == 1 and is_within:
-            return torch.arange(bases[0] + cached, bases[0] + 1 + tree.nodes, device=device)[None]
         depths = torch.arange(1 + tree.nodes, device=device)[None] if tree.is_chain else tree.structure().depths
         depths = depths[:, cached:]
         first = bases[0] if len(set(bases)) == 1 else torch.tensor(bases, device=depths.device)[:, None]
-        if is_within:
+        if max(bases) + tree.nodes <= last:
             return depths + first
         # An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
         # nodes. The results of all these are ignored. The other rows exceed it as in plain decoding.
@@ -126,7 +123,7 @@ class CallInputs:
         self, model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
     ):
         self._model, self._input_ids, self._config, self._kwargs = model, input_ids, config, model_kwargs
-        self._names = {name: _prefix(model) + name for name in TOKEN_ARGUMENTS}
+        self._names = {name: decoder_argument(model, name) for name in TOKEN_ARGUMENTS}
         self._takes_positions = takes_positions(model)
         if "encoder_outputs" in model_kwargs:
             check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
@@ -197,12 +194,7 @@ class CallInputs:
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether the decoder takes the position of each token, so that rows may differ in length and drafts may branch."""
-    return _prefix(model) + "position_ids" in inspect.signature(model.forward).parameters
-
-
-def _prefix(model: PreTrainedModel) -> str:
-    """The prefix of the names of the decoder's arguments: without it they are the encoder's."""
-    return "decoder_" if model.config.is_encoder_decoder else ""
+    return decoder_argument(model, "position_ids") in inspect.signature(model.forward).parameters
 
 
 def _positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
@@ -236,8 +228,14 @@ def call_cache(given: Any, config: Any, generation_config: GenerationConfig, kee
     slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
     if isinstance(given, RaggedCache):
         return given.shared_copy()
-    if given is not None and (type(given) is not DynamicCache or given.offloading):
-        raise _unusable_cache(given, user_owned)
+    is_offloaded = getattr(given, "offloading", False)
+    if given is not None and (type(given) is not DynamicCache or is_offloaded):
+        kind = f"an offloaded {type(given).__name__}" if is_offloaded else type(given).__name__
+        remedy = f"leave {compat.CACHE} out" if user_owned else 'give cache_implementation="dynamic"'
+        raise ValueError(
+            "candidate_generator= works with a DynamicCache that is not offloaded, or the cache of an earlier "
+            f"speculative call, not with {kind}; {remedy}"
+        )
     special = has_special_layers(config)
     if user_owned and special:
         raise ValueError(
@@ -261,15 +259,3 @@ def return_cache(cache: RaggedCache, given: Any) -> Any:
     else:
         cache.to_dynamic(given)
     return given
-
-
-def _unusable_cache(given: Any, user_owned: bool) -> ValueError:
-    """The reason why a call cannot speculate with a cache, and what to do."""
-    kind = type(given).__name__
-    if getattr(given, "offloading", False):
-        kind = f"an offloaded {kind}"
-    remedy = f"leave {compat.CACHE} out" if user_owned else 'give cache_implementation="dynamic"'
-    return ValueError(
-        "candidate_generator= works with a DynamicCache that is not offloaded, or the cache of an earlier speculative "
-        f"call, not with {kind}; {remedy}"
-    )

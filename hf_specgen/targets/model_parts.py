@@ -46,9 +46,9 @@ def text_config(model: PreTrainedModel) -> Any:
     return next((part for part in parts if isinstance(part, PreTrainedConfig)), config)
 
 
-def mask_name(model: PreTrainedModel) -> str:
-    """The name of the argument that marks padding among the tokens of the prompt and the generated text."""
-    return "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+def decoder_argument(model: PreTrainedModel, name: str) -> str:
+    """The name of an argument of the decoder; of an encoder-decoder those without prefix are the encoder's."""
+    return f"decoder_{name}" if model.config.is_encoder_decoder else name
 
 
 def layer_kinds(config: Any) -> set[str]:

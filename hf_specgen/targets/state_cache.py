@@ -29,7 +29,7 @@ import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
 
 from hf_specgen.targets.cache import MAX_ROLLBACK, RaggedLayer
-from hf_specgen.targets.model_parts import INDEXED_TYPES
+from hf_specgen.targets.model_parts import ATTENTION_OF_TYPE, INDEXED_TYPES, STATE_TYPES
 
 MAX_UNCACHED = 16
 """More tokens that a recurrent state does not include get a pass of their own: they widen every pass until a draft is
@@ -151,18 +151,20 @@ class StateLayer(LinearAttentionLayer):
         self._start = tuple(self._start[row] for row in indices.tolist())
 
 
+STATE_ATTRIBUTES = (
+    *("number_of_states", "record_past", "conv_states", "recurrent_states", "has_previous_state", "conv_kernel_size"),
+    *("is_conv_states_initialized", "is_recurrent_states_initialized"),
+)
+
+
 class HybridLayer(RaggedLayer, LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """A layer with attention and a state."""
 
     def __init__(self, window: int | None = None, number_of_states: int = 1) -> None:
         RaggedLayer.__init__(self, window)
-        self.state = state = StateLayer(number_of_states)
-        # The dictionaries are the state's own, so that `Cache` finds its tensors here.
-        self.number_of_states, self.record_past = number_of_states, True
-        self.conv_states, self.recurrent_states = state.conv_states, state.recurrent_states
-        self.has_previous_state, self.conv_kernel_size = state.has_previous_state, state.conv_kernel_size
-        self.is_conv_states_initialized = state.is_conv_states_initialized
-        self.is_recurrent_states_initialized = state.is_recurrent_states_initialized
+        self.state = StateLayer(number_of_states)
+        for name in STATE_ATTRIBUTES:  # so that `Cache` finds the tensors of the state here
+            setattr(self, name, getattr(self.state, name))
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -194,19 +196,16 @@ class IndexedLayer(RaggedLayer):
 
 def make_layers(config: Any) -> list[Any]:
     """The cache layers of a model."""
-    types, arguments = get_layer_types_and_kwargs(config)
-    return [_make_layer(kind, settings) for kind, settings in zip(types, arguments, strict=True)]
-
-
-def _make_layer(layer_type: str, settings: dict[str, Any]) -> Any:
-    states, window = settings.get("number_of_states", 1), settings.get("sliding_window")
-    if layer_type in ("conv", "linear_attention"):
-        return StateLayer(states)
-    if layer_type in ("hybrid", "hybrid_sliding"):
-        return HybridLayer(window, states)
-    if layer_type in INDEXED_TYPES:
-        return IndexedLayer()
-    return RaggedLayer(window)
+    layers: list[Any] = []
+    for layer_type, settings in zip(*get_layer_types_and_kwargs(config), strict=True):
+        states, window = settings.get("number_of_states", 1), settings.get("sliding_window")
+        if layer_type in INDEXED_TYPES:
+            layers.append(IndexedLayer())
+        elif layer_type not in STATE_TYPES:
+            layers.append(RaggedLayer(window))
+        else:
+            layers.append(HybridLayer(window, states) if layer_type in ATTENTION_OF_TYPE else StateLayer(states))
+    return layers
 
 
 class ReplayQueue:
