@@ -6,6 +6,7 @@ attribute of Transformers.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 import zlib
@@ -15,7 +16,14 @@ from inspect import signature
 from typing import Any, cast
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation import utils
 from transformers.generation.continuous_batching import cb_logits_processors
 
@@ -40,11 +48,15 @@ def default_generation_settings() -> dict[str, Any]:
     return cast(Any, GenerationConfig)._get_default_generation_params()
 
 
-def continued(model: PreTrainedModel, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the next plain step. Symbol: `GenerationMixin._update_model_kwargs_for_generation`."""
-    update = cast(Any, model)._update_model_kwargs_for_generation
-    is_encoder_decoder = model.config.is_encoder_decoder
-    return cast(dict[str, Any], update(outputs, dict(kwargs), is_encoder_decoder=is_encoder_decoder))
+def decode_plainly(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, tokens: int, kwargs: dict[str, Any]
+) -> Any:
+    """Plain greedy decoding, with its logits, from what `generate` has prepared. Symbol: `GenerationMixin._sample`."""
+    settings: Any = copy.deepcopy(config)
+    settings._pad_token_tensor = None  # no row ends before the others
+    settings.update(do_sample=False, return_dict_in_generate=True, output_logits=True)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(input_ids.shape[1] + tokens)])
+    return cast(Any, model)._sample(input_ids, LogitsProcessorList(), criteria, settings, **kwargs)
 
 
 def supports_logits_to_keep(model: PreTrainedModel) -> bool:

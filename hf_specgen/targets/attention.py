@@ -52,7 +52,9 @@ class grouped_attention:
     """
 
     def __enter__(self) -> None:
-        _register()
+        # For good: without any function, another thread would get the eager one.
+        if _interface.get("sdpa") is sdpa_attention_forward:
+            AttentionInterface.register("sdpa", _sdpa_attention)
         self._outer = _thread.folded_masks
         _thread.folded_masks = {}
 
@@ -96,8 +98,11 @@ def _sdpa_attention(
     if folded_masks is None or args or not _is_foldable(module, query, key, attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     mask = None
-    if attention_mask is not None:
-        mask = _folded(attention_mask, query.shape[1] // key.shape[1], query.dtype, folded_masks)
+    if attention_mask is not None:  # folded once for all layers that share it
+        shape = id(attention_mask), query.shape[1] // key.shape[1], query.dtype
+        if shape not in folded_masks:
+            folded_masks[shape] = attention_mask, fold_mask(attention_mask, *shape[1:])
+        mask = folded_masks[shape][1]
     return grouped_sdpa(query, key, value, mask, kwargs.get("scaling")), None
 
 
@@ -119,20 +124,6 @@ def _is_foldable(
         # Several queries without a mask are causal. For one query CUDA has a kernel for grouped heads.
         return queries == 1 and query.device.type == "cpu"
     return mask.ndim == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, queries, key.shape[2])
-
-
-def _folded(mask: torch.Tensor, groups: int, dtype: torch.dtype, folded_masks: FoldedMasks) -> torch.Tensor:
-    """The folded mask, computed once per step for all layers that share the mask."""
-    key = id(mask), groups, dtype
-    if key not in folded_masks:
-        folded_masks[key] = mask, fold_mask(mask, groups, dtype)
-    return folded_masks[key][1]
-
-
-def _register() -> None:
-    """Wrap the function registered as "sdpa", for good: without any, another thread would get the eager one."""
-    if _interface.get("sdpa") is sdpa_attention_forward:
-        AttentionInterface.register("sdpa", _sdpa_attention)
 
 
 class _PassesWithoutCudnn:

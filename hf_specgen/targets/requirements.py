@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,8 +60,7 @@ class TargetRequirements:
 
     Args:
         aux_hidden_state_layers: indices into Transformers' `hidden_states`, whose states are captured; `OUTPUT_STATE`
-            for the input of the output matrix, which for a
-            prompt may be the last position alone.
+            for the input of the output matrix, which for a prompt may be the last position alone.
         exit_layer: number of first layers that run separately to draft; None if not needed.
         reads_cache: whether drafting attends to the target's own keys and values.
     """
@@ -181,14 +180,8 @@ def check_computation(
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
     implementation = compat.attention_implementation(text_config(model))
     dropout = tuple(module.p for module in model.modules() if isinstance(module, nn.Dropout)) if model.training else ()
-    key: tuple[Any, ...] = (
-        requirements.exit_layer,
-        model.dtype,
-        compat.input_device(model),
-        implementation,
-        model.training,
-        dropout,
-    )
+    key: tuple[Any, ...] = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation)
+    key += (model.training, dropout)
     inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
     problem, cause, one_row_works = None, None, False
     if not reads_encoder(model):
@@ -294,13 +287,14 @@ def compare(
 
     cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
     random_state = _random_state(input_ids.device)
-    plain, tokens = _decode_plainly(model, input_ids, config, {**kwargs, compat.CACHE: cache})
+    output = compat.decode_plainly(model, input_ids, config, STEPS, {**kwargs, compat.CACHE: cache})
+    plain, tokens = output.logits, output.sequences[:, -STEPS:].tolist()
     if not torch.equal(_random_state(input_ids.device), random_state):
         raise DifferenceError(f"in training mode {RANDOM}" if model.training else RANDOM)
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
     target = make_target(requirements, model, input_ids, config, {**kwargs, compat.CACHE: copy.deepcopy(given)})
-    pairs = zip(plain, _decode_drafts(target, tokens), strict=True)
+    pairs = zip(plain, (logits.to(plain[0]) for logits in _decode_drafts(target, tokens)), strict=True)
     errors = [largest_difference(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
     worst = max(errors)
     if not is_rounding(errors, model.dtype):
@@ -311,22 +305,6 @@ def compare(
 
 def _random_state(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _decode_plainly(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, kwargs: dict[str, Any]
-) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Logits `[batch, vocab]` of each step of greedy decoding, one token at a time, and the tokens by row."""
-    outputs = compat.prefill(model, input_ids, config, kwargs)
-    logits = [outputs.logits[:, -1].float()]
-    for _ in range(STEPS - 1):
-        input_ids = torch.cat([input_ids, logits[-1].argmax(dim=-1, keepdim=True).to(input_ids)], dim=1)
-        kwargs = compat.continued(model, outputs, kwargs)
-        inputs = cast(Any, model).prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
-        outputs = cast(Any, model)(**inputs, return_dict=True)
-        logits.append(outputs.logits[:, -1].float())
-    last = logits[-1].argmax(dim=-1, keepdim=True).to(input_ids)
-    return logits, torch.cat([input_ids, last], dim=1)[:, -STEPS:].tolist()
 
 
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -353,7 +331,7 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
     chains = DraftTree.chains([[row[3]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])
     step = target.forward(chains, [row[2 if is_odd else 3] for row, is_odd in zip(tokens, odd, strict=True)])
     logits.append(torch.stack([step[row, is_odd] for row, is_odd in enumerate(odd)]))
-    return [values.float() for values in logits]
+    return logits
 
 
 def _prompt(model: PreTrainedModel) -> torch.Tensor:

@@ -29,7 +29,7 @@ from tests.helpers import prompts, tiny_model
 PACKAGE = Path(hf_specgen.__file__).parent
 METHODS = [
     (GenerationMixin, "_prefill", "self input_ids generation_config model_kwargs"),
-    (GenerationMixin, "_update_model_kwargs_for_generation", "self outputs model_kwargs"),
+    (GenerationMixin, "_sample", "self input_ids logits_processor stopping_criteria generation_config model_kwargs"),
     (GenerationMixin, "_supports_logits_to_keep", "self"),
     (GenerationMixin, "_optimize_model_for_decode", "self"),
     (GenerationMixin, "_get_logits_processor", "self generation_config"),
