@@ -73,6 +73,8 @@ class GenerationState:
         lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
         stop_ids, max_length = {token for tokens in ends for token in tokens}, min(lengths, default=float("inf"))
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        if pads and pad_id is None:
+            raise ValueError("a stopping criterion with end tokens needs a token for ended rows; give pad_token_id=")
         return cls(input_ids, attention_mask, stop_ids, max_length, pad_id if pads else None)
 
     def pending(self) -> list[int]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from hf_specgen import Call, SpeculationMonitor
+from hf_specgen import Call, NgramCandidates, SpeculationMonitor
 from hf_specgen.verification import CoupledVerifier
 from tests.fuzz.scripted import RandomDepths, Scripted
-from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, prompts, tiny_model
+from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, fresh_model, prompts, tiny_model
 from tests.helpers.comparison import assert_same_tokens, plain_and_speculative, plain_output
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -74,6 +74,15 @@ def test_several_length_criteria_stop_at_the_shortest(lengths: tuple[int, int]) 
     arguments = {"max_new_tokens": 30, "stopping_criteria": criteria}
     plain, output = plain_and_speculative(tiny_model("llama"), prompts(2), partial(Oracle, accuracy=0.9), **arguments)
     assert plain.shape[1] == 17 and torch.equal(output.sequences, plain)
+
+
+def test_end_tokens_of_a_criterion_without_padding_raise() -> None:
+    """Plain `generate` raises a TypeError in its first step."""
+    model = fresh_model("llama")
+    model.generation_config.pad_token_id = None
+    criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor([5]))])
+    with pytest.raises(ValueError, match="give pad_token_id="):
+        model.generate(**prompts(2), stopping_criteria=criteria, candidate_generator=NgramCandidates())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
