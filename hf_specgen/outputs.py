@@ -141,9 +141,12 @@ class OutputCollector:
     def _custom_stops(self) -> list[bool]:
         if not self._custom:
             return [False] * self._state.batch
-        if "scores" in self.kept and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
-            self.process_padding()
-        scores: Any = tuple(self.kept["scores"]) if "scores" in self.kept else None
+        scores: Any = None
+        if "scores" in self.kept:
+            has_padding = any(map(self._state.is_stopped, range(self._state.batch)))
+            if has_padding and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
+                self.process_padding()
+            scores = tuple(self.kept["scores"])
         ids = self._state.prefix(self._state.prompt_length + self.columns)
         with checked(self._custom, ids, self._call.do_sample):
             return self._custom(ids, scores).tolist()
