@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import Gemma4TextConfig, PretrainedConfig
 
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
@@ -36,11 +35,17 @@ KeysValues = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By layer type keys and values, each `[batch, kv_heads, length, head_dim]`."""
 
 
+class SharedTextConfig(Gemma4TextConfig):
+    """Of a stack without keys and values of its own; that of Transformers 5.23 raises where it should say so."""
+
+    kv_sharing_modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig(HeadConfig):
     """Configuration of `AssistantHead`; `hidden_size` is the target's, which the passed-on states have."""
 
-    text: PretrainedConfig  # of the layers
+    text: SharedTextConfig  # of the layers
     num_centroids: int | None = None  # groups of tokens, of which the best are scored; None: all tokens
     top_centroids: int = 0  # how many groups are scored
 
@@ -86,11 +91,13 @@ class AssistantHead(DraftHead):
     config: AssistantConfig
 
     def __init__(self, config: AssistantConfig) -> None:
+        from transformers import Gemma4TextModel  # imported only where it is needed: it takes long
+
         super().__init__(config)
-        width = cast(Any, config.text).hidden_size
+        width = config.text.hidden_size
         self.pre_projection = nn.Linear(2 * config.hidden_size, width, bias=False)
         self.post_projection = nn.Linear(width, config.hidden_size, bias=False)
-        self.model = text_classes()[0](config.text)
+        self.model = Gemma4TextModel(config.text)
         del self.model.embed_tokens  # it reads states
         if config.num_centroids is None:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
@@ -130,20 +137,6 @@ class AssistantHead(DraftHead):
         return HeadOutput(self.post_projection(output), output)
 
 
-@cache
-def text_classes() -> tuple[Any, Any]:
-    """Transformers' text model of Gemma 4, and its config for stacks without keys and values of their own.
-
-    The config of Transformers 5.23 raises where it should say that all layers use those of other layers.
-    """
-    from transformers import Gemma4TextConfig, Gemma4TextModel  # imported only where it is needed: it takes long
-
-    class SharedTextConfig(Gemma4TextConfig):
-        kv_sharing_modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
-
-    return Gemma4TextModel, SharedTextConfig
-
-
 def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
     """For each layer type the target's last layer with keys and values of its own, which an assistant reads."""
     config: Any = target_config.get_text_config()
@@ -180,11 +173,11 @@ def is_assistant(file: HeadFile) -> bool:
     return file.fields.get("model_type") in MODEL_TYPES
 
 
-def _text_config(text: Fields) -> PretrainedConfig:
+def _text_config(text: Fields) -> SharedTextConfig:
     """The config of the layers, all of which use keys and values of the target."""
     shared = {"num_kv_shared_layers": text.integer("num_hidden_layers"), "attn_implementation": "sdpa"}
     try:
-        return cast(PretrainedConfig, text_classes()[1](**{**text.values, **shared}))
+        return SharedTextConfig(**{**text.values, **shared})
     except Exception as error:  # whatever Transformers raises for values that it cannot work with
         raise ValueError(f"text_config cannot be used ({first_line(error)})") from None
 
