@@ -12,9 +12,13 @@ SUITES: dict[str, Suite] = {
     "full": Suite(Plan()),
     # N-grams against prompt lookup, on more prompts and longer answers.
     "domains": Suite(Plan(strategies=("ngram",), prompts=8, **BY_DOMAIN)),
-    # Strategies in batches of mixed domains, against plain decoding of the same batches.
+    # Strategies with default settings in batches of mixed domains, against plain decoding of the same batches.
     "batches": Suite(
-        Plan(**{**BY_DOMAIN, "peers": (), "prompts": 1, "repeats": 1, "sweep_prompts": 4, "batches": (1, 4, 8, 16)}),
+        Plan(
+            strategies=("ngram", "auto", "draft", "eagle"),
+            default_settings=True,
+            **{**BY_DOMAIN, "peers": (), "prompts": 1, "repeats": 1, "batches": (1, 4, 8, 16)},
+        ),
         table="batch",
     ),
     # Draft models and layer skip, against Transformers' assisted decoding with the same weights.

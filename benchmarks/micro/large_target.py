@@ -9,19 +9,17 @@ the text (see `hf_specgen.targets.attention`). Plain `generate` is measured with
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
 from functools import cache, partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple, cast
-from unittest.mock import patch
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.harness.variants import PLAIN, check_level
+from benchmarks.micro.operation_counter import each_step, recognised_passes
 from hf_specgen import (
     Candidates,
     CombinedCandidates,
@@ -30,9 +28,8 @@ from hf_specgen import (
     FixedDepth,
     NgramCandidates,
 )
-from hf_specgen.decoding import DecodingLoop
 from hf_specgen.evaluation.cost import widen
-from hf_specgen.evaluation.measure import Sample, Variant, measure_round
+from hf_specgen.evaluation.measure import Sample, Variant, measure_round, throughput
 from hf_specgen.evaluation.workloads import (
     DOMAINS,
     EMBEDDED_DRAFT,
@@ -41,8 +38,6 @@ from hf_specgen.evaluation.workloads import (
     encode,
     load,
 )
-from hf_specgen.targets.cache import move_captured
-from hf_specgen.targets.graphs import CapturedFunctions
 
 PARAMETERS, LAYERS = 8 * 10**9, 32
 """Of a target like Llama 3.1 8B: a pass takes as long as reading so many parameters, or the launch overhead of so many
@@ -116,7 +111,7 @@ def _measure(setup: Setup, variants: list[Variant], repeats: int, quick: bool) -
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
     plains = [by_domain for name, by_domain in samples.items() if name.startswith(PLAINS)]
-    best = max(_tokens_per_second([s for pairs in one.values() for s, _ in pairs]) for one in plains)
+    best = max(throughput([s for pairs in one.values() for s, _ in pairs]) for one in plains)
     return [_row(name, by_domain, best) for name, by_domain in samples.items()]
 
 
@@ -192,70 +187,31 @@ def _split_steps(setup: Setup, variant: Variant, quick: bool) -> dict[str, float
     The time of a step is that of an ordinary call. The passes are timed in a second call, which waits for the GPU
     before and after each of them, so that the rest includes what the first call overlaps.
     """
-    clock, seconds, steps = PassClock(setup.model), 0.0, 0
+    seconds, steps, target, drafter = 0.0, 0, 0.0, 0.0
     for domain, texts in domain_prompts(1).items():
         inputs = {name: one.to(setup.device) for name, one in next(encode(setup.tokenizer, texts, 1)).items()}
         call = {**inputs, "max_new_tokens": 16 if quick else NEW_TOKENS, **DOMAINS[domain], **variant.arguments()}
-        for timed in (False, True):
-            torch.manual_seed(0)
-            with clock if timed else nullcontext():
-                cast(Any, setup.model).generate(**call)
-            statistics = call["candidate_generator"].speculation
-            if not timed:
-                seconds += sum(statistics.seconds[part] for part in ("draft", "forward", "verify", "policy"))
-                steps += len(statistics.passes)
+        torch.manual_seed(0)
+        cast(Any, setup.model).generate(**call)
+        statistics = call["candidate_generator"].speculation
+        seconds += sum(statistics.seconds[part] for part in ("draft", "forward", "verify", "policy"))
+        steps += len(statistics.passes)
+        in_target, in_drafter = _pass_seconds(setup.model, call)
+        target, drafter = target + in_target, drafter + in_drafter
         if quick:
             break
-    total, target, drafter = (1e3 * value / max(1, steps) for value in (seconds, clock.target, clock.drafter))
+    total, target, drafter = (1e3 * value / max(1, steps) for value in (seconds, target, drafter))
     rest = total - target - drafter
     return {"step, ms": total, "target pass, ms": target, "drafter passes, ms": drafter, "rest, ms": rest}
 
 
-class PassClock:
-    """Times the forward passes of decoding steps, those of the target and others apart; waits for the GPU around each.
-
-    A pass is an outermost call of a module, or of a captured function.
-    """
-
-    def __init__(self, target: PreTrainedModel):
-        self.target = self.drafter = 0.0
-        self._model, self._is_inside, self._is_prefilled = target, False, False
-        self._patches = ExitStack()
-
-    def __enter__(self) -> None:
-        self._is_prefilled = False
-        call, run, decode = nn.Module.__call__, CapturedFunctions.run, DecodingLoop.decode
-
-        def replay(functions: Any, function: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            timed = run if function is move_captured else partial(self._timed, run, module)
-            return timed(functions, function, module, *args, **kwargs)
-
-        def decode_timed(loop: Any) -> None:
-            self._is_prefilled = True
-            decode(loop)
-
-        def call_timed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._timed(call, module, module, *args, **kwargs)
-
-        self._patches.enter_context(patch.object(nn.Module, "__call__", call_timed))
-        self._patches.enter_context(patch.object(CapturedFunctions, "run", replay))
-        self._patches.enter_context(patch.object(DecodingLoop, "decode", decode_timed))
-
-    def __exit__(self, *exception: object) -> None:
-        self._patches.close()
-
-    def _timed(self, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._is_inside or not self._is_prefilled:
-            return function(*args, **kwargs)
-        self._is_inside, begin = True, _synchronized()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            seconds, self._is_inside = _synchronized() - begin, False
-            if module is self._model:
-                self.target += seconds
-            else:
-                self.drafter += seconds
+def _pass_seconds(model: PreTrainedModel, call: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of the target's and of the drafter's passes after the prefill of a call."""
+    torch.manual_seed(0)
+    with recognised_passes(_synchronized) as passes, each_step(lambda: dict(passes.seconds)) as marks:
+        cast(Any, model).generate(**call)
+    decoding = {module: seconds - marks[0].get(module, 0.0) for module, seconds in marks[-1].items()}
+    return decoding.pop(model, 0.0), sum(decoding.values())
 
 
 def _synchronized() -> float:
@@ -290,7 +246,7 @@ def _row(name: str, samples: dict[str, list[tuple[Sample, Sample]]], best_plain:
     row: dict[str, Any] = {"variant": name, "seconds per token": median(times)}
     row |= {"lowest": min(times), "highest": max(times)}
     row["over default plain"] = _speedup(every)
-    row["over best plain"] = _tokens_per_second([sample for sample, _ in every]) / best_plain
+    row["over best plain"] = throughput([sample for sample, _ in every]) / best_plain
     steps = sum(s.speculation.steps for s, _ in every if s.speculation is not None)
     row["tokens per step"] = sum(s.tokens for s, _ in every) / steps if steps else 1.0
     row["same tokens"] = sum(_common(*pair) for pair in every) / (sum(plain.tokens for _, plain in every) or 1)
@@ -300,11 +256,7 @@ def _row(name: str, samples: dict[str, list[tuple[Sample, Sample]]], best_plain:
 def _speedup(pairs: list[tuple[Sample, Sample]]) -> float:
     """By tokens per second: lengths can differ where outputs diverge."""
     ours, plain = ([pair[variant] for pair in pairs] for variant in (0, 1))
-    return _tokens_per_second(ours) / _tokens_per_second(plain)
-
-
-def _tokens_per_second(samples: list[Sample]) -> float:
-    return sum(sample.tokens for sample in samples) / sum(sample.seconds for sample in samples)
+    return throughput(ours) / throughput(plain)
 
 
 def _common(ours: Sample, plain: Sample) -> int:

@@ -18,8 +18,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_specgen.decoding import DecodingLoop, PolicyRunner
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle3Head
+from hf_specgen.targets.cache import move_captured
+from hf_specgen.targets.graphs import CapturedFunctions
 
 T = TypeVar("T")
 KINDS = ("operations", "without views", "host reads", "from host data", "index lists")
@@ -32,15 +35,18 @@ _AS_TENSOR, _CPU = torch.as_tensor, torch.Tensor.cpu
 
 
 class Passes:
-    """The forward passes so far: outermost calls of modules.
+    """The forward passes so far: outermost calls of modules, and of captured functions.
+
+    Args:
+        clock: gives the time in seconds.
 
     Attributes:
         is_inside: whether a pass runs.
         seconds: in the passes of each module; the output matrix and embedding that a head shares count for themselves.
     """
 
-    def __init__(self) -> None:
-        self.is_inside = False
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.is_inside, self._clock = False, clock
         self.seconds: dict[nn.Module, float] = {}
 
     @property
@@ -48,29 +54,37 @@ class Passes:
         """Those that have run."""
         return list(self.seconds)
 
-    def recognised(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The method of a module, as a pass of it unless it runs inside another one."""
+    def recognised(self, call: Callable[..., Any], number: int = 0) -> Callable[..., Any]:
+        """A function as a pass of the module that it is given, its argument of this number, unless inside of a pass."""
 
-        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if self.is_inside:
-                return call(module, *args, **kwargs)
-            self.is_inside, begin = True, perf_counter()
+                return call(*args, **kwargs)
+            self.is_inside, begin = True, self._clock()
             try:
-                return call(module, *args, **kwargs)
+                return call(*args, **kwargs)
             finally:
-                self.seconds[module] = self.seconds.get(module, 0.0) + perf_counter() - begin
+                module = args[number]
+                self.seconds[module] = self.seconds.get(module, 0.0) + self._clock() - begin
                 self.is_inside = False
 
         return run
 
 
 @contextmanager
-def recognised_passes() -> Iterator[Passes]:
-    """Recognise calls of modules, and the parts of a head's pass that are methods of their own."""
-    passes = Passes()
+def recognised_passes(clock: Callable[[], float] = perf_counter) -> Iterator[Passes]:
+    """Recognise calls of modules and captured functions, and parts of a head's pass that are methods of their own."""
+    passes, run_captured = Passes(clock), CapturedFunctions.run
+    timed = passes.recognised(run_captured, number=2)
+
+    def replay(functions: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        run = run_captured if function is move_captured else timed
+        return run(functions, function, *args, **kwargs)
+
     with ExitStack() as stack:
         for module, method in ((nn.Module, "__call__"), (Eagle3Head, "combine"), (BlockHead, "extend")):
             stack.enter_context(patch.object(module, method, passes.recognised(getattr(module, method))))
+        stack.enter_context(patch.object(CapturedFunctions, "run", replay))
         yield passes
 
 
@@ -152,3 +166,24 @@ def counting() -> Iterator[tuple[Counter[str], Passes]]:
         stack.enter_context(patch.object(torch.Tensor, "is_cpu", False))
         with counter:
             yield counter.counts, passes
+
+
+@contextmanager
+def each_step(read: Callable[[], T]) -> Iterator[list[T]]:
+    """What `read` returns when the prefill of a call is over, then after each step."""
+    marks: list[T] = []
+    decode, observe = DecodingLoop.decode, PolicyRunner.observe
+
+    def decode_from_here(loop: DecodingLoop) -> None:
+        marks[:] = [read()]
+        decode(loop)
+
+    def observe_and_mark(runner: PolicyRunner, *args: Any) -> None:
+        observe(runner, *args)
+        marks.append(read())
+
+    with (
+        patch.object(DecodingLoop, "decode", decode_from_here),
+        patch.object(PolicyRunner, "observe", observe_and_mark),
+    ):
+        yield marks

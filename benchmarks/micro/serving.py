@@ -40,6 +40,15 @@ PARAMETERS = 300 * 10**6
 GPU_LIKE = "benchmarks/profiles/gpu_like.json"
 Tokens = list[list[int]]
 Side = Callable[[], Tokens]
+STRATEGIES: dict[str, Callable[[], Candidates | None]] = {
+    "plain": lambda: None,
+    "n-grams": NgramCandidates,
+    "n-grams, history": lambda: NgramCandidates(history=NgramHistory()),
+    "n-grams, recycling": CombinedCandidates,
+    "draft model": lambda: DraftModelCandidates(str(EMBEDDED_DRAFT)),
+    "EAGLE-3": lambda: EagleCandidates(str(EMBEDDED_EAGLE)),
+}
+THREE = ("plain", "n-grams", "n-grams, recycling")
 
 
 def generate_batch(repeats: int, quick: bool) -> list[dict[str, Any]]:
@@ -52,12 +61,7 @@ def generate_batch(repeats: int, quick: bool) -> list[dict[str, Any]]:
         def run(candidates: Any, requests: Tokens = requests, new: int = new, at: int = at_a_time) -> Tokens:
             return _in_packed_steps(model, requests, new, at, candidate_generator=candidates)
 
-        sides: dict[str, Side] = {
-            "plain": lambda run=run: run(None),  # type: ignore[misc]
-            "n-grams": lambda run=run: run(NgramCandidates()),  # type: ignore[misc]
-            "n-grams, recycling": lambda run=run: run(CombinedCandidates()),  # type: ignore[misc]
-        }
-        rows += _compare(f"{at_a_time} at a time", sides, repeats)
+        rows += _compare(f"{at_a_time} at a time", _sides(run), repeats)
     return rows
 
 
@@ -70,29 +74,16 @@ def packed_passes(repeats: int, quick: bool) -> list[dict[str, Any]]:
     handle = model.register_forward_pre_hook(
         lambda _, __, arguments: sizes.append(arguments["input_ids"].numel()), with_kwargs=True
     )
-    strategies: dict[str, Callable[[], Candidates | None]] = {
-        "plain": lambda: None,
-        "n-grams": NgramCandidates,
-        "n-grams, history": lambda: NgramCandidates(history=NgramHistory()),
-        "n-grams, recycling": CombinedCandidates,
-        "draft model": lambda: DraftModelCandidates(str(EMBEDDED_DRAFT)),
-        "EAGLE-3": lambda: EagleCandidates(str(EMBEDDED_EAGLE)),
-    }
     for at_a_time in (8, 40):
         plain: tuple[Tokens, int, float] | None = None
-        for name, strategy in strategies.items():
+        for name, strategy in STRATEGIES.items():
             sizes.clear()
             tokens = _in_packed_steps(
                 model, prompts, 8 if quick else 96, at_a_time, candidate_generator=strategy(), policy=policy
             )
             found = tokens, len(sizes), sum(map(target.seconds_of, sizes))
             plain = plain or found
-            row = {
-                "at a time": at_a_time,
-                "variant": name,
-                "passes": found[1],
-                "passes over plain": found[1] / plain[1],
-            }
+            row: dict[str, Any] = {"at a time": at_a_time, "variant": name, "passes": found[1]}
             row |= {"passes over plain": found[1] / plain[1], "time over plain": found[2] / plain[2]}
             rows.append({**row, "same tokens": tokens == plain[0]})
     handle.remove()
@@ -118,12 +109,7 @@ def rollouts(repeats: int, quick: bool) -> list[dict[str, Any]]:
             return _in_packed_steps(model, requests, new, len(requests), **sampled)
 
         for name, run in (("generate", batch), ("generate_batch", packed)):
-            sides: dict[str, Side] = {
-                "plain": lambda run=run: run(None),  # type: ignore[misc]
-                "n-grams": lambda run=run: run(NgramCandidates()),  # type: ignore[misc]
-                "n-grams, recycling": lambda run=run: run(CombinedCandidates()),  # type: ignore[misc]
-            }
-            found = _compare(f"{name}, groups of {group}", sides, min(repeats, 2))
+            found = _compare(f"{name}, groups of {group}", _sides(run), min(repeats, 2))
             rows += found if run is batch else [{**row, "same tokens": "other samples"} for row in found]
     return rows
 
@@ -198,11 +184,7 @@ def batch_of_eight(repeats: int, quick: bool) -> list[dict[str, Any]]:
         def run(candidates: Any, model: PreTrainedModel = model, arguments: dict[str, Any] = arguments) -> Tokens:
             return _generate(model, prompts, candidates, **arguments)
 
-        sides: dict[str, Side] = {
-            "plain": lambda run=run: run(None),  # type: ignore[misc]
-            "n-grams": lambda run=run: run(NgramCandidates()),  # type: ignore[misc]
-        }
-        rows += _compare(name, sides, repeats)
+        rows += _compare(name, _sides(run, ("plain", "n-grams")), repeats)
     return rows
 
 
@@ -226,6 +208,11 @@ def _generate(model: PreTrainedModel, prompts: Tokens, candidates: Any, **argume
     found: Any = model.generate(inputs, attention_mask=mask, candidate_generator=candidates, **arguments)  # type: ignore[operator]
     rows = found[:, inputs.shape[1] :].tolist()
     return [row[: row.index(2) + 1] if 2 in row and arguments["eos_token_id"] == 2 else row for row in rows]
+
+
+def _sides(run: Callable[[Any], Tokens], names: Sequence[str] = THREE) -> dict[str, Side]:
+    """A function with the candidates of some of `STRATEGIES`, built anew in each turn."""
+    return {name: lambda name=name: run(STRATEGIES[name]()) for name in names}  # type: ignore[misc]
 
 
 def _compare(

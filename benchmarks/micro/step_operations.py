@@ -7,19 +7,25 @@ A step in which a module runs for the first time is left out: there the drafter 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar, cast
-from unittest.mock import patch
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
-from benchmarks.micro.operation_counter import BUILT, COMPUTING, KINDS, READS, counting, recognised_passes
+from benchmarks.micro.operation_counter import (
+    BUILT,
+    COMPUTING,
+    KINDS,
+    READS,
+    counting,
+    each_step,
+    recognised_passes,
+)
 from hf_specgen import (
     AdaptiveDepth,
     Candidates,
@@ -33,7 +39,6 @@ from hf_specgen import (
     RecyclingCandidates,
 )
 from hf_specgen.candidates.one_pass import DEFAULT_NODES
-from hf_specgen.decoding import DecodingLoop, PolicyRunner
 from hf_specgen.evaluation.workloads import (
     EMBEDDED_DRAFT,
     EMBEDDED_DSPARK,
@@ -45,7 +50,6 @@ from hf_specgen.evaluation.workloads import (
     load,
 )
 
-T = TypeVar("T")
 MAX_TENSORS = 3
 """Goal of a step for tensors from host data."""
 GPU_LIKE = Path(__file__).parents[1] / "profiles" / "gpu_like.json"
@@ -134,24 +138,3 @@ def _times(model: PreTrainedModel, call: dict[str, Any], candidates: Candidates)
     loop = [(end - begin) - (after - before) for (begin, before), (end, after) in pairwise(marks)]
     share = (drafting - drafter) / drafting if drafting else 0.0
     return {"drafting outside passes": share, "loop, ms a step": 1000 * median(loop) if loop else 0.0}
-
-
-@contextmanager
-def each_step(read: Callable[[], T]) -> Iterator[list[T]]:
-    """What `read` returns when the prefill of a call is over, then after each step."""
-    marks: list[T] = []
-    decode, observe = DecodingLoop.decode, PolicyRunner.observe
-
-    def decode_from_here(loop: DecodingLoop) -> None:
-        marks[:] = [read()]
-        decode(loop)
-
-    def observe_and_mark(runner: PolicyRunner, *args: Any) -> None:
-        observe(runner, *args)
-        marks.append(read())
-
-    with (
-        patch.object(DecodingLoop, "decode", decode_from_here),
-        patch.object(PolicyRunner, "observe", observe_and_mark),
-    ):
-        yield marks
