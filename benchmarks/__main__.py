@@ -152,6 +152,9 @@ def run_micro(options: Namespace) -> int:
     for name in options.names or (name for name in MICRO if name not in IF_NAMED):
         begin = perf_counter()
         rows = MICRO[name](repeats, options.quick, **(settings if name in WITH_PROMPT else {}))
+        if not rows:
+            console.print(f"{name}: nothing written; the libraries that it measures are not installed", markup=False)
+            continue
         show(console, name, rows)
         result = {
             "section": name,

@@ -1,7 +1,7 @@
 """Decoding under JSON schemas: tokens a step with and without grammar drafts, and the time of verification.
 
 The schemas and prompts are those of `benchmarks/workloads/schemas.jsonl`. The libraries are installed with
-`pip install 'hf-specgen[integrations]'`; those that are missing are left out.
+`pip install 'hf-specgen[integrations]'`; those that are missing are left out, and without any there are no rows.
 """
 
 from __future__ import annotations
@@ -78,9 +78,11 @@ def grammar_verification(repeats: int, quick: bool) -> list[dict[str, Any]]:
     """
     model, tokenizer = load(device="cpu")
     chosen = list(_tasks(tokenizer))[: 1 if quick else 8]
+    if not (libraries := list(_libraries(model, tokenizer))):
+        return []
     free = _step_milliseconds(model, chosen, None, repeats)
     rows = [{"grammar": "none", **free}]
-    for library, processor in _libraries(model, tokenizer):
+    for library, processor in libraries:
         times = _step_milliseconds(model, chosen, processor, repeats)
         ratio = (times["forward ms"] + times["verify ms"]) / (free["forward ms"] + free["verify ms"])
         rows.append({"grammar": library, **times, "forward + verify over none": ratio})

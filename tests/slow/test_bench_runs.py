@@ -130,6 +130,15 @@ def test_bad_arguments(arguments: str, message: str, tmp_path: Path, capsys: Any
     assert exit_code == 2 and message in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
+def test_measurement_without_its_libraries_keeps_the_record(tmp_path: Path, monkeypatch: Any) -> None:
+    """Would catch: an empty table written over a record, where no grammar library is installed."""
+    monkeypatch.setattr("benchmarks.micro.grammars.find_spec", lambda name: None)
+    for name in ("grammar-drafts", "grammar-verification"):
+        (tmp_path / f"{name}.json").write_text("recorded")
+        assert main(["micro", name, "--quick", "--out", str(tmp_path)]) == 0
+        assert (tmp_path / f"{name}.json").read_text() == "recorded"
+
+
 def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
     arguments = ["suite", "--model", str(folder / "target"), "--strategies", "ngram", "--peers", ""]
     arguments += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4"]
