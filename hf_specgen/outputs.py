@@ -214,7 +214,7 @@ class Padding:
             nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
             column_logits = logits[rows, nodes].to(self._state.device)
             values = {"logits": column_logits}
-            if "scores" in outputs.kept:
+            if not self._processors.lockstep:  # they may change the logits in place
                 values["scores"] = self._processors.column(column, column_logits)
             for row, place in enumerate(places):
                 if place >= 0 and missing[row]:

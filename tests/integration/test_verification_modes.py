@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_specgen import Call, NgramCandidates, SpeculationMonitor
 from hf_specgen.verification import CoupledVerifier
@@ -97,6 +97,30 @@ def test_processor_with_scores_of_another_dtype_same_samples(dtype: torch.dtype)
     oracle = partial(Oracle, accuracy=0.8)
     plain, output = plain_and_speculative(tiny_model("llama"), prompts(4), oracle, **arguments)
     assert torch.equal(output.sequences, plain) and output.scores[0].dtype == dtype
+
+
+class _InPlace(LogitsProcessor):
+    """Excludes the last token."""
+
+    row_wise = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter_(1, input_ids[:, -1:], float("-inf"))
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_logits_changed_in_place_by_a_processor_are_returned_so(scores: bool) -> None:
+    """Would catch: logits of padding that no processor has seen, as if plain `generate` kept a copy."""
+    model, inputs, outputs = tiny_model("llama"), prompts(3), []
+    arguments = {"max_new_tokens": 20, "eos_token_id": list(range(5, 30)), "pad_token_id": 0, "output_scores": scores}
+    for more in ({}, {"candidate_generator": NgramCandidates(k=4)}):
+        processors = LogitsProcessorList([_InPlace()])
+        given = {**arguments, "logits_processor": processors, "output_logits": True, "return_dict_in_generate": True}
+        outputs.append(model.generate(**inputs, **given, **more))
+    assert (outputs[0].sequences[:, -1] == 0).any() and torch.equal(outputs[0].sequences, outputs[1].sequences)
+    for plain, ours in zip(outputs[0].logits, outputs[1].logits, strict=True):
+        assert plain.isinf().any(dim=1).all()
+        torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
 # Invalid scores that plain `generate` never computes, and what an exception leaves behind; others: `test_cases.py`
