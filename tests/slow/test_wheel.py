@@ -1,6 +1,7 @@
-"""The wheel, without the clone: what it contains, and that the first example of the README runs from it."""
+"""The wheel, without the clone: what it contains; the README's first example and its command run from it."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,12 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
 
 pytestmark = pytest.mark.slow
 SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 MODEL = re.compile(r'name = "[^"]+"')
 """The model of an example: replaced by the bundled one, since tests load nothing from the Hub."""
+MODELS = {"org/target": str(REFERENCE_LM), "org/small-model": str(DRAFT_LM)}
+CONSOLE_SCRIPT = """
+import sys
+from importlib.metadata import distribution
+
+[script] = distribution("hf-specgen").entry_points
+sys.argv[0] = script.name
+sys.exit(script.load()())
+"""
+"""What the script does that pip writes for the wheel's entry point."""
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +55,25 @@ def test_wheel_contains_the_package_and_its_type_marker(site_packages: Path) -> 
 def test_first_example_of_the_readme_runs_from_the_wheel(site_packages: Path, tmp_path: Path) -> None:
     """Would catch: an example, or an import of the package, that needs a file of the clone."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
-    code = MODEL.sub(f'name = "{ROOT / "benchmarks" / "assets" / "reference-lm"}"', blocks[0])
+    code = MODEL.sub(f'name = "{REFERENCE_LM}"', blocks[0])
     code += f"\nimport hf_specgen\nassert hf_specgen.__file__.startswith({str(site_packages)!r})\n"
+    run_from_wheel(site_packages, tmp_path, code)
+
+
+def test_command_of_the_readme_runs_from_the_wheel(site_packages: Path, tmp_path: Path) -> None:
+    """Would catch: an entry point that names no function, a command that imports benchmarks or reads the clone."""
+    commands = re.findall(r"^hf-specgen (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M)
+    assert commands
+    for command in commands:
+        arguments = [MODELS.get(word, word) for word in shlex.split(command)]
+        arguments += ["--rounds", "1", "--max-new-tokens", "4"]
+        assert "model.generate(**inputs" in run_from_wheel(site_packages, tmp_path, CONSOLE_SCRIPT, *arguments)
+
+
+def run_from_wheel(site_packages: Path, folder: Path, code: str, *arguments: str) -> str:
+    """The output of Python code that imports the package from the wheel, in another folder than the clone's."""
     environment = {"PYTHONPATH": str(site_packages), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *arguments]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+    return run.stdout
