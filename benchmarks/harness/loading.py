@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -24,6 +25,7 @@ from hf_specgen.candidates.draft_heads import HeadCandidates
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.workloads import (
+    ASSETS,
     EMBEDDED_ADAPTER,
     EMBEDDED_DRAFT,
     EMBEDDED_DSPARK,
@@ -135,7 +137,7 @@ def _draft(source: str, model: PreTrainedModel) -> Strategy:
         )
     return Strategy(
         "draft model",
-        f"DraftModelCandidates({source!r}, {{}})",
+        f"DraftModelCandidates({_in_clone(source)!r}, {{}})",
         lambda k, policy: DraftModelCandidates(draft, k=k, policy=policy),
         DRAFT_DEPTHS,
         Family("assistant_model", _assisted(draft, DRAFT_DEPTHS, assistant_model=draft)),
@@ -145,9 +147,10 @@ def _draft(source: str, model: PreTrainedModel) -> Strategy:
 def _layer_skip(source: str, model: PreTrainedModel) -> Strategy:
     adapter = None if source.isdigit() else source
     layer = int(source) if adapter is None else exit_layer_of(adapter)
+    shown = f"adapter={_in_clone(source)!r}, " if adapter else ""
     return Strategy(
         "layer skip" if adapter else "layer skip without adapter",
-        f"LayerSkipCandidates({layer}, {f'adapter={adapter!r}, ' if adapter else ''}{{}})",
+        f"LayerSkipCandidates({layer}, {shown}{{}})",
         lambda k, policy: LayerSkipCandidates(layer, k=k, adapter=adapter, policy=policy),
         EXIT_DEPTHS,
         Family("assistant_early_exit", _assisted(model, EXIT_DEPTHS, assistant_early_exit=layer)),
@@ -161,10 +164,16 @@ def _heads(source: str, model: PreTrainedModel, name: str = "") -> Strategy:
         raise StrategyError(f"{source} holds no head that reads the target's hidden states, but {kind.__name__}")
     return Strategy(
         name or STRATEGY_NAMES[kind.__name__],
-        f"{kind.__name__}({source!r}, {{}})",
+        f"{kind.__name__}({_in_clone(source)!r}, {{}})",
         lambda k, policy: kind(source, k, policy=policy),
         HEAD_DEPTHS,
     )
+
+
+def _in_clone(source: str) -> str:
+    """A file of the clone by its path in it: a record must not name the folders of a machine."""
+    root, path = ASSETS.parents[1], Path(source)
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else source
 
 
 def _combined(members: Sequence[Strategy]) -> Strategy:

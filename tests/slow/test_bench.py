@@ -19,6 +19,7 @@ from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.measure import ROUNDING, UNEXPLAINED, Sample, Variant
 from tests.helpers import tiny_model
 from tests.helpers.captures import graphs_on_cpu
+from tests.helpers.paths import ROOT
 
 
 def test_settings_are_chosen_by_sums_over_all_tuning_prompts() -> None:
@@ -50,6 +51,7 @@ def test_both_sides_get_the_same_effort(reference_model) -> None:
         assert [name.partition("=")[2] for name in kept] == ["auto"] if family.code else kept == family.settings
     codes = {name: family.code_of("k=4") for name, family in families.items() if family.code}
     assert codes["n-grams"] == "NgramCandidates(k=4)" and families["n-grams"].code_of("k=auto") == "NgramCandidates()"
+    assert str(ROOT) not in "".join(codes.values()), "records name no folder of the machine"
     for name, code in codes.items():  # would catch: an expression that builds another strategy than the measured one
         measured = families[name].settings["k=auto"]()["candidate_generator"]
         assert type(eval(code, vars(hf_specgen).copy())) is type(measured)
