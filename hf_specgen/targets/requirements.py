@@ -180,7 +180,7 @@ def check_computation(
     requirements = TargetRequirements(exit_layer=requirements.exit_layer)
     implementation = compat.attention_implementation(text_config(model))
     dropout = tuple(module.p for module in model.modules() if isinstance(module, nn.Dropout)) if model.training else ()
-    key: tuple[Any, ...] = (requirements.exit_layer, model.dtype, compat.input_device(model), implementation)
+    key: tuple[Any, ...] = (requirements.exit_layer, _precision(model), compat.input_device(model), implementation)
     key += (model.training, dropout)
     inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
     problem, cause, one_row_works = None, None, False
@@ -297,10 +297,16 @@ def compare(
     pairs = zip(plain, (logits.to(plain[0]) for logits in _decode_drafts(target, tokens)), strict=True)
     errors = [largest_difference(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
     worst = max(errors)
-    if not is_rounding(errors, model.dtype):
+    if not is_rounding(errors, _precision(model)):
         raise DifferenceError(
             f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
         )
+
+
+def _precision(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of matrix products: the model's, unless `torch.autocast` casts their inputs."""
+    device = compat.input_device(model).type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

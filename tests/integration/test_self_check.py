@@ -16,6 +16,7 @@ from hf_specgen.targets.requirements import TargetRequirements
 from tests.fuzz.models import tiny_model
 from tests.helpers import assert_same_tokens, fresh_model, perturbed_copy, prompts
 from tests.helpers.medusa import random_heads
+from tests.helpers.models import stateful_model
 
 
 def identical(model: Any, candidates: Any, batch: int = 2) -> bool:
@@ -67,6 +68,15 @@ def test_first_call_on_a_model_logs_nothing(caplog: pytest.LogCaptureFixture) ->
     """Would catch: a warning of Transformers about arguments of the self-check, which the user did not give."""
     fresh_model("llama").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, candidate_generator=NgramCandidates())
     assert not caplog.records
+
+
+def test_autocast_is_rounded_as_half_precision_and_refuses_no_later_call() -> None:
+    """Would catch: rounding to bfloat16 taken for an error of a float32 model, and that result kept for later calls."""
+    model = stateful_model("falcon_h1")
+    arguments = {"max_new_tokens": 4, "candidate_generator": NgramCandidates()}
+    for is_enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            model.generate(torch.tensor([[5, 6, 7]]), **arguments)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
