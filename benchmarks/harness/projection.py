@@ -8,11 +8,15 @@ draft tokens were verified counts as one step of both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth import LatencyModel
+
+GPU_LIKE = Path(__file__).parents[1] / "profiles" / "gpu_like.json"
+"""Latencies as assumed for a GPU: where depths are decided by them, counts are the same on every machine."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen import DraftModelCandidates
 from hf_specgen.candidates.cross_tokenizer import SharedVocabulary, shared_ids
-from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_DRAFT, EMBEDDED_MODEL, load
+from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_MODEL, domain_prompts, encode, load
 
 PROMPTS_PER_DOMAIN, NEW_TOKENS = 2, 32
 SEED = 0
@@ -57,7 +57,8 @@ WAYS: dict[str, dict[str, Any]] = {"tree of 16": {"k": 6, "tree": 16}, "chain of
 def other_tokenizer(repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Tokens per pass of the target, of greedy decoding. Counted, so one run is exact."""
     model, tokenizer = load()
-    prompts = _prompts(tokenizer, 1 if quick else PROMPTS_PER_DOMAIN)
+    texts = list(chain(*domain_prompts(1 if quick else PROMPTS_PER_DOMAIN).values()))
+    prompts = [one["input_ids"][0].tolist() for one in encode(tokenizer, texts, 1)]
     new_tokens = NEW_TOKENS // 4 if quick else NEW_TOKENS
     rows = []
     for name in QUICK if quick else TOKENIZERS:
@@ -122,17 +123,6 @@ def _kept_merges(model: dict[str, Any], tokenizer: Tokenizer) -> tuple[list[Any]
             kept.append(merge)
             written.add(first + second)
     return kept, written
-
-
-def _prompts(tokenizer: Any, per_domain: int) -> list[list[int]]:
-    """The first validation prompts of each domain, in the chat format."""
-    taken: dict[str, list[str]] = {}
-    for line in (ASSETS / "validation.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        taken.setdefault(row["domain"], []).append(row["prompt"])
-    texts = [prompt for prompts in taken.values() for prompt in prompts[:per_domain]]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
 
 
 def _tokens_per_pass(

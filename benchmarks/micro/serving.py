@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from benchmarks.harness.projection import latency_for, step_seconds
+from benchmarks.harness.projection import GPU_LIKE, latency_for, step_seconds
 from hf_specgen import (
     AdaptiveDepth,
     Candidates,
@@ -37,7 +37,6 @@ from hf_specgen.evaluation.workloads import (
 )
 
 PARAMETERS = 300 * 10**6
-GPU_LIKE = "benchmarks/profiles/gpu_like.json"
 Tokens = list[list[int]]
 Side = Callable[[], Tokens]
 STRATEGIES: dict[str, Callable[[], Candidates | None]] = {

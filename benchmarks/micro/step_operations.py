@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
 
 from transformers import PreTrainedModel
 
+from benchmarks.harness.projection import GPU_LIKE
 from benchmarks.micro.operation_counter import (
     BUILT,
     COMPUTING,
@@ -52,8 +52,6 @@ from hf_specgen.evaluation.workloads import (
 
 MAX_TENSORS = 3
 """Goal of a step for tensors from host data."""
-GPU_LIKE = Path(__file__).parents[1] / "profiles" / "gpu_like.json"
-"""Latencies by which adaptive depths are chosen: with those of this machine, counts would differ from run to run."""
 
 
 @dataclass(frozen=True)
