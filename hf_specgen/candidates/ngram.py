@@ -261,11 +261,10 @@ class RowText:
         text, end = self.index.tokens, len(self.index)
         tail = text[-MAX_MATCH_LENGTH:]
         self._matches = matches = self.index.occurrences(tail, MAX_OCCURRENCES)
+        places = matches | {place: 0 for place in self._resumed() if place not in matches}
         found: list[Occurrence] = [
-            (text, end, position, length, self._kind(position)) for position, length in matches.items()
+            (text, end, position, length, self._kind(position)) for position, length in places.items()
         ]
-        resumed = [position for position in self._resumed() if position not in matches]
-        found += [(text, end, position, 0, self._kind(position)) for position in resumed]
         if self._history is not None:
             found += self._history.find(tail, MAX_OCCURRENCES)
         if self._min_ngram == 1 and self._max_ngram >= MAX_MATCH_LENGTH:
