@@ -51,6 +51,7 @@ docs: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks suite --wide --out benchmarks/results/wide
 	$(BIN)/python -m benchmarks suite memory --out benchmarks/results/memory
+	$(BIN)/python -m benchmarks suite batches --out benchmarks/results/batches
 	$(BIN)/python -m benchmarks micro
 	$(BIN)/python -m benchmarks suite projected --out benchmarks/results/projected
 	$(BIN)/python -m benchmarks tables benchmarks/results --write benchmarks/README.md
