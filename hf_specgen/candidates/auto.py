@@ -19,7 +19,7 @@ from hf_specgen.candidates import draft_heads
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
-from hf_specgen.heads.checkpoint import Checkpoint, Source, open_checkpoint, read_json
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, open_checkpoint, read_json
 from hf_specgen.heads.exit_head import EXIT_CONFIG
 from hf_specgen.heads.head_file import speculators_type
 from hf_specgen.heads.head_formats import FORMATS, head_format
@@ -47,6 +47,7 @@ class AutoCandidates:
         token: str | bool | None = None,
         subfolder: str | None = None,
         cache_dir: str | Path | None = None,
+        trust_remote_code: bool = False,
         tokenizer: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
@@ -56,9 +57,10 @@ class AutoCandidates:
         Args:
             name_or_path: a folder, or a repository of the Hub.
             revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
+            trust_remote_code: run the code of a draft model's repository; heads have none.
             tokenizer, chat_template_kwargs: with which prompts are written; a warning says if the drafter was trained
                 with another chat template, or in another mode such as `{"enable_thinking": False}`.
-            settings: of the strategy, such as `k=4` or `tree=16`; `trust_remote_code=True` for draft models with code.
+            settings: of the strategy, such as `k=4` or `tree=16`.
 
         Returns:
             `EagleCandidates`, `PEagleCandidates`, `DFlashCandidates`, `MTPCandidates` (for a target's own checkpoint),
@@ -73,11 +75,14 @@ class AutoCandidates:
             >>> AutoCandidates.from_pretrained("benchmarks/assets/draft-lm", k=4)
             DraftModelCandidates('benchmarks/assets/draft-lm', k=4)
         """
-        source = Source(str(name_or_path), revision, token, subfolder, None if cache_dir is None else str(cache_dir))
+        cache = None if cache_dir is None else str(cache_dir)
+        source = Source(str(name_or_path), revision, token, subfolder, cache, trust_remote_code)
         build = _strategy(source)
         if tokenizer is not None and (warning := other_chat_format(source, tokenizer, chat_template_kwargs or {})):
             logger.warning("%s: %s", source, warning)
-        return build(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
+        if trust_remote_code and build is DraftModelCandidates:
+            settings["trust_remote_code"] = True
+        return build(source.local_name(), **settings)
 
 
 def _strategy(source: Source) -> Build:
@@ -85,14 +90,17 @@ def _strategy(source: Source) -> Build:
     if source.file(EXIT_CONFIG) is not None:
         return LayerSkipCandidates.of_checkpoint
     if (base := base_of_adapter(source)) is not None:  # of a head or a draft model, which it is loaded with
-        return _strategy(Source(base, token=source.token, cache_dir=source.cache_dir))
+        return _strategy(Source(base, None, source.token, None, source.cache_dir, source.trust_remote_code))
     checkpoint = open_checkpoint(source)
     try:
         strategy: Build = getattr(draft_heads, head_format(checkpoint).strategy)
         return strategy
     except ValueError:
-        if _is_language_model(checkpoint):
+        has_code = "AutoModelForCausalLM" in Fields(checkpoint.config).nested("auto_map").values
+        if _is_language_model(checkpoint) or (has_code and source.trust_remote_code):
             return DraftModelCandidates
+        if has_code:
+            raise ValueError(f"{source} is a model with code of its own; trust_remote_code=True runs it") from None
         known = "; ".join(("exit adapters", *(format.name for format in FORMATS), "language models"))
         raise ValueError(f"{checkpoint.source} has none of the known formats, which are: {known}") from None
 

@@ -291,8 +291,9 @@ class PretrainedCandidates(Candidates):
             revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
             settings: of the strategy, such as `k=4`.
         """
-        source = Source(str(name_or_path), revision, token, subfolder, cache_dir)
-        return cls.of_checkpoint(source.local_name(with_code=bool(settings.get("trust_remote_code"))), **settings)
+        trusted = bool(settings.get("trust_remote_code"))
+        source = Source(str(name_or_path), revision, token, subfolder, cache_dir, trusted)
+        return cls.of_checkpoint(source.local_name(), **settings)
 
     @classmethod
     def of_checkpoint(cls, name: str, **settings: Any) -> Self:

@@ -60,19 +60,18 @@ def export(
     to: Annotated[str, typer.Option(help="The program: medusa, tgi or vllm; for others eagle, sglang or vllm.")],
     output: Annotated[Path, typer.Option(help="Folder to write to.")],
     target: Annotated[str, typer.Option(help="Hub id or folder of the target, for its output matrix (Medusa).")] = "",
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit of the heads.")] = "",
+    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Write heads in the layout that another program reads."""
     with errors():
-        from transformers import AutoModelForCausalLM
-
+        from hf_specgen.evaluation.workloads import checkpoint, load
         from hf_specgen.heads import export_head, load_head
-        from hf_specgen.heads.checkpoint import source_errors
 
-        model = None
-        if target:
-            with source_errors(target):
-                model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
-        for file in export_head(load_head(heads), output, to, model):
+        source = checkpoint(heads, revision)
+        head = load_head(source.path_or_id, revision=source.revision)
+        model = load(checkpoint(target, "", trust_remote_code), "auto")[0] if target else None
+        for file in export_head(head, output, to, model):
             typer.echo(file)
 
 
@@ -81,6 +80,7 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Hub id or folder of the target.")],
     draft: options.Drafts = [],  # noqa: B006  (typer makes a new list)
+    revision: options.Revision = "",
 ) -> None:
     """Start `transformers serve` for a model that speculates; all other options are those of `transformers serve`."""
     with errors():
@@ -90,11 +90,13 @@ def serve(
         from hf_specgen.candidates import LayerSkipCandidates
         from hf_specgen.evaluation.workloads import chosen_strategy
 
-        batching, strategy = "--continuous-batching", chosen_strategy(draft)
+        trusted = "--trust-remote-code" in context.args
+        batching, strategy = "--continuous-batching", chosen_strategy(draft, trust_remote_code=trusted)
         # Layer skip speculates only in `generate`: then requests are answered one after the other.
         batches = not (isinstance(strategy, LayerSkipCandidates) or any(batching[2:] in one for one in context.args))
         with attached_to_every_model(strategy):
-            arguments = ["serve", model, *([batching] if batches else []), *context.args]
+            name = f"{model}@{revision}" if revision else model
+            arguments = ["serve", name, *([batching] if batches else []), *context.args]
             transformers_cli(arguments, standalone_mode=False)
 
 

@@ -181,10 +181,11 @@ class Chat:
 
 def show(settings: ChatSettings) -> None:
     """Load the models and chat on the terminal."""
-    model, tokenizer = workloads.load(settings.model, settings.dtype, settings.device)
+    model, tokenizer = workloads.load(settings.target, settings.dtype, settings.device)
     choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: AUTO}
-    named = workloads.strategies(settings.draft, tokenizer=tokenizer)[1:]  # without n-grams alone
-    choices |= {strategy.name: strategy.candidates for strategy in named}
+    trust = settings.trust_remote_code
+    named = workloads.strategies(settings.draft, tokenizer=tokenizer, trust_remote_code=trust)
+    choices |= {strategy.name: strategy.candidates for strategy in named[1:]}  # without n-grams alone
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     console = Console()
     console.print(

@@ -21,12 +21,12 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from hf_specgen.candidates import AutoCandidates, Candidates, DraftModelCandidates, LayerSkipCandidates, MTPCandidates
+from hf_specgen.candidates import Candidates, DraftModelCandidates, LayerSkipCandidates, MTPCandidates
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer, shared_ids
 from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE
+from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE, Strategy
 from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import has_mtp_layers
@@ -63,15 +63,25 @@ class Finding:
     meaning: str = ""
 
 
-def without_weights(name: str, dtype: str) -> PreTrainedModel:
+def without_weights(source: Source, dtype: str = "auto") -> PreTrainedModel:
     """A model on the meta device, in a dtype or "auto" for the checkpoint's; only its configuration is read."""
-    with source_errors(name):
-        config = AutoConfig.from_pretrained(name)
+    with source_errors(source.path_or_id):
+        config = workloads.from_pretrained(AutoConfig, source)
         chosen = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
         with init_empty_weights():
-            model = workloads.generating_class(config)(config).eval().to(chosen)
+            model = workloads.generating_class(source, config)(config).eval().to(chosen)
         model.tie_weights()
+        workloads.name_by_revision(model, source)
     return cast(PreTrainedModel, model)
+
+
+def check(drafter: Strategy, target: PreTrainedModel, dtype: str = "auto") -> list[Finding]:
+    """Whether the checkpoint of a strategy fits the target."""
+    assert drafter.source is not None
+    if not isinstance(drafter.candidates, DraftModelCandidates):
+        return heads(drafter.candidates, drafter.source, target)
+    draft = without_weights(drafter.source, dtype)
+    return [support(draft, "draft"), *draft_model(target, draft)]
 
 
 def support(model: PreTrainedModel, role: str) -> Finding:
@@ -112,19 +122,19 @@ def draft_model(target: PreTrainedModel, draft: PreTrainedModel) -> list[Finding
     return [*findings, Finding("chat template", WARNING, "not the target's", meaning)]
 
 
-def heads(candidates: Candidates, name: str, target: PreTrainedModel) -> list[Finding]:
+def heads(candidates: Candidates, source: Source, target: PreTrainedModel) -> list[Finding]:
     """Whether the heads or the exit adapter of a strategy belong to the target."""
     if isinstance(candidates, LayerSkipCandidates):
         return [Finding("exit adapter", GOOD, f"drafts with the first {candidates.exit_layer} layers")]
-    if isinstance(candidates, MTPCandidates) and has_mtp_layers(open_checkpoint(Source(name))):
+    if isinstance(candidates, MTPCandidates) and has_mtp_layers(open_checkpoint(source)):
         return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
-    head = load_head(name)
+    head = load_head(source.path_or_id, revision=source.revision)
     findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")]
     try:
         head.bind(target)
     except ValueError as error:
         findings.append(Finding("heads' target", BAD, "not this target", str(error)))
-    name = str(target.name_or_path)
+    name = str(target.config.name_or_path)
     if (base := head.config.base_model) and Path(base).name != Path(name).name:
         meaning = "draft tokens are accepted only if the heads were trained on this very model"
         findings.append(Finding("heads' base", WARNING, f"trained on {base!r}, not {name!r}", meaning))
@@ -154,28 +164,29 @@ def best_first(found: Iterable[Draft]) -> list[Draft]:
 
 def find(settings: FindSettings) -> bool:
     """Print what was found on the Hub, or else in the local cache, best first; returns False if that is nothing."""
-    console, place = terminal(), "the Hub"
+    console, place, source = terminal(), "the Hub", settings.target
     try:
-        found = best_first(on_hub(settings.model, settings.limit))[: settings.limit]
+        found = on_hub(source, settings.limit)
     except (HfHubHTTPError, HFValidationError, OSError) as error:  # no connection, HF_HUB_OFFLINE=1, a folder
         console.print(f"not found on the Hub ({type(error).__name__}); looking in the local cache")
-        place, found = "the local cache", best_first(in_cache(settings.model))[: settings.limit]
+        place, found = "the local cache", in_cache(source)
     if not found:
         console.print(f"nothing was found for {settings.model!r} in {place}; the presets need no checkpoint")
         return False
+    found = best_first(found)[: settings.limit]
     view = Table("checkpoint", "format", "of the target's size", "downloads", box=SIMPLE, pad_edge=False)
     for one in found:
         view.add_row(one.name, one.kind, "" if one.size is None else f"{one.size:.1%}", str(one.downloads or ""))
     console.print(view)
-    options = " ".join(f"--draft {one.name}" for one in found[:3])
-    console.print(f"measure them: hf-specgen doctor {settings.model} {options}", highlight=False)
+    named = [source.path_or_id + (f"@{source.revision}" if source.revision else ""), *(one.name for one in found[:3])]
+    console.print(f"measure them: hf-specgen doctor {' --draft '.join(named)}", highlight=False)
     return True
 
 
-def on_hub(target: str, limit: int) -> list[Draft]:
+def on_hub(source: Source, limit: int) -> list[Draft]:
     """Repositories that name the target as their base model and a format in name or tags; smaller models beside it."""
-    api, wanted = HfApi(), cast(Any, ["safetensors", "tags", "downloads", "config"])
-    info = api.model_info(target, expand=["safetensors", "config"])
+    api, target, wanted = HfApi(), source.path_or_id, cast(Any, ["safetensors", "tags", "downloads", "config"])
+    info = api.model_info(target, revision=source.revision, expand=["safetensors", "config"])
     total = info.safetensors.total if info.safetensors else None
     found = []
     for repo in api.list_models(filter=f"base_model:{target}", sort="downloads", limit=20 * limit, expand=wanted):
@@ -192,27 +203,23 @@ def on_hub(target: str, limit: int) -> list[Draft]:
     return list({draft.name: draft for draft in reversed(found)}.values())
 
 
-def in_cache(target: str) -> list[Draft]:
+def in_cache(source: Source) -> list[Draft]:
     """Cached checkpoints that fit the target: heads by their tensors, draft models by size and tokenizer."""
-    model, found = without_weights(target, "auto"), []
+    target, found = without_weights(source), []
     try:
         names = {repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"}
     except CacheNotFound:
         return []
-    for name in names - {target}:
+    for name in names - {source.path_or_id}:
         try:
-            candidates = AutoCandidates.from_pretrained(name)
+            drafter = workloads.strategies([name])[1]
+            fits = all(finding.result != BAD for finding in check(drafter, target))
             tensors = open_checkpoint(Source(name)).tensors.values()
-            if is_model := isinstance(candidates, DraftModelCandidates):
-                draft = without_weights(name, "auto")
-                checks = [support(draft, "draft"), *draft_model(model, draft)]
-            else:
-                checks = heads(candidates, name, model)
         except (OSError, ValueError, ImportError):
             continue  # neither a head nor a draft model
-        size = sum(prod(info.shape) for info in tensors) / model.num_parameters()
-        if all(check.result != BAD for check in checks) and (size <= MAX_RATIO or not is_model):
-            found.append(Draft(name, workloads.STRATEGY_NAMES[type(candidates).__name__], size))
+        size = sum(prod(info.shape) for info in tensors) / target.num_parameters()
+        if fits and (size <= MAX_RATIO or drafter.name != DRAFT):
+            found.append(Draft(name, drafter.name, size))
     return found
 
 

@@ -19,7 +19,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates import AutoCandidates, DraftModelCandidates, NgramCandidates
+from hf_specgen.candidates import CombinedCandidates, NgramCandidates
 from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli import checkpoints
 from hf_specgen.cli.checkpoints import BAD, GOOD, WARNING, Finding
@@ -92,18 +92,14 @@ def examine(settings: DoctorSettings) -> Report:
     """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found."""
     device = workloads.usable_device(settings.device)
     report = Report()
-    target = checkpoints.without_weights(settings.model, settings.dtype)
-    named = strategies(settings.draft, dtype=settings.dtype)
+    target = checkpoints.without_weights(settings.target, settings.dtype)
+    named = strategies(settings.draft, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
     report.findings.append(checkpoints.support(target, "target"))
-    for name in settings.draft:
-        candidates = AutoCandidates.from_pretrained(name)
-        if isinstance(candidates, DraftModelCandidates):
-            draft = checkpoints.without_weights(name, settings.dtype)
-            found = [checkpoints.support(draft, "draft"), *checkpoints.draft_model(target, draft)]
-        else:
-            found = checkpoints.heads(candidates, name, target)
-        label = f"{name}: " if len(settings.draft) > 1 else ""
-        report.findings += [replace(finding, found=label + finding.found) for finding in found]
+    for one in named:
+        if one.source is not None and not isinstance(one.candidates, CombinedCandidates):
+            label = f"{one.source.path_or_id}: " if len(settings.draft) > 1 else ""
+            found = checkpoints.check(one, target, settings.dtype)
+            report.findings += [replace(finding, found=label + finding.found) for finding in found]
     if report.bad:
         report.reason = "solve what is marked with ✗ first"
     elif settings.run:
@@ -116,7 +112,7 @@ def examine(settings: DoctorSettings) -> Report:
 
 def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: list[Strategy], report: Report) -> None:
     """Time T(q), and every strategy against plain `generate`; add findings and a recommendation to the report."""
-    model, tokenizer = workloads.load(settings.model, dtype, device)
+    model, tokenizer = workloads.load(settings.target, dtype, device)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if not model.config.is_encoder_decoder:
         sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
@@ -232,8 +228,9 @@ def tune(settings: TuneSettings) -> None:
     console = terminal()
     if settings.latency.is_dir() or not os.access(settings.latency.resolve().parent, os.W_OK):
         raise OSError(f"{str(settings.latency)!r} cannot be written; name a file in a folder that is writable")
-    model, _ = workloads.load(settings.model, settings.dtype, settings.device)
-    candidates = [one.candidates for one in strategies(settings.draft)]
+    model, _ = workloads.load(settings.target, settings.dtype, settings.device)
+    named = strategies(settings.draft, trust_remote_code=settings.trust_remote_code)
+    candidates = [one.candidates for one in named]
     for strategy in candidates:  # every strategy must fit the target before anything is measured
         strategy.target_requirements(model)
     with console.status("measuring latencies"):

@@ -36,9 +36,11 @@ def show(settings: GenerateSettings) -> None:
     if processes.is_main_process:
         _begin(parts, settings)
     processes.wait_for_everyone()
-    model, tokenizer = workloads.load(settings.model, settings.dtype, settings.device or str(processes.device))
+    device = settings.device or str(processes.device)
+    model, tokenizer = workloads.load(settings.target, settings.dtype, device)
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
-    strategy, counts = chosen_strategy(settings.draft, tokenizer), list[int]()
+    strategy = chosen_strategy(settings.draft, tokenizer=tokenizer, trust_remote_code=settings.trust_remote_code)
+    counts = list[int]()
     special = not (tokenizer.chat_template and settings.chat)  # a chat template writes them into the text
     arguments = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     arguments |= {"policy": FixedDepth(0)} if settings.plain else {}
@@ -152,7 +154,9 @@ def _dataset(settings: GenerateSettings) -> list[Row]:
     from datasets import load_dataset  # not needed for files
 
     try:
-        return [dict(row) for row in load_dataset(settings.source, settings.name or None, split=settings.split)]
+        source = workloads.checkpoint(settings.source)
+        rows = load_dataset(source.path_or_id, settings.name or None, split=settings.split, revision=source.revision)
+        return [dict(row) for row in rows]
     except Exception as error:  # the readers of many formats raise errors of many types
         reason = str(error).split("\n", 1)[0]
         raise FileNotFoundError(f"cannot load the dataset {settings.source!r}: {reason}") from error

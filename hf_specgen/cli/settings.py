@@ -17,9 +17,11 @@ from typer import Argument, Option
 Target = Annotated[str, Argument(help="Hub id or folder of the target.")]
 Drafts = Annotated[
     list[str],
-    Option("--draft", "--heads", "--adapter", help="Hub id or folder of what drafts: a draft model, heads of any "
-        "format, an exit adapter; may be given several times."),
+    Option("--draft", "--heads", "--adapter", help="Hub id (ID@REVISION for a revision) or folder of what drafts: a "
+        "draft model, heads of any format, an exit adapter; may be given several times."),
 ]  # fmt: skip
+Revision = Annotated[str, Option(help="Branch, tag or commit of the target.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run code of the models' own repositories.")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Prompts = Annotated[list[str], Option(help="A prompt like yours; may be given several times.")]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 for greedy decoding.", min=0)]
@@ -33,10 +35,25 @@ ONE_ROW: Any = (1,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """A target, and what drafts for it."""
+class TargetSettings:
+    """A target, in the terms of `from_pretrained`."""
 
     model: Target
+    revision: Revision = ""
+    trust_remote_code: TrustRemoteCode = False
+
+    @property
+    def target(self) -> Any:
+        """Where the target lies."""
+        from hf_specgen.evaluation.workloads import checkpoint
+
+        return checkpoint(self.model, self.revision, self.trust_remote_code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(TargetSettings):
+    """A target, and what drafts for it."""
+
     draft: Drafts = NONE
     dtype: Annotated[Dtype, Option(help="Data type of the models; auto for that of the checkpoint.")] = "auto"
     device: Device = ""
@@ -74,13 +91,12 @@ class DoctorSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindSettings:
+class FindSettings(TargetSettings):
     """List draft models and heads for a target: on the Hub, or in the local cache where that cannot be reached.
 
     Exit code 1 if nothing is found.
     """
 
-    model: Annotated[str, Argument(help="Hub id or folder of the target.")]
     limit: Annotated[int, Option(help="Checkpoints to list.", min=1)] = 10
 
 
@@ -145,6 +161,8 @@ def errors() -> Iterator[None]:
             raise
         elif isinstance(error, OSError) and error.strerror and error.filename:
             message = f"cannot use {str(error.filename)!r}: {error.strerror}; name another file or folder"
+        elif "custom code" in message or "trust_remote_code" in message:
+            message = f"{reason}; --trust-remote-code runs the code of the repository"
         Console(stderr=True, soft_wrap=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
         raise typer.Exit(2) from None
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -21,6 +22,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
 from hf_specgen.candidates import (
     AutoCandidates,
@@ -31,7 +34,7 @@ from hf_specgen.candidates import (
 )
 from hf_specgen.candidates.combined import AUTO
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.heads.checkpoint import source_errors
+from hf_specgen.heads.checkpoint import Source, source_errors
 from hf_specgen.prepacked_weights import prepacked
 
 
@@ -76,8 +79,17 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 DOMAINS = {"math": SAMPLED, "code": SAMPLED, "edit": GREEDY, "json": GREEDY, "prose": SAMPLED}
 
 
+def checkpoint(name: str, revision: str = "", trust_remote_code: bool = False) -> Source:
+    """A checkpoint as it is named on a command line: a folder, an id of the Hub, or `id@revision`."""
+    is_local = Path(name).exists()
+    hub_id, _, own_revision = (name, "", "") if is_local else name.partition("@")
+    if is_local and revision:
+        raise ValueError(f"{name!r} is a folder, which has no revision {revision!r}; leave the revision out")
+    return Source(hub_id, own_revision or revision or None, trust_remote_code=trust_remote_code)
+
+
 def load(
-    model: str = "", dtype: torch.dtype | str = "float32", device: str = "cpu"
+    model: Source | str = "", dtype: torch.dtype | str = "float32", device: str = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model that generates, by default the bundled one, in evaluation mode, and a tokenizer for left-padded batches.
 
@@ -86,20 +98,41 @@ def load(
     """
     if not model and not EMBEDDED_MODEL.exists():
         raise FileNotFoundError(NOT_INSTALLED)
-    name, device = model or str(EMBEDDED_MODEL), usable_device(device)
-    with source_errors(name):
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-        model_class = generating_class(AutoConfig.from_pretrained(name))
-        loaded = model_class.from_pretrained(name, dtype=dtype, device_map="auto" if device == "auto" else None)
+    source, device = model if isinstance(model, Source) else Source(model or str(EMBEDDED_MODEL)), usable_device(device)
+    with source_errors(source.path_or_id):
+        tokenizer = from_pretrained(AutoTokenizer, source, padding_side="left")
+        model_class = generating_class(source, from_pretrained(AutoConfig, source))
+        loaded = from_pretrained(model_class, source, dtype=dtype, device_map="auto" if device == "auto" else None)
+        name_by_revision(loaded, source)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return (loaded if device == "auto" else loaded.to(device)).eval(), tokenizer
 
 
-def generating_class(config: Any) -> Any:
-    """The class of models that generate for this configuration: the one it names, or its causal language model."""
+def from_pretrained(kind: Any, source: Source, **settings: Any) -> Any:
+    """`kind.from_pretrained` of a checkpoint."""
+    trusted = source.trust_remote_code
+    return kind.from_pretrained(source.path_or_id, revision=source.revision, trust_remote_code=trusted, **settings)
+
+
+def generating_class(source: Source, config: Any) -> Any:
+    """The class of models that generate for a checkpoint: that of its own code, where the configuration is of that too.
+
+    Otherwise the class that the configuration names, or that of causal language models.
+    """
+    if not type(config).__module__.startswith("transformers."):
+        reference = config.auto_map["AutoModelForCausalLM"]
+        own_class = get_class_from_dynamic_module(reference, source.path_or_id, revision=source.revision)
+        return add_generation_mixin_to_remote_model(own_class)
     named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     return named if hasattr(named, "generate") else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def name_by_revision(model: PreTrainedModel, source: Source) -> None:
+    """Name a model of a certain revision by its folder, since strategies look up tokenizers by the model's name."""
+    if source.revision:
+        texts = ["*.json", "*.model", "*.txt", "*.jinja"]
+        model.name_or_path = snapshot_download(source.path_or_id, revision=source.revision, allow_patterns=texts)
 
 
 def usable_device(name: str = "") -> str:
@@ -184,43 +217,52 @@ def maybe_prepacked(model: PreTrainedModel, pack: bool) -> AbstractContextManage
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy, its name in tables, and the Python expression that builds it."""
+    """A strategy, its name in tables, the Python expression that builds it, and its checkpoint if it has one."""
 
     name: str
     code: str
     candidates: Candidates
+    source: Source | None = None
 
     def variant(self, **settings: Any) -> Variant:
         """The strategy as a variant to measure, with further arguments of `generate` such as `verification`."""
         return Variant(self.name, partial(dict, candidate_generator=self.candidates, **settings))
 
 
-def strategies(drafts: Sequence[str] = (), *, dtype: str = "auto", tokenizer: Any = None) -> list[Strategy]:
+def strategies(
+    drafts: Sequence[str] = (), *, dtype: str = "auto", trust_remote_code: bool = False, tokenizer: Any = None
+) -> list[Strategy]:
     """N-grams, then the strategy of each checkpoint that drafts; a draft model also together with n-grams.
 
-    `dtype` is that of draft models. With the target's tokenizer a warning says which checkpoints were trained with
-    another chat template.
+    `dtype` and `trust_remote_code` are those of draft models. With the target's tokenizer a warning says which
+    checkpoints were trained with another chat template.
     """
-    found, sources = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates())], [""]
-    for source in drafts:
-        candidates = AutoCandidates.from_pretrained(source, tokenizer=tokenizer)
-        code = f"AutoCandidates.from_pretrained({source!r})"
+    found = [Strategy(NGRAM, "NgramCandidates()", NgramCandidates())]
+    sources = [checkpoint(name, trust_remote_code=trust_remote_code) for name in drafts]
+    for source in sources:
+        options: dict[str, Any] = {"revision": source.revision} if source.revision else {}
+        options |= {"trust_remote_code": True} if trust_remote_code else {}
+        build = partial(AutoCandidates.from_pretrained, source.path_or_id, **options)
+        candidates = build(tokenizer=tokenizer)
         if isinstance(candidates, DraftModelCandidates) and dtype != "auto":
-            candidates = DraftModelCandidates(source, dtype=dtype)
-            code = f"DraftModelCandidates({source!r}, dtype={dtype!r})"
-        own = Strategy(STRATEGY_NAMES[type(candidates).__name__], code, candidates)
-        found.append(own)
-        if own.name == DRAFT:
+            options["dtype"], candidates = dtype, build(dtype=dtype)
+        arguments = ", ".join([repr(source.path_or_id), *(f"{key}={value!r}" for key, value in options.items())])
+        code, name = f"AutoCandidates.from_pretrained({arguments})", STRATEGY_NAMES[type(candidates).__name__]
+        found.append(Strategy(name, code, candidates, source))
+        if name == DRAFT:
             both = CombinedCandidates([NgramCandidates(), candidates])
-            found.append(Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {code}])", both))
-        sources += [Path(source).name] * (len(found) - len(sources))
+            found.append(Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {code}])", both, source))
     counts = Counter(one.name for one in found)
+    repeated = [one.source is not None and counts[one.name] > 1 for one in found]
     return [
-        replace(one, name=f"{one.name} {source}") if counts[one.name] > 1 else one
-        for one, source in zip(found, sources, strict=True)
+        replace(one, name=f"{one.name} {Path(str(one.source)).name}") if is_repeated else one
+        for one, is_repeated in zip(found, repeated, strict=True)
     ]
 
 
-def chosen_strategy(drafts: Sequence[str], tokenizer: Any = None) -> Candidates:
-    """The strategy of the last checkpoint that drafts, a draft model together with n-grams; without one the default."""
-    return strategies(drafts, tokenizer=tokenizer)[-1].candidates if drafts else AUTO
+def chosen_strategy(drafts: Sequence[str], **options: Any) -> Candidates:
+    """The strategy of the last checkpoint that drafts, a draft model together with n-grams; without one the default.
+
+    `options` are those of `strategies`.
+    """
+    return strategies(drafts, **options)[-1].candidates if drafts else AUTO

@@ -75,6 +75,7 @@ class Source:
     token: str | bool | None = None
     subfolder: str | None = None
     cache_dir: str | Path | None = None
+    trust_remote_code: bool = False
 
     def __str__(self) -> str:
         return self.path_or_id + (f"/{self.subfolder}" if self.subfolder else "")
@@ -100,13 +101,13 @@ class Source:
         """A folder of the checkpoint."""
         return replace(self, subfolder=f"{self.subfolder}/{folder}" if self.subfolder else folder)
 
-    def local_name(self, with_code: bool = False) -> str:
+    def local_name(self) -> str:
         """The folder or Hub id of the checkpoint; with further options, the folder that it is downloaded to."""
         name, subfolder = self.path_or_id, self.subfolder or ""
         if not Path(name).is_dir():
-            if self == Source(name):
+            if self == Source(name, trust_remote_code=self.trust_remote_code):
                 return name
-            patterns = [*DOWNLOAD_PATTERNS, *(["*.py"] if with_code else [])]
+            patterns = [*DOWNLOAD_PATTERNS, *(["*.py"] if self.trust_remote_code else [])]
             name = snapshot_download(
                 name,
                 revision=self.revision,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.cli import transformers as transformers_cli
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
 from hf_specgen.cli import checkpoints
@@ -16,12 +17,14 @@ from hf_specgen.cli import generate as command
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head
+from hf_specgen.heads.checkpoint import Source
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.version import __version__
 from tests.helpers import prompts, tiny_model
 from tests.helpers.cli import run
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
+from tests.helpers.models import small_llama
 from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
@@ -153,7 +156,7 @@ class Hub:
 def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: fine-tuned models listed as drafts, formats read from the names of base models."""
     monkeypatch.setattr(checkpoints, "HfApi", Hub)
-    found = checkpoints.best_first(checkpoints.on_hub("org/target-8B", 10))
+    found = checkpoints.best_first(checkpoints.on_hub(Source("org/target-8B"), 10))
     assert [(one.name[0], one.kind, one.size) for one in found] == [
         ("c", "EAGLE", 0.05),
         ("d", "EAGLE", None),
@@ -175,7 +178,7 @@ def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pyt
     names = [REFERENCE_LM, EAGLE_HEAD, DRAFT_LM, other_head, neither]
     repos = [SimpleNamespace(repo_id=str(name), repo_type="model") for name in names]
     monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
-    assert [one.kind for one in checkpoints.in_cache(str(REFERENCE_LM))] == ["EAGLE"]
+    assert [one.kind for one in checkpoints.in_cache(Source(str(REFERENCE_LM)))] == ["EAGLE"]
     monkeypatch.setattr(checkpoints, "MAX_RATIO", 0.9)
     assert run("find", str(REFERENCE_LM)).endswith(f"--draft {EAGLE_HEAD} --draft {DRAFT_LM}")
 
@@ -280,3 +283,102 @@ def test_folder_without_data_and_existing_output_are_named(source: Path, tmp_pat
     assert "cannot load the dataset" in generate_rows(tmp_path / "empty", output, exit_code=2)
     output.touch()
     assert "exists already; delete it" in generate_rows(source, output, exit_code=2)
+
+
+# Checkpoints of the Hub: revisions, and repositories with code of their own
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the Hub without network: org/target and org/heads at tag v1 alone, and org/own with its own code."""
+    cache, model = tmp_path / "hub", small_llama(8192, 0)
+    for name, revision in (("target", "v1"), ("own", "main"), ("heads", "v1")):
+        folder, commit = cache / f"models--org--{name}", "0123456789" * 4
+        snapshot = folder / "snapshots" / commit
+        if name == "heads":
+            save_head(random_heads(model, num_heads=2), snapshot)
+        else:
+            model.save_pretrained(snapshot)
+            for file in REFERENCE_LM.glob("*token*"):
+                shutil.copy(file, snapshot)
+        (folder / "refs").mkdir()
+        (folder / "refs" / revision).write_text(commit)
+    own = cache / "models--org--own" / "snapshots" / commit
+    (own / "modeling_own.py").write_text(OWN_CODE)
+    config = json.loads((own / "config.json").read_text())
+    names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": names}
+    (own / "config.json").write_text(json.dumps(config))
+    for module in ("constants", "utils._cache_manager"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    return cache
+
+
+FAST = ["--device", "cpu", "--max-new-tokens", "2"]
+HEADS, OWN = "org/heads@v1", ["org/own", "--trust-remote-code"]
+OF_THE_HUB = [
+    [
+        "doctor",
+        "org/target",
+        "--revision",
+        "v1",
+        "--draft",
+        HEADS,
+        "--draft",
+        "org/own",
+        "--trust-remote-code",
+        "--no-run",
+    ],
+    ["doctor", *OWN, "--draft", "org/target@v1", *FAST, "--rounds", "1", "--prompt", "a"],
+    ["generate", *OWN, "prompts.jsonl", "answers.jsonl", "--draft", "org/target@v1", *FAST],
+    ["chat", "org/target@v1", "--draft", "org/own", "--trust-remote-code", *FAST],
+    ["tune", "org/target@v1", "--draft", HEADS, "--context", "8", "--device", "cpu"],
+    ["export", "org/heads", "--revision", "v1", "--target", "org/target@v1", "--to", "tgi", "--output", "out"],
+]
+
+
+@pytest.mark.parametrize("arguments", OF_THE_HUB, ids=lambda arguments: arguments[0])
+def test_command_loads_a_revision_and_code_of_the_hub(hub: Path, arguments: list[str]) -> None:
+    """Would catch: a command that reads `main`, which is not cached here, or a draft without its own code."""
+    assert "error" not in run(*arguments)
+    code = "AutoCandidates.from_pretrained('org/own', trust_remote_code=True)"
+    assert arguments != OF_THE_HUB[0] or code in run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctor", "org/target", "--no-run"], "cannot load 'org/target'"),
+        (["doctor", "org/own", "--no-run"], "--trust-remote-code runs the code of the repository"),
+        (["doctor", "org/target@v1", "--draft", "org/own"], "--trust-remote-code runs the code of the repository"),
+        (["doctor", "org/target@v2"], "cannot load 'org/target'"),
+        (["doctor", MODEL, "--revision", "v1"], "is a folder, which has no revision 'v1'"),
+    ],
+)
+def test_missing_revision_and_code_that_is_not_trusted_are_named(hub: Path, arguments: list[str], message: str) -> None:
+    assert message in run(*arguments, exit_code=2)
+
+
+def test_find_reads_the_target_of_a_revision(hub: Path) -> None:
+    shutil.copy(hub / "models--org--heads" / "refs" / "v1", hub / "models--org--heads" / "refs" / "main")
+    line = "hf-specgen doctor org/target@v1 --draft org/heads"
+    assert line in run("find", "org/target", "--revision", "v1") and line in run("find", "org/target@v1")
+
+
+def test_server_loads_a_revision_and_trusts_the_code_of_drafts(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_cli, "app", lambda words, **_: print(*words))
+    options = ["--revision", "v1", "--draft", "org/own", "--trust-remote-code", "--port", "80"]
+    shown = "serve org/target@v1 --continuous-batching --trust-remote-code --port 80"
+    assert run("serve", "org/target", *options) == shown

@@ -19,6 +19,7 @@ from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
+from hf_specgen.heads.checkpoint import Source
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
 from tests.helpers.head_fixtures import FIXTURES
@@ -118,10 +119,10 @@ def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None
     fixture = FIXTURES[name]
     head = str(fixture.head_folder)
     candidates = AutoCandidates.from_pretrained(head)
-    found = checkpoints.heads(candidates, head, checkpoints.without_weights(str(fixture.target_folder), "float32"))
+    found = checkpoints.heads(candidates, Source(head), checkpoints.without_weights(Source(str(fixture.target_folder))))
     assert found[0].result == "good" and "parameters" in found[0].found
     assert not any(finding.result == "bad" for finding in found)
-    others = checkpoints.heads(candidates, head, checkpoints.without_weights(DRAFT, "float32"))
+    others = checkpoints.heads(candidates, Source(head), checkpoints.without_weights(Source(DRAFT)))
     assert any(one.result == "bad" and "made for a target" in one.meaning for one in others)
 
 
