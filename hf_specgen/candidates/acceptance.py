@@ -80,17 +80,15 @@ class Calibration:
 class CalibratedSession(DraftSession):
     """Counts how often draft tokens were accepted, by rank and confidence, and remembers it for later calls."""
 
-    def __init__(self, call: DraftCall, calibrations: int = 1):
+    def __init__(self, call: DraftCall):
         super().__init__(call)
         self.wants_q = call.verification is not None and call.verification.wants_q
         mode = "rejection" if self.wants_q else "sampled" if call.do_sample else "greedy"
-        temperature = round(call.temperature, 2)
-        self._keys = [("acceptance", call.drafting.key, mode, temperature, index) for index in range(calibrations)]
-        model = call.model if self.remembers else None
-        self.calibrations = [memory.recall(model, key, Calibration) for key in self._keys]
+        self._acceptance_key = ("acceptance", call.drafting.key, mode, round(call.temperature, 2))
+        self.calibration = memory.recall(call.model if self.remembers else None, self._acceptance_key, Calibration)
         self._tree = DraftTree.empty(call.state.batch)
-        # For each row the rank, confidence and depth of its nodes.
-        self._features: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = []
+        # For each row the rank and confidence of its nodes.
+        self._features: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._by_length: Counter[tuple[int, bool]] | None = None
 
     def watch_length(self) -> None:
@@ -113,10 +111,8 @@ class CalibratedSession(DraftSession):
                 self._by_length[length.bit_length(), result.accepted[row] > 0] += 1
             outcomes = verified_nodes(self._tree.token_lists()[row], self._tree.parents[row], result.tokens[row])
             accepted = np.array([is_accepted for _, is_accepted in outcomes], dtype=bool)
-            rank, confidence, depth = (values[[node for node, _ in outcomes]] for values in self._features[row])
-            for index, calibration in enumerate(self.calibrations):
-                counted = slice(None) if len(self.calibrations) == 1 else depth == index + 1
-                calibration.observe(rank[counted], confidence[counted], accepted[counted])
+            rank, confidence = (values[[node for node, _ in outcomes]] for values in self._features[row])
+            self.calibration.observe(rank, confidence, accepted)
 
     def end(self) -> None:
         if self._by_length is not None:
@@ -124,8 +120,7 @@ class CalibratedSession(DraftSession):
             if self.call.remembers:
                 memory.store(self.call.model, ("length", self.call.drafting.key), self._by_length)
         if self.remembers:
-            for key, calibration in zip(self._keys, self.calibrations, strict=True):
-                memory.store(self.call.model, key, calibration)
+            memory.store(self.call.model, self._acceptance_key, self.calibration)
 
 
 def confidence_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -86,7 +86,7 @@ class AutoregressiveSession(CalibratedSession):
         if not isinstance(tree, GrownTree):
             return
         known = tree.node_values
-        self._features = [(row[:, RANK], CENTERS[row[:, FEATURE]], row[:, RANK]) for row in known]
+        self._features = [(row[:, RANK], CENTERS[row[:, FEATURE]]) for row in known]
         super().observe(result)
         if self._expanded:
             # The nodes of a path that were expanded come first: a child is expanded after its parent.
@@ -103,7 +103,7 @@ class AutoregressiveSession(CalibratedSession):
         size = self.tree_size(depths)
         logits = self.first_scores()[:, None]
         last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
-        table = np.log(self.calibrations[0].table()).ravel()
+        table = np.log(self.calibration.table()).ravel()
         host = np.concatenate([np.ravel(last_tokens), table]).astype(np.float32)
         on_device = torch.from_numpy(host).to(logits.device)
         growth = Growth(depths, min(size.children, self._vocab), on_device[: len(depths), None])

@@ -62,9 +62,9 @@ class OnePassSession(CalibratedSession):
     """Base class: drafts trees from distributions of all depths."""
 
     def __init__(self, call: DraftCall, depth: int, size: str | int | None, vocab: int):
-        super().__init__(call, depth)
+        super().__init__(call)
         self.ranks = 1 if size is None else MAX_RANKS
-        self._size, self._vocab = size, vocab
+        self._depth, self._size, self._vocab = depth, size, vocab
 
     @abstractmethod
     def depth_logits(self, depth: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ class OnePassSession(CalibratedSession):
 
     @torch.no_grad()
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        depths = [min(depth, len(self.calibrations)) for depth in max_depths]
+        depths = [min(depth, self._depth) for depth in max_depths]
         if max(depths) == 0:
             return self.not_drafted(len(max_depths))
         scores, columns = self.corrected(self.depth_logits(max(depths)))
@@ -89,9 +89,7 @@ class OnePassSession(CalibratedSession):
         drafting = 0.0 if size.latency is None else size.latency.drafter.draft(self.passes or ())
         nodes = size.best_size([tree.probability for tree in trees], drafting, self.wants_q)
         draft, places = draft_of(trees, nodes), [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
-        self._features = [
-            (place[:, 2], confidence[row][tuple(place.T)], 1 + place[:, 0]) for row, place in enumerate(places)
-        ]
+        self._features = [(place[:, 2], confidence[row][tuple(place.T)]) for row, place in enumerate(places)]
         if self.wants_q and draft.nodes:
             draft = with_q(draft, places, scores, columns, self._vocab)
         self._tree = draft
@@ -122,9 +120,8 @@ class OnePassSession(CalibratedSession):
             numbers = np.where(tokens < scores.shape[2], tokens, -1)
             ids = integers[:, size:].reshape(*columns.shape[:2], 1, -1)
             tokens = np.take_along_axis(ids, tokens, axis=3)
-        calibrations = enumerate(self.calibrations[: index.shape[1]])
-        values = np.stack([one.acceptance(confidence[:, depth]) for depth, one in calibrations], axis=1)
-        ranked = map(Ranked, tokens, np.minimum(values, MAX_PROBABILITY), numbers)
+        values = np.minimum(self.calibration.acceptance(confidence), MAX_PROBABILITY)
+        ranked = map(Ranked, tokens, values, numbers)
         return scores, list(ranked), confidence
 
 
