@@ -10,25 +10,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hf_specgen.candidates.acceptance import (
-    CENTERS,
-    EDGES,
-    RANKS,
-    CalibratedSession,
-    confidence_by_rank,
-)
+from hf_specgen.candidates.acceptance import CENTERS, RANKS, CalibratedSession
 from hf_specgen.candidates.base import DraftCall
+from hf_specgen.candidates.captured_levels import Proposals, grow_captured
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_search import TreeSize, tree_size
 from hf_specgen.grown_tree import FEATURE, NUMBER, RANK, GrownTree
+from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
+from hf_specgen.verification.processors import ScoreProcessors
 
 
 class AutoregressiveSession(CalibratedSession):
@@ -101,6 +97,7 @@ class AutoregressiveSession(CalibratedSession):
         if not active:
             return self.not_drafted(len(depths))
         size = self.tree_size(depths)
+        self._is_fastest = size.is_fastest
         logits = self.first_scores()[:, None]
         last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
         table = np.log(self.calibration.table()).ravel()
@@ -108,11 +105,11 @@ class AutoregressiveSession(CalibratedSession):
         on_device = torch.from_numpy(host).to(logits.device)
         growth = Growth(depths, min(size.children, self._vocab), on_device[: len(depths), None])
         self._table = on_device[len(depths) :].view(RANKS, -1)
+        self._proposals = self._settings(growth.children)
         self._add(growth, logits)
-        while width := size.width(growth):
-            expanded = growth.expand(width)
-            self._add(growth, self.next_scores(expanded))
-            self.passes.append(active * width)
+        while (plan := size.plan(growth))[0]:
+            self._grow(growth, *plan)
+            self.passes += [active * plan[1]] * plan[0]
         self._expanded, first = growth.expanded, self.expanded_nodes_first
         # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
         least = growth.expanded if first or self.wants_q else 0
@@ -123,31 +120,45 @@ class AutoregressiveSession(CalibratedSession):
         self._tree = draft
         return draft
 
+    def _settings(self, children: int) -> Proposals:
+        verification = self.call.verification
+        processors = ScoreProcessors.of([]) if verification is None else verification.processors.draft_processors
+        return Proposals(children, self._vocab, self._threshold, self.call.do_sample, processors, self.wants_q)
+
+    def _grow(self, growth: Growth, passes: int, width: int) -> None:
+        """Expand so many nodes of each row in each of so many passes of the drafter."""
+        drafter = self.level_passes() if growth.expanded == 0 or not self._is_fastest else None
+        verification = self.call.verification
+        if drafter is not None and verification is not None and verification.shares_noise:
+            first = [len(text) + growth.levels for text in self.call.state.generated]
+            steps = [list(range(start, start + passes)) for start in first]
+            noise = verification.draft_noise(steps, self._table.device)
+            made = grow_captured(growth, passes, width, drafter, self._proposals, self._table, noise)
+            if made is not None:
+                self.after_levels(*made, growth.expanded)
+                return
+        for _ in range(passes):
+            self._add(growth, self.next_scores(growth.expand(width)))
+
+    def level_passes(self) -> LevelPasses | None:
+        """What the drafter provides for several levels in one captured function; None if it captures nothing."""
+        return None
+
+    def after_levels(self, states: torch.Tensor | None, expanded: int) -> None:
+        """Go on after passes of a captured function, when so many nodes of each row were expanded in all."""
+
     def _add(self, growth: Growth, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, vocab]` after them."""
-        verification, scores = self.call.verification, logits[..., : self._vocab].float()
+        verification, scores = self.call.verification, self._proposals.scores(logits)
         if verification is None:
             weights = scores.softmax(dim=-1)
         else:
-            scores = verification.processors.warp(scores.flatten(0, 1)).view(scores.shape)
             steps = [[len(text) + growth.levels] for text in self.call.state.generated]
             weights = verification.draft_weights(scores, steps)
-        best, tokens = weights.topk(min(growth.children, weights.shape[-1]), dim=-1)
-        confidence, expandable = best, None
-        if self.call.do_sample:
-            confidence = best / weights.sum(dim=-1, keepdim=True)
-        if self.wants_q or self._threshold:
-            probabilities = scores.softmax(dim=-1)
-            expandable = probabilities.gather(-1, tokens) >= self._threshold if self._threshold else None
-            if self.wants_q:
-                self._qs.append(pad(probabilities, (0, self._vocab - probabilities.shape[-1])))
-                confidence = confidence_by_rank(probabilities.amax(dim=-1), best.shape[-1])
-        edges, ranks, order = _bins(logits.device, best.shape[-1])
-        features = torch.bucketize(confidence, edges)
-        acceptance = self._table[ranks, features]
-        if self.wants_q:  # siblings are verified in the order in which they were drawn
-            acceptance = acceptance.cummin(dim=-1).values + order
-        growth.add(tokens, acceptance, features, expandable)
+        proposed, q = self._proposals(scores, weights, self._table)
+        if q is not None:
+            self._qs.append(pad(q, (0, self._vocab - q.shape[-1])))
+        growth.add(*proposed)
 
 
 def last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -156,13 +167,3 @@ def last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return values[:, max(0, counts[0] - 1)]
     last = torch.tensor([max(0, count - 1) for count in counts], device=values.device)
     return values[torch.arange(len(counts), device=values.device), last]
-
-
-@lru_cache(maxsize=16)
-def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bounds of the bins of confidence; `[children]` ranks with bins of their own, and differences of logarithms.
-
-    These make later siblings less likely, where equal ones would have no order.
-    """
-    ranks = torch.arange(children, device=device)
-    return torch.from_numpy(EDGES.astype(np.float32)).to(device), ranks.clamp(max=RANKS - 1), -1e-4 * ranks

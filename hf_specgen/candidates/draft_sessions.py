@@ -30,6 +30,7 @@ from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import Fields, Source, read_tensors, tensor_infos
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
+from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
@@ -217,6 +218,12 @@ class DraftModelSession(AutoregressiveSession):
             tree = tree.replace(tokens=self._shared.draft_tokens(tree.tokens))
         logits = self._runner.reader.grow(tree, tree.tokens.shape[1], self._runner.drafts)
         return logits if self._shared is None else self._shared.target_logits(logits)
+
+    def level_passes(self) -> LevelPasses | None:
+        return None if self._shared is not None else self._runner.reader.level_passes(self._k)
+
+    def after_levels(self, states: torch.Tensor | None, expanded: int) -> None:
+        self._runner.reader.after_levels(1 + expanded)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         self._runner.commit(paths)

@@ -9,9 +9,10 @@ Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Dr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -32,6 +33,38 @@ CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
 UNEXPANDED = -2
 """The number of a node that was not expanded."""
+
+
+class _Level(NamedTuple):
+    """The candidates of a level, `[rows, candidates]`: tokens, features, and logarithms of their path probabilities."""
+
+    tokens: Tensor
+    features: Tensor
+    paths: Tensor
+
+
+class _Expansion(NamedTuple):
+    """Nodes that were expanded, `[rows, width]`: logarithms of their path probabilities, and index in their level."""
+
+    reached: Tensor
+    chosen: Tensor | None = None
+
+
+class Frontier(NamedTuple):
+    """What the next passes of a growing tree read."""
+
+    tokens: Tensor
+    open: Tensor
+    limits: Tensor | None
+    ancestors: Tensor | None
+
+
+class Grown(NamedTuple):
+    """Levels of a growing tree: path probabilities of candidates, their tokens and features, and the last ancestors."""
+
+    paths: Tensor
+    integers: Tensor
+    ancestors: Tensor | None
 
 
 class Growth:
@@ -60,17 +93,12 @@ class Growth:
         self.rows = sum(depth > 0 for depth in depths)
         self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
         self._last_tokens = last_tokens
-        # Of each level: its candidates, then those of them that were expanded, by their index in the level.
-        self._tokens: list[Tensor] = []
-        self._features: list[Tensor] = []
-        self._paths: list[Tensor] = []
-        self._chosen: list[Tensor] = []
-        self._reached: list[Tensor] = []
-        self._above: list[Tensor] = []  # of each expanded node its parent, by its index among those of the level before
+        self._levels: list[_Level] = []
+        self._expansions: list[_Expansion] = []
         self._widths: tuple[int, ...] = ()
-        # Of the last nodes, `[rows, last nodes, 1 + expanded]`, and the levels that it includes.
+        # Of the last nodes, `[rows, last nodes, 1 + expanded]`; and of later ones the parents, not yet included.
         self._ancestors: Tensor | None = None
-        self._extended = 0
+        self._above: list[Tensor | None] = []
         self._limits: Tensor | None = None
         if len(set(depths)) > 1:
             self._limits = torch.tensor(self.limits, device=last_tokens.device)[:, None]
@@ -91,15 +119,13 @@ class Growth:
         All are `[rows, expanded, children]`: tokens, most preferred first; the logarithm of the probability that the
         target chooses each, given that it reached the node; the strategy's features; and whether it may be expanded.
         """
-        path = log_acceptance + self._reached[-1][..., None] if self._reached else log_acceptance
+        path = log_acceptance + self._expansions[-1].reached[..., None] if self._expansions else log_acceptance
         path = path.flatten(1)
         if self._limits is not None:
             path = path.masked_fill(self._limits <= self.levels, NO_NODE)
         self._open = path if expandable is None else torch.where(expandable.flatten(1), path, path - CLOSED)
         self.levels += 1
-        self._tokens.append(tokens.flatten(1))
-        self._features.append(features.flatten(1))
-        self._paths.append(path)
+        self._levels.append(_Level(tokens.flatten(1), features.flatten(1), path))
 
     def expand(self, width: int) -> GrownTree:
         """The tree of all expanded nodes, with the tokens of the new ones: the likeliest candidates of the last level.
@@ -108,36 +134,98 @@ class Growth:
         """
         self.expanded, self._widths = self.expanded + width, (*self._widths, width)
         shown: Any = {"nodes": self.expanded, "level": self.levels, "drafting_rows": self.rows}
+        tokens, above = self._levels[-1].tokens, None
         if self.children == 1:
-            self._reached.append(self._open)
-            return GrownTree(self._tokens[-1], **shown)
-        reached, index = self._open.topk(width, dim=1)
-        self._chosen.append(index)
-        self._reached.append(reached)
-        self._above.append(index // self.children)
-        return GrownTree(self._tokens[-1].gather(1, index), self._structure, above=self._above[-1], **shown)
+            self._expansions.append(_Expansion(self._open))
+            tree = GrownTree(tokens, **shown)
+        else:
+            reached, index = self._open.topk(width, dim=1)
+            self._expansions.append(_Expansion(reached, index))
+            above = index // self.children
+            tree = GrownTree(tokens.gather(1, index), lambda: self.structure(self.depths), above=above, **shown)
+        self._above.append(above)
+        return tree
 
-    def _structure(self) -> TreeStructure:
+    @property
+    def depths(self) -> Tensor:
+        """`[1 + expanded]` of each row's last token and of the expanded nodes."""
+        return self.depths_after(0, 0)
+
+    def depths_after(self, passes: int, width: int) -> Tensor:
+        """`depths` after so many passes that expand so many nodes."""
+        widths = self._widths + (width,) * passes
+        return _constants(self.children, widths, self._last_tokens.device).depths
+
+    def structure(self, depths: Tensor) -> TreeStructure:
         """Depths of all expanded nodes, and ancestors of the last ones: for drafters that read it in every pass."""
-        rows, device = len(self.limits), self._last_tokens.device
+        rows, device = len(self.limits), depths.device
         if self._ancestors is None:
             self._ancestors = _identity(1, torch.bool, device).expand(rows, -1, -1)
-        while self._extended < len(self._widths):
-            above, width = self._above[self._extended], self._widths[self._extended]
-            inherited = self._ancestors.gather(1, above[..., None].expand(-1, -1, self._ancestors.shape[2]))
+        for above, width in zip(self._above, self._widths[len(self._widths) - len(self._above) :], strict=True):
+            inherited = self._ancestors
+            if above is not None:
+                inherited = inherited.gather(1, above[..., None].expand(-1, -1, inherited.shape[2]))
             itself = _identity(width, torch.bool, device).expand(rows, -1, -1)
-            self._ancestors, self._extended = torch.cat([inherited, itself], dim=2), self._extended + 1
-        depths = _constants(self.children, self._widths, device).depths.expand(rows, -1)
-        return TreeStructure(depths, self._ancestors)
+            self._ancestors = torch.cat([inherited, itself], dim=2)
+        self._above = []
+        return TreeStructure(depths[: 1 + self.expanded].expand(rows, -1), self._ancestors)
+
+    def without_tensors(self) -> Growth:
+        """The shape alone, from which `continued` makes a growing tree."""
+        shape = copy.copy(self)
+        for name in ("_last_tokens", "_open", "_limits", "_ancestors"):
+            setattr(shape, name, None)
+        shape._levels, shape._expansions, shape._above = [], [], []
+        return shape
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the shapes of the next passes depend on."""
+        return len(self.limits), self.children, self.levels, self._widths
+
+    def last(self) -> Frontier:
+        """What the next passes read."""
+        if self._widths:
+            self.structure(self.depths)
+        return Frontier(self._levels[-1].tokens, self._open, self._limits, self._ancestors)
+
+    def continued(self, last: Frontier) -> Growth:
+        """A growing tree of this shape, whose earlier levels are not known."""
+        growth = copy.copy(self)
+        growth._levels, growth._expansions, growth._above = [_Level(last.tokens, last.tokens, last.open)], [], []
+        growth._open, growth._limits, growth._ancestors = last.open, last.limits, last.ancestors
+        return growth
+
+    def packed(self) -> Grown:
+        """What was added since `continued`, in as few tensors as possible."""
+        levels = self._levels[1:]
+        paths = [*(level.paths for level in levels), *(one.reached for one in self._expansions), self._open]
+        integers = [part for level in levels for part in (level.tokens, level.features)]
+        integers += [one.chosen for one in self._expansions if one.chosen is not None]
+        return Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), self._ancestors)
+
+    def extend(self, grown: Grown, passes: int, width: int) -> None:
+        """Add the levels of so many passes that were made elsewhere."""
+        size = width * self.children
+        *paths, rest = grown.paths.split([size] * passes + [grown.paths.shape[1] - size * passes], dim=1)
+        *reached, self._open = rest.split([width] * passes + [size], dim=1)
+        parts = grown.integers[:, : 2 * size * passes].split(size, dim=1)
+        index = grown.integers[:, 2 * size * passes :].split(width, dim=1) if self.children > 1 else [None] * passes
+        self._levels += map(_Level, parts[::2], parts[1::2], paths)
+        self._expansions += map(_Expansion, reached, index)
+        self._ancestors, self._above = grown.ancestors, []
+        self.levels, self.expanded = self.levels + passes, self.expanded + passes * width
+        self._widths += (width,) * passes
 
     def read(self) -> Snapshot:
         """Read the probabilities, in one transfer to the host."""
-        count = self.candidates
-        values = np.exp(torch.cat([*self._paths, self._open, *self._reached], dim=1).cpu().numpy().astype(float))
+        count, paths = self.candidates, [level.paths for level in self._levels]
+        reached = [one.reached for one in self._expansions]
+        values = np.exp(torch.cat([*paths, self._open, *reached], dim=1).cpu().numpy().astype(float))
         limits = np.array(self.limits)[:, None]
         opened = values[:, count : count + self.frontier] * (limits > self.levels)
-        reached = np.concatenate([limits > 0, values[:, count + self.frontier :]], axis=1)
-        return Snapshot(values[:, :count], opened, reached)
+        reached_values = np.concatenate([limits > 0, values[:, count + self.frontier :]], axis=1)
+        return Snapshot(values[:, :count], opened, reached_values)
 
     def best(self, nodes: int, expanded_first: bool = False, with_expanded: bool = False) -> tuple[GrownTree, Tensor]:
         """The best trees of at most `nodes` nodes, and `[rows, nodes]` the number of each node's parent.
@@ -149,11 +237,13 @@ class Growth:
         constants = _constants(self.children, self._widths, self._open.device)
         numbers, ids = constants.numbers[: self.children + self.candidates].expand(rows, -1), self._last_tokens
         if self.children > 1:
-            ids = torch.cat([constants.no_ids.expand(rows, -1), *self._chosen], dim=1) + constants.offsets
+            chosen = [one.chosen for one in self._expansions if one.chosen is not None]
+            ids = torch.cat([constants.no_ids.expand(rows, -1), *chosen], dim=1) + constants.offsets
             numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
-        parts = [self._last_tokens.expand(-1, self.children), *self._tokens, numbers, constants.places.expand(rows, -1)]
-        features, paths = constants.root_features.expand(rows, -1), constants.root_paths.expand(rows, -1)
-        values = torch.cat([*parts, features, *self._features, paths, *self._paths], dim=1).view(rows, 1 + PATH, -1)
+        tokens, features, paths = zip(*self._levels, strict=True)
+        parts = [self._last_tokens.expand(-1, self.children), *tokens, numbers, constants.places.expand(rows, -1)]
+        parts += [constants.root_features.expand(rows, -1), *features, constants.root_paths.expand(rows, -1), *paths]
+        values = torch.cat(parts, dim=1).view(rows, 1 + PATH, -1)
         if self.children > 1:
             order = self._order(values[:, PATH], ids, nodes, expanded_first, with_expanded)
             values = values.gather(2, order[:, None].expand(-1, 1 + PATH, -1))
@@ -218,7 +308,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     return _Constants(*(torch.tensor(list(values), device=device) for values in lists))
 
 
-@lru_cache(maxsize=64)
+@cache  # captured functions read it
 def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(size, dtype=dtype, device=device)
 

@@ -24,6 +24,7 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
 from hf_specgen.heads.runner import HeadRunner
+from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -220,6 +221,13 @@ class EagleSession(ReadsFeatures, AutoregressiveSession):
         if not is_prefill:
             self.passes.append(sum(map(len, tokens)))
         return cast(torch.Tensor, self.runner.first_logits(features, tokens, self.queue.active_rows()))
+
+    def level_passes(self) -> LevelPasses | None:
+        passes: LevelPasses | None = self.runner.level_passes()
+        return passes
+
+    def after_levels(self, states: torch.Tensor | None, expanded: int) -> None:
+        self.runner.after_levels(states)
 
 
 class LastStateSession(HeadSession, AutoregressiveSession):

@@ -101,7 +101,7 @@ class OnePassSession(CalibratedSession):
         """The scores after the score-only processors, what the host reads of each row, and `[batch, …]` confidences."""
         verification = self.call.verification
         assert verification is not None
-        scores = verification.processors.warp(scores.flatten(0, 2), columns is None).view(scores.shape)
+        scores = verification.processors.draft_processors(scores.flatten(0, 2), columns is None).view(scores.shape)
         steps = [range(len(text), len(text) + scores.shape[1]) for text in self.call.state.generated]
         weights = verification.draft_weights(scores, steps, columns)
         probability, index = weights.topk(min(self.ranks, weights.shape[-1]), dim=-1)

@@ -51,7 +51,6 @@ class TreeSize:
         latency: StepLatency | None = None,
         rows: int = 1,
     ):
-        self._width = self._planned = 0  # nodes to expand in each of the next passes, and how many of these passes
         self.max_nodes, self.children, self._rows = nodes or MAX_NODES, children, rows
         self.min_probability, self.latency, self.is_fastest = 0.0, latency, latency is not None
         if latency is None:
@@ -61,37 +60,37 @@ class TreeSize:
         self._seen = 0
         self._child = 0.6  # P(one of a node's children is accepted | the node is), before a node was expanded
 
-    def width(self, growth: Growth) -> int:
-        """How many nodes of each row to expand in the next pass of the drafter; 0 to stop."""
+    def plan(self, growth: Growth) -> tuple[int, int]:
+        """The next passes of the drafter, 0 to stop, and how many nodes of each row each of them expands."""
         left = max(growth.limits) - growth.levels
         if left <= 0:
-            return 0
+            return 0, 0
         if not self.is_fastest:
             if self.children == 1:
-                return 1
-            reads = growth.levels % growth.levels_per_read == 0 and left > 1
-            width = min(isqrt(self.max_nodes), growth.frontier)
-            return width if not reads or growth.read().may_improve(self.max_nodes) else 0
+                return left, 1
+            unread = growth.levels % growth.levels_per_read
+            if not unread and left > 1 and not growth.read().may_improve(self.max_nodes):
+                return 0, 0
+            return min(growth.levels_per_read - unread, left), min(isqrt(self.max_nodes), growth.frontier)
+        passes = 0
         if not growth.expanded and growth.levels_per_read > 1:  # an accelerator would wait for the read
-            self._width = min(len(self._pass), growth.frontier)
-            self._planned = self._first_passes(min(left, growth.levels_per_read))
-        if not self._planned:
+            width = min(len(self._pass), growth.frontier)
+            passes = self._first_passes(min(left, growth.levels_per_read), width)
+        if not passes:
             self._snapshot = growth.read()
-            self._width = self._fastest_width(self._snapshot, growth)
-        if self._width:
-            self._planned -= 1
-            self._spent += float(self._pass[self._width - 1])
-        return self._width
+            passes, width = self._fastest_passes(self._snapshot, growth)
+        self._spent += passes * float(self._pass[width - 1])
+        return passes, width
 
-    def _first_passes(self, limit: int) -> int:
-        """How many passes of the planned width to make before the first read, by the assumed acceptance."""
+    def _first_passes(self, limit: int, width: int) -> int:
+        """How many passes of this width to make before the first read, by the assumed acceptance."""
         levels = np.arange(1 + limit)
         tokens = self._rows * np.cumsum(self._child**levels)
-        seconds = self._target[np.minimum(levels, self.max_nodes)] + self._spent + levels * self._pass[self._width - 1]
+        seconds = self._target[np.minimum(levels, self.max_nodes)] + self._spent + levels * self._pass[width - 1]
         return int(np.argmax(tokens / seconds))
 
-    def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
-        """The width of the next passes with the most expected tokens per second; sets how many of them are planned."""
+    def _fastest_passes(self, snapshot: Snapshot, growth: Growth) -> tuple[int, int]:
+        """The passes until the next read, and their width, with the most expected tokens per second."""
         accepted = snapshot.children_accepted(self._seen)
         self._child = self._child if accepted is None else min(1.0, accepted)
         self._seen = snapshot.reached.shape[1]
@@ -103,7 +102,7 @@ class TreeSize:
         reached = frontier.sum(axis=0)
         reached = reached[reached > 0]  # expected rows that reach the j-th node to expand
         if not len(reached) or not snapshot.may_improve(self.max_nodes):
-            return 0
+            return 0, 0
         # A first draft token may cost far more than each further one, so several levels are considered at once.
         levels = np.arange(1, max(2, max(growth.limits) - growth.levels + 1))[:, None]
         gain = np.cumsum(self._child**levels, axis=0) * np.cumsum(reached)
@@ -112,8 +111,7 @@ class TreeSize:
         expected = (tokens[best] + gain) / seconds
         level, place = divmod(int(np.argmax(expected)), len(reached))
         most = 1 if growth.levels_per_read == 1 else max(growth.levels_per_read, 2 * growth.levels)
-        self._planned = min(1 + level, most)
-        return 1 + place if expected[level, place] > rates[best] * (1 + MIN_GAIN) else 0
+        return (min(1 + level, most), 1 + place) if expected[level, place] > rates[best] * (1 + MIN_GAIN) else (0, 0)
 
     def nodes(self, growth: Growth) -> int:
         """How many nodes of each row are verified."""

@@ -154,6 +154,11 @@ class BoundHead:
             comparisons.append(("an output matrix of width", config.hidden_size, output))
         check_target(comparisons, config.base_model)
 
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Identifies the matrices that may be the target's."""
+        return id(self._embed), self._embed.weight.data_ptr(), id(self._lm_head), self._lm_head.weight.data_ptr()
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, length]` target token ids to `[batch, length, hidden]` embeddings."""
         return self._embed(token_ids.to(self._embed.weight.device)).to(self._like)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache, padded_width
-from hf_specgen.targets.graphs import captured_functions
+from hf_specgen.targets.graphs import LevelPasses, captured_functions
 from hf_specgen.targets.inputs import spread_rows
 
 T = TypeVar("T")
@@ -201,18 +202,44 @@ class EagleRunner(HeadRunner):
             last = [torch.where(is_new, now, before) for now, before in zip(last, self.last, strict=True)]
         self.last = HeadOutput(*last)
 
+    def level_passes(self) -> LevelPasses | None:
+        """What passes over several levels in one captured function need; None if nothing is captured."""
+        if self._graphs is None or self._graphs.failure is not None:
+            return None
+        level = EagleLevel(self.bound.weights, self.bound)
+        return LevelPasses(self._graphs, self._mode, self.bound.head, self.cache, level, self._hidden)
+
+    def after_levels(self, states: torch.Tensor) -> None:
+        """Go on after passes that were made by a captured function."""
+        self._hidden = states
+
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
         tree = tree.select(self.rows)
         (depths, ancestors), new = tree.structure(), tree.tokens.shape[1]
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
-        layout = masks.StepLayout(roots, depths, ancestors, None)
+        layout = masks.StepLayout.after(roots, depths, ancestors)
         embeddings = self.bound.embed(tree.input_tokens(depths.device))
         hidden = tree.of_parents(self._hidden)
         positions, mask = depths[:, -new:] + layout.starts, masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
         return self._scatter(self.bound.target_logits(output.output))
+
+
+@dataclass(frozen=True)
+class EagleLevel:
+    """One pass of a head over nodes of a draft tree, see `LevelPasses`; equal for the same weights."""
+
+    weights: tuple[int, ...]
+    bound: BoundHead = field(compare=False)
+
+    def __call__(
+        self, head: Any, tokens: torch.Tensor, layout: masks.StepLayout, states: torch.Tensor, _: None, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = layout.depths[:, -tokens.shape[1] :] + layout.starts
+        output = run_head(head, HeadInputs(self.bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
+        return self.bound.target_logits(output.output), output.hidden
 
 
 class ParallelRunner(HeadRunner):

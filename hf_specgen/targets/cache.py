@@ -166,24 +166,31 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class StepLayer(RaggedLayer):
-    """Keys and values of one layer during one captured pass, written to buffers at `slots` `[batch, new]`.
+    """Keys and values of one layer in a captured function, written to buffers at `slots` `[batch, new]`, in order.
 
     Attention reads the whole buffers; the mask leaves out the unfilled slots.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self._slots = keys, values, slots
+        self.keys, self.values, self._slots, self._written = keys, values, slots, 0
         self.is_initialized = True
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """`[batch, 1]` the first slot that the pass writes to."""
+        return self._slots[:, :1]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[batch, heads, new, head_dim]` states to the slots; returns all slots."""
+        """Write `[batch, heads, new, head_dim]` states to the next slots; returns all slots."""
         assert self.keys is not None and self.values is not None
         rows = torch.arange(self._slots.shape[0], device=self._slots.device)[:, None]
-        self.keys[rows, :, self._slots] = key_states.transpose(1, 2)
-        self.values[rows, :, self._slots] = value_states.transpose(1, 2)
+        slots = self._slots[:, self._written : self._written + key_states.shape[2]]
+        self._written += key_states.shape[2]
+        self.keys[rows, :, slots] = key_states.transpose(1, 2)
+        self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

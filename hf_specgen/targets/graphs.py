@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -245,6 +245,7 @@ class CapturedFunctions:
         self._fingerprint: int | None = None
         self._memory: GraphMemory | None = None
         self._passes: Counter[tuple[Any, ...]] = Counter()
+        self._refused: set[tuple[Any, ...]] = set()
         self._buffers, self._lock = GraphBuffers(), threading.Lock()
 
     def begin_call(self, module: nn.Module) -> None:
@@ -252,6 +253,7 @@ class CapturedFunctions:
         if (current := fingerprint(module)) != self._fingerprint:
             with self._lock:
                 self._memory, self.failure, self._fingerprint = None, None, current
+                self._refused.clear()
                 for lasting in self._buffers.sets:
                     lasting.graphs.clear()
 
@@ -286,6 +288,7 @@ class CapturedFunctions:
         agree: Callable[[Any, Any], bool] = lambda eager, captured: True,
         at_once: bool = False,
         rehearsal: Any = None,
+        is_optional: bool = False,
     ) -> Any:
         """The outputs of a function that appends so many columns to a cache.
 
@@ -298,6 +301,7 @@ class CapturedFunctions:
             at_once: whether "auto" does not wait either.
             rehearsal: inputs with which the function changes nothing, to capture it with; only functions that can run
                 several times in a row, such as passes, need none.
+            is_optional: whether only this function is given up if it cannot be captured.
 
         Raises:
             ValueError: with "graphs", if the function cannot be captured, or a graph computes something else.
@@ -313,7 +317,7 @@ class CapturedFunctions:
                 return outputs
             self._passes[key] += 1
             is_due = at_once or mode == "graphs" or self._passes[key] > EAGER_PASSES
-            if lasting is None or self.failure is not None or not is_due:
+            if lasting is None or self.failure is not None or not is_due or key in self._refused:
                 return eagerly()
             try:
                 eager = eagerly() if rehearsal is None else None
@@ -326,7 +330,11 @@ class CapturedFunctions:
                 lasting.graphs[key], self._fingerprint = graph, fingerprint(module)  # the first pass may install hooks
             except Exception as error:
                 cache.set_lengths(lengths)
-                self._give_up(module, error, mode)
+                if is_optional:
+                    self._refused.add(key)
+                    logger.info("%s runs eagerly, as it cannot be captured: %s", type(function).__name__, error)
+                else:
+                    self._give_up(module, error, mode)
                 return eagerly()  # a graph may have written something else to the cache
         cache.set_lengths([length + columns for length in lengths])
         return outputs
@@ -360,6 +368,26 @@ class CapturedFunctions:
         """Give the cache buffers of its own, before a caller of `generate` receives it."""
         with self._lock:
             self._buffers.release(cache)
+
+
+class LevelPasses(NamedTuple):
+    """What a drafter provides for passes over several levels of a draft tree in one captured function.
+
+    `level` receives the module, tokens `[batch, new]`, their `StepLayout`, the states of their parents, `offsets`, and
+    a cache; it returns logits and states.
+    """
+
+    functions: CapturedFunctions
+    mode: Compile
+    module: nn.Module
+    cache: RaggedCache
+    level: Any
+    states: torch.Tensor | None = None
+    """`[batch, nodes, hidden]` of the nodes of the last pass."""
+    visible: torch.Tensor | None = None
+    """`[batch, slots]` bool, False for padding."""
+    offsets: torch.Tensor | None = None
+    """`[batch, 1]` position minus slot."""
 
 
 _functions: weakref.WeakKeyDictionary[nn.Module, CapturedFunctions] = weakref.WeakKeyDictionary()

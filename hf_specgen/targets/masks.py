@@ -34,24 +34,27 @@ function, so that a tree needs no block mask of its own."""
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The positions of one step's tokens in the cache and in the draft tree; the last of them are queries."""
+    """The positions of one step's tokens in the cache and in the draft tree; the last of them are queries.
 
-    lengths: Sequence[int]
+    `starts` is the first slot of the step's tokens, one number if it is that of every row, otherwise `[batch, 1]`, and
+    `width` the number of slots that attention reads. `visible` `[batch, slots]` is False for padding.
+    """
+
+    starts: int | torch.Tensor
+    width: int
     depths: torch.Tensor
     ancestors: torch.Tensor
-    visible: torch.Tensor | None
+    visible: torch.Tensor | None = None
 
-    @property
-    def width(self) -> int:
-        """Slots that attention reads: those up to the last token of the longest row."""
-        return max(self.lengths) + self.depths.shape[1]
-
-    @property
-    def starts(self) -> int | torch.Tensor:
-        """The first slot of this step's tokens, one number if it is that of every row, otherwise `[batch, 1]`."""
-        if len(set(self.lengths)) == 1:
-            return self.lengths[0]
-        return torch.tensor(self.lengths, device=self.depths.device)[:, None]
+    @classmethod
+    def after(
+        cls, lengths: Sequence[int], depths: torch.Tensor, ancestors: torch.Tensor, visible: torch.Tensor | None = None
+    ) -> StepLayout:
+        """Of tokens after so many cached ones of each row."""
+        starts: Any = lengths[0]
+        if len(set(lengths)) > 1:
+            starts = torch.tensor(lengths, device=depths.device)[:, None]
+        return cls(starts, max(lengths) + depths.shape[1], depths, ancestors, visible)
 
 
 def full_mask(layout: StepLayout) -> torch.Tensor:
@@ -118,8 +121,7 @@ def _logical_indices(layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
 
 def chain_mask(lengths: Sequence[int], queries: int, device: torch.device) -> torch.Tensor:
     """`full_mask` of chains: query i of a row sees its slots 0 to `length + i`."""
-    structure = TreeStructure.of_chains(len(lengths), queries - 1, device)
-    return full_mask(StepLayout(lengths, *structure, None))
+    return full_mask(StepLayout.after(lengths, *TreeStructure.of_chains(len(lengths), queries - 1, device)))
 
 
 class StepMasks:
@@ -127,7 +129,7 @@ class StepMasks:
 
     def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
         self._config: Any = text_config(model)
-        self._dtype, self._visible, self._required = model.dtype, visible, required
+        self._dtype, self.visible, self._required = model.dtype, visible, required
         self._implementation = compat.attention_implementation(self._config)
         self._additive = self._implementation in ADDITIVE
         self.chains_only = is_causal_kernel(self._implementation)
@@ -139,17 +141,17 @@ class StepMasks:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
-        self._visible = None if self._visible is None else self._visible[list(rows)]
+        self.visible = None if self.visible is None else self.visible[list(rows)]
 
     def add_rows(self, rows: int, other: StepMasks, more: int) -> None:
         """Add the rows of another such object to those of this one."""
-        if self._visible is None and other._visible is None:
+        if self.visible is None and other.visible is None:
             return
-        parts = [(self._visible, rows), (other._visible, more)]
+        parts = [(self.visible, rows), (other.visible, more)]
         width = max(one.shape[1] for one, _ in parts if one is not None)
         device = self._device
         filled = [torch.ones(count, 1, dtype=torch.bool, device=device) if one is None else one for one, count in parts]
-        self._visible = torch.cat([pad(one, (0, width - one.shape[1]), value=True) for one in filled])
+        self.visible = torch.cat([pad(one, (0, width - one.shape[1]), value=True) for one in filled])
 
     def of_step(self, tree: DraftTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
         """The `attention_mask` of a pass over the pending token and the nodes, of which the first `cached` are cached.
@@ -157,7 +159,7 @@ class StepMasks:
         A tensor, or one for each kind of layer; None where no mask is needed. Layers with a sliding window or chunks
         have dropped the first `first_visible` slots.
         """
-        is_equal, queries = len(set(lengths)) == 1 and self._visible is None, 1 + tree.nodes
+        is_equal, queries = len(set(lengths)) == 1 and self.visible is None, 1 + tree.nodes
         if self.chains_only and not (tree.is_chain and is_equal):
             raise ValueError(
                 f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
@@ -171,11 +173,20 @@ class StepMasks:
             is_chain, device = tree.is_chain, self._device
             structure = TreeStructure.of_chains(tree.batch, tree.nodes, device) if is_chain else tree.structure()
             # A row with a longer prompt may have left.
-            visible = None if self._visible is None else self._visible[:, : max(lengths)].to(structure.depths.device)
-            layout = StepLayout(lengths, *structure, visible)
+            visible = None if self.visible is None else self.visible[:, : max(lengths)].to(structure.depths.device)
+            layout = StepLayout.after(lengths, *structure, visible)
             for kind in masked:
                 mask = self._of_tree(kind, layout).to(self._device)
                 masks[kind] = self._ready(mask, tree.batch, queries - cached, first_visible if kind in DROPPING else 0)
+        return self._by_kind(masks)
+
+    def of_layout(self, layout: StepLayout) -> Any:
+        """As `of_step`, of a captured pass: each kind of layer has a mask, and has dropped nothing."""
+        batch, queries = layout.ancestors.shape[:2]
+        masks = {kind: self._ready(self._of_tree(kind, layout), batch, queries, 0) for kind in self._kinds}
+        return self._by_kind({**masks, **dict.fromkeys(UNMASKED)})
+
+    def _by_kind(self, masks: dict[str, torch.Tensor | None]) -> Any:
         return masks if self._is_by_kind else masks[next(iter(self._kinds))]
 
     def _is_needed(self, kind: str, length: int) -> bool:

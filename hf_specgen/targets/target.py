@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,9 +15,9 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
 from hf_specgen.targets.cache import RaggedLayer, move_captured, padded_width
-from hf_specgen.targets.graphs import CapturedFunctions, captured_functions
+from hf_specgen.targets.graphs import CapturedFunctions, LevelPasses, captured_functions
 from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, return_cache, takes_positions
-from hf_specgen.targets.masks import StepMasks, fixed_mask
+from hf_specgen.targets.masks import StepLayout, StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
 from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
@@ -35,6 +36,22 @@ def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
     with grouped_attention():
         outputs = model(**{**arguments, compat.CACHE: cache, "use_cache": True, "return_dict": True})
     return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
+
+
+@dataclass(frozen=True)
+class ModelLevel:
+    """One pass of a draft model over nodes of a draft tree, see `LevelPasses`."""
+
+    run: Any
+    masks: StepMasks = field(compare=False)
+
+    def __call__(
+        self, model: Any, tokens: torch.Tensor, layout: StepLayout, _: None, offsets: torch.Tensor, cache: Any
+    ) -> tuple[torch.Tensor, None]:
+        positions = layout.depths[:, -tokens.shape[1] :] + layout.starts + offsets
+        mask = self.masks.of_layout(layout)
+        arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        return self.run(model, arguments, cache).logits, None
 
 
 class Target:
@@ -162,6 +179,24 @@ class Target:
         cached = 1 + tree.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
         return self._of_pass(self._run(self.model, tree, inputs, active, cached).logits, tree.batch, new)
+
+    def level_passes(self, levels: int) -> LevelPasses | None:
+        """What `grow` over so many levels in one captured function needs; None if it cannot be captured.
+
+        The function starts from a root that is cached, as `grow` does.
+        """
+        graphs, places = self._active_graphs, zip(self.cache.lengths, self._layout.offsets, strict=True)
+        fits = len(self.rows) == self.batch and max(map(sum, places)) + levels <= self.last_position
+        if graphs is None or self.verifies_chains_only or not fits or not self._inputs.is_text(self.cache):
+            return None
+        level = ModelLevel(self._pass, StepMasks(self.model, None, required=True))
+        offsets = torch.tensor(self._layout.offsets)[:, None]
+        return LevelPasses(graphs, self._mode, self.model, self.cache, level, None, self._masks.visible, offsets)
+
+    def after_levels(self, cached: int) -> None:
+        """Go on after passes that were made by a captured function; the root and so many nodes are cached."""
+        self._has_pending = False
+        self._starts = tuple(length - cached for length in self.cache.lengths)
 
     def _of_pass(self, values: torch.Tensor, batch: int, results: int) -> torch.Tensor:
         """Values of a pass, `[present, …]`, as `[batch, results, …]` of the tokens that it was made for."""

@@ -97,6 +97,15 @@ class VerificationSession(ABC):
         """
         return scores.float().softmax(dim=-1)
 
+    @property
+    def shares_noise(self) -> bool:
+        """Whether `draft_weights` are the draft's probabilities, divided by `draft_noise` where that is not None."""
+        return True
+
+    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+        """`[batch, positions, vocab]` the noise with which the target samples generated tokens, if it is known."""
+        return None
+
     def max_row_skew(self) -> float:
         """How many tokens a row may be ahead of the slowest row."""
         return float("inf")
@@ -218,6 +227,10 @@ class PathSession(VerificationSession):
         super().__init__(call)
         self._seed = int(torch.randint(2**62, ())) if call.do_sample else 0
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    @property
+    def shares_noise(self) -> bool:
+        return not self.call.do_sample
 
     def draft_weights(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None

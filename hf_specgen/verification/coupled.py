@@ -57,15 +57,19 @@ class _CoupledSession(VerificationSession):
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
-        if not self.call.do_sample:
+        noise = self.draft_noise(steps, scores.device)
+        if noise is None:
             return super().draft_weights(scores, steps, tokens)
-        assert self._noise is not None, "the prefill chooses before anything is drafted"
-        buffered = [[max(step, self._confirmed) for step in row] for row in steps]
-        noise = self._noise.at(buffered).to(scores.device)  # [batch, positions, vocab]
         noise = noise if tokens is None else noise.gather(2, tokens)
         vocab = min(scores.shape[-1], noise.shape[-1])
         noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]
         return scores[..., :vocab].float().softmax(dim=-1) / noise
+
+    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+        if not self.call.do_sample:
+            return None
+        assert self._noise is not None, "the prefill chooses before anything is drafted"
+        return self._noise.at([[max(step, self._confirmed) for step in row] for row in steps]).to(device)
 
     def max_row_skew(self) -> float:
         return self._noise.capacity if self._noise else super().max_row_skew()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -72,6 +73,32 @@ def rng_state(device: torch.device) -> torch.Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
+@dataclass(frozen=True)
+class ScoreProcessors:
+    """Applies score-only processors to a draft's scores; equal ones have equal settings, which are numbers only."""
+
+    processors: tuple[Any, ...] = field(compare=False)
+    settings: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, processors: Sequence[Any]) -> ScoreProcessors:
+        """Those of the processors of a call that are score-only."""
+        chosen = tuple(one for one in processors if type(one) in SCORE_ONLY)
+        return cls(chosen, tuple((type(one), *(_setting(value) for value in vars(one).values())) for one in chosen))
+
+    def __call__(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:
+        """`[n, vocab]` to the same; processors that name tokens are left out unless the scores are of all tokens."""
+        for processor in self.processors:
+            if all_tokens or type(processor) is not logits_process.SuppressTokensLogitsProcessor:
+                scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
+        return scores
+
+
+def _setting(value: Any) -> Any:
+    """A setting of a processor: a number itself; of anything else, the identity."""
+    return value if isinstance(value, int | float) else id(value)
+
+
 class LogitsPipeline:
     """Applies the processors of one call."""
 
@@ -79,6 +106,8 @@ class LogitsPipeline:
         self._processors: Any = processors
         self._state, self._do_sample = state, do_sample
         self._own = [one for one in processors if not type(one).__module__.startswith("transformers.")]
+        self.draft_processors = ScoreProcessors.of(processors)
+        """Those that are applied to the scores of a draft."""
         kinds = [type(processor) for processor in processors]
         self.score_only = all(kind in SCORE_ONLY for kind in kinds)
         """Whether `all_nodes` may be used."""
@@ -86,17 +115,6 @@ class LogitsPipeline:
         dependent = [one for one in processors if type(one) not in known and not getattr(one, "row_wise", False)]
         self.lockstep = [name_of(one) for one in dependent] if state.batch > 1 else []
         """The processors for which all rows have to advance by the same number of tokens."""
-
-    def warp(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:
-        """Apply the score-only processors alone to a draft's scores, `[n, vocab]` to the same.
-
-        Unless the scores are those of all tokens, processors that name tokens are left out.
-        """
-        for processor in self._processors:
-            kind = type(processor)
-            if kind in SCORE_ONLY and (all_tokens or kind is not logits_process.SuppressTokensLogitsProcessor):
-                scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
-        return scores
 
     def all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of every node, `[batch, nodes, vocab]` to the same; for score-only processors."""

@@ -22,8 +22,8 @@ thorough = settings(max_examples=200, deadline=None, derandomize=True)
 
 def layout(lengths: Sequence[int], parents: Sequence[Sequence[int]], visible: Any = None) -> StepLayout:
     """A step of rows with equally many nodes."""
-    return StepLayout(
-        lengths=lengths,
+    return StepLayout.after(
+        lengths,
         depths=torch.tensor([[reference.depth(row, node) for node in range(-1, len(row))] for row in parents]),
         ancestors=torch.tensor([reference.ancestor_matrix(row) for row in parents], dtype=torch.bool),
         visible=None if visible is None else torch.tensor(visible, dtype=torch.bool),

@@ -178,14 +178,17 @@ def _check_structure(tree: GrownTree) -> None:
 
 def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[int] | None = None) -> Growth:
     """Grow a tree whose nodes all have children with these probabilities."""
-    width = 1
-    while width:
+
+    def add(width: int) -> None:
         shape = (len(growth.limits), width, len(chances))
         log_acceptance = torch.tensor(chances).log().expand(shape)
         growth.add(torch.arange(len(chances)).expand(shape), log_acceptance, torch.zeros(shape, dtype=torch.long))
-        width = size.width(growth)
-        if width:
+
+    add(1)
+    while (plan := size.plan(growth))[0]:
+        for width in [plan[1]] * plan[0]:
             growth.expand(width)
+            add(width)
             if passes is not None:
                 passes.append(width)
     return growth

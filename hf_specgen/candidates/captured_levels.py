@@ -1,0 +1,161 @@
+"""Several levels of a draft tree as one captured function: expansion, passes of the drafter, and their proposals.
+
+Nothing in it is decided by the host, so that a CUDA graph can repeat it. It is used for the first levels of a draft, or
+for all of a tree of fixed size; later levels, whose number and width depend on what has been read, would be captured
+anew each time, and take one graph for each pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from hf_specgen.candidates.acceptance import EDGES, RANKS, confidence_by_rank
+from hf_specgen.candidates.growth import Frontier, Grown, Growth
+from hf_specgen.targets.graphs import LevelPasses
+from hf_specgen.targets.masks import StepLayout
+from hf_specgen.verification.processors import ScoreProcessors
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """Proposes the most likely tokens after nodes by a drafter's logits; equal settings propose alike.
+
+    Args:
+        children: how many tokens.
+        vocab: the size of the target's vocabulary; the drafter's may be padded to another size.
+        threshold: nodes whose token has a lower probability are not expanded.
+        do_sample: whether the target samples.
+        processors: applied to the logits.
+        wants_q: whether the tokens are drawn from q, for rejection sampling.
+    """
+
+    children: int
+    vocab: int
+    threshold: float
+    do_sample: bool
+    processors: ScoreProcessors
+    wants_q: bool = False
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[batch, nodes, vocab]` the processed scores of a pass."""
+        scores = logits[..., : self.vocab].float()
+        return self.processors(scores.flatten(0, 1)).view(scores.shape)
+
+    def __call__(
+        self, scores: torch.Tensor, weights: torch.Tensor, table: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
+        """What `Growth.add` takes, and q if it is wanted.
+
+        `weights` are those of `VerificationSession.draft_weights`, `table` `[RANKS, bins]` the logarithms of acceptance
+        probabilities by rank and bin of confidence.
+        """
+        best, tokens = weights.topk(min(self.children, weights.shape[-1]), dim=-1)
+        confidence, expandable, q = best, None, None
+        if self.do_sample:
+            confidence = best / weights.sum(dim=-1, keepdim=True)
+        if self.wants_q or self.threshold:
+            probabilities = scores.softmax(dim=-1)
+            expandable = probabilities.gather(-1, tokens) >= self.threshold if self.threshold else None
+            if self.wants_q:
+                q = probabilities
+                confidence = confidence_by_rank(q.amax(dim=-1), best.shape[-1])
+        edges, ranks, order = _bins(scores.device, best.shape[-1])
+        features = torch.bucketize(confidence, edges)
+        acceptance = table[ranks, features]
+        if self.wants_q:  # siblings are verified in the order in which they were drawn
+            acceptance = acceptance.cummin(dim=-1).values + order
+        return (tokens, acceptance, features, expandable), q
+
+
+@cache  # captured functions read them
+def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bounds of the bins of confidence; `[children]` ranks with bins of their own, and differences of logarithms.
+
+    These make later siblings less likely, where equal ones would have no order.
+    """
+    ranks = torch.arange(children, device=device)
+    return torch.from_numpy(EDGES.astype(np.float32)).to(device), ranks.clamp(max=RANKS - 1), -1e-4 * ranks
+
+
+class LevelInputs(NamedTuple):
+    """The tensors that the passes read besides the drafter's cache."""
+
+    last: Frontier
+    states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
+    visible: torch.Tensor | None  # [batch, capacity]
+    offsets: torch.Tensor | None  # [batch, 1]
+    depths: torch.Tensor  # [1 + expanded] of all nodes
+    table: torch.Tensor
+    noise: torch.Tensor | None  # [batch, passes, vocab], if tokens are sampled
+
+
+@dataclass(frozen=True)
+class CapturedLevels:
+    """So many passes that expand so many nodes of each row; equal if they compute alike, as graphs need."""
+
+    key: tuple[Any, ...]
+    passes: int
+    width: int
+    proposals: Proposals
+    level: Any
+    growth: Growth = field(compare=False)
+    """Without tensors."""
+
+    def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> tuple[Grown, torch.Tensor | None]:
+        growth, states, slots = self.growth.continued(inputs.last), inputs.states, cache.layers[0]
+        roots, columns = slots.starts - 1 - growth.expanded, slots.get_mask_sizes(0)[0]
+        for number in range(self.passes):
+            tree = growth.expand(self.width)
+            layout = StepLayout(roots, columns, *growth.structure(inputs.depths), inputs.visible)
+            states = None if states is None else tree.of_parents(states)
+            logits, states = self.level(module, tree.tokens, layout, states, inputs.offsets, cache)
+            scores = self.proposals.scores(logits)
+            weights = scores.softmax(dim=-1)
+            if inputs.noise is not None:
+                weights = weights / inputs.noise[:, number, None, : weights.shape[-1]]
+            growth.add(*self.proposals(scores, weights, inputs.table)[0])
+        return growth.packed(), states
+
+
+def grow_captured(
+    growth: Growth,
+    passes: int,
+    width: int,
+    drafter: LevelPasses,
+    proposals: Proposals,
+    table: torch.Tensor,
+    noise: torch.Tensor | None,
+) -> tuple[torch.Tensor | None] | None:
+    """Make passes of a drafter by a graph; returns its last states, or None if there is no graph yet, or cannot be."""
+    graphs, columns = drafter.functions, passes * width
+    capacity = graphs.capacity(drafter.module, drafter.cache, columns, drafter.mode)
+    if not capacity:
+        return None
+    visible = drafter.visible
+    if visible is not None:
+        visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
+    key, depths = growth.key, growth.depths_after(passes, width)
+    levels = CapturedLevels(key, passes, width, proposals, drafter.level, growth.without_tensors())
+    inputs = LevelInputs(growth.last(), drafter.states, visible, drafter.offsets, depths, table, noise)
+    made = graphs.run(
+        levels,
+        drafter.module,
+        inputs,
+        drafter.cache,
+        columns,
+        mode=drafter.mode,
+        eagerly=lambda: None,
+        rehearsal=inputs,
+        is_optional=True,
+    )
+    if made is None:
+        return None
+    grown, states = made
+    growth.extend(grown, passes, width)
+    return (states,)
