@@ -12,6 +12,7 @@ stopping criterion receives its scores.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class OutputCollector:
         process_padding: makes those of ended rows, up to the last column; set by `Padding`.
     """
 
-    process_padding: Callable[[], None]
+    process_padding: weakref.WeakMethod[Callable[[], None]]
 
     def __init__(self, call: Call, criteria: StoppingCriteriaList, streamer: BaseStreamer | None = None):
         self._call, self._state = call, call.state
@@ -145,7 +146,9 @@ class OutputCollector:
         if "scores" in self.kept:
             has_padding = any(map(self._state.is_stopped, range(self._state.batch)))
             if has_padding and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
-                self.process_padding()
+                process = self.process_padding()
+                assert process is not None
+                process()
             scores = tuple(self.kept["scores"])
         ids = self._state.prefix(self._state.prompt_length + self.columns)
         with checked(self._custom, ids, self._call.do_sample):
@@ -164,7 +167,9 @@ class Padding:
     def __init__(self, call: Call, target: Target, verification: VerificationSession, outputs: OutputCollector):
         self._state, self._target, self._outputs = call.state, target, outputs
         self._processors, self._processed = verification.processors, [0] * call.state.batch  # padding, by row
-        outputs.process_padding = self._process
+        outputs.process_padding = weakref.WeakMethod(
+            self._process
+        )  # not a cycle, which would hold caches until collected
         self.is_visible = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property

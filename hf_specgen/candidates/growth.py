@@ -67,6 +67,11 @@ class Grown(NamedTuple):
     ancestors: Tensor | None
 
 
+def reads_are_free(tokens: Tensor) -> bool:
+    """Whether the host waits for nothing when it reads a tensor."""
+    return tokens.is_cpu
+
+
 class Growth:
     """Draft trees that grow by one level at a time.
 
@@ -91,7 +96,7 @@ class Growth:
     def __init__(self, depths: Sequence[int], children: int, last_tokens: Tensor):
         self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
         self.rows = sum(depth > 0 for depth in depths)
-        self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
+        self.levels_per_read = 1 if reads_are_free(last_tokens) else LEVELS_PER_READ
         self._last_tokens = last_tokens
         self._levels: list[_Level] = []
         self._expansions: list[_Expansion] = []

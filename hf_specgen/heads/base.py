@@ -10,6 +10,7 @@ Weights that a checkpoint leaves out (usually the embedding) are the target's, s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -158,6 +159,12 @@ class BoundHead:
     def weights(self) -> tuple[int, ...]:
         """Identifies the matrices that may be the target's."""
         return id(self._embed), self._embed.weight.data_ptr(), id(self._lm_head), self._lm_head.weight.data_ptr()
+
+    def of_head(self, head: Any) -> BoundHead:
+        """The same binding of another object for the head: None, or later the head again."""
+        bound = copy.copy(self)
+        bound.head = head
+        return bound
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, length]` target token ids to `[batch, length, hidden]` embeddings."""

@@ -206,7 +206,7 @@ class EagleRunner(HeadRunner):
         """What passes over several levels in one captured function need; None if nothing is captured."""
         if self._graphs is None or self._graphs.failure is not None:
             return None
-        level = EagleLevel(self.bound.weights, self.bound)
+        level = EagleLevel(self.bound.weights, self.bound.of_head(None))
         return LevelPasses(self._graphs, self._mode, self.bound.head, self.cache, level, self._hidden)
 
     def after_levels(self, states: torch.Tensor) -> None:
@@ -229,7 +229,10 @@ class EagleRunner(HeadRunner):
 
 @dataclass(frozen=True)
 class EagleLevel:
-    """One pass of a head over nodes of a draft tree, see `LevelPasses`; equal for the same weights."""
+    """One pass of a head over nodes of a draft tree, see `LevelPasses`; equal for the same weights.
+
+    It does not hold the head, which would never be freed: the graphs of a module last as long as the module.
+    """
 
     weights: tuple[int, ...]
     bound: BoundHead = field(compare=False)
@@ -237,9 +240,9 @@ class EagleLevel:
     def __call__(
         self, head: Any, tokens: torch.Tensor, layout: masks.StepLayout, states: torch.Tensor, _: None, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = layout.depths[:, -tokens.shape[1] :] + layout.starts
-        output = run_head(head, HeadInputs(self.bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
-        return self.bound.target_logits(output.output), output.hidden
+        bound, positions = self.bound.of_head(head), layout.depths[:, -tokens.shape[1] :] + layout.starts
+        output = run_head(head, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
+        return bound.target_logits(output.output), output.hidden
 
 
 class ParallelRunner(HeadRunner):

@@ -92,7 +92,8 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
     else:
         depths = lambda row, tree: [tree.level] * tree.tokens.shape[1]  # noqa: E731
         first, following = raised(session.first_scores, lambda row: [0]), raised(session.next_scores, depths)
-        vars(session).update(first_scores=first, next_scores=following)
+        # Captured functions over several levels would not be steered.
+        vars(session).update(first_scores=first, next_scores=following, level_passes=lambda: None)
     return session
 
 

@@ -1,6 +1,8 @@
 """Captured passes of targets and drafters, with a replay on a CPU in place of CUDA graphs, which tests/cuda has."""
 
+import gc
 import traceback
+import weakref
 from functools import partial
 from typing import Any
 
@@ -8,7 +10,10 @@ import pytest
 import torch
 
 from hf_specgen import DraftModelCandidates, EagleCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen.candidates import autoregressive, growth
 from hf_specgen.compat import CACHE
+from hf_specgen.evaluation import workloads
+from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets import graphs, target
 from hf_specgen.targets.cache import StepLayer
@@ -238,6 +243,71 @@ def test_captured_head_same_drafts(shape: Any, batch: int, sampling: str, head: 
         before = len(captures)
         assert steps(head, prompts(batch, length), shape, compile="graphs", **arguments) == eager
         assert len(captures) > before
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [{"k": 5}, {"k": 6, "tree": 12}, {"k": 8, "tree": "auto"}], ids=str)
+@pytest.mark.parametrize("drafter", ["EAGLE-3", "draft model", "mistral", "gemma2"])
+def test_captured_levels_same_drafts(
+    drafter: str, shape: Any, sampling: str, captures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: slots, masks, positions, states or noise of another level in a captured function over several."""
+    monkeypatch.setattr(growth, "LEVELS_PER_READ", 4)
+    monkeypatch.setattr(growth, "reads_are_free", lambda tokens: False)
+    made, grow = [], autoregressive.grow_captured
+
+    def counted(*arguments: Any) -> Any:
+        made.append(grow(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(autoregressive, "grow_captured", counted)
+    if drafter == "EAGLE-3":
+        target, tokenizer = workloads.load()
+        inputs = tokenizer(["def add(a, b):", "The three of them went"], return_tensors="pt", padding=True)
+    else:
+        target, inputs = small({"draft model": "llama"}.get(drafter, drafter), 2), prompts(2, 9)
+
+    def drafts(mode: Any) -> Any:
+        if drafter == "EAGLE-3":
+            candidates: Any = EagleCandidates(str(workloads.EMBEDDED_EAGLE), **shape)
+        else:
+            candidates = DraftModelCandidates(perturbed_copy(target, 0.02), compile=mode, **shape)
+        torch.manual_seed(11)
+        arguments = {"max_new_tokens": 20, "return_dict_in_generate": True, **SAMPLING[sampling]}
+        output = target.generate(**inputs, candidate_generator=candidates, compile=mode, **arguments)
+        return output.sequences.tolist(), output.speculation.rows
+
+    eager = drafts(False)
+    assert not made and drafts("graphs") == eager
+    assert sum(one is not None for one in made) >= 2 and any(step.accepted for row in eager[1] for step in row)
+
+
+def test_levels_that_cannot_be_captured_leave_captured_passes(captures: list[Any], monkeypatch: Any) -> None:
+    """Would catch: a failed capture of several levels after which not even single passes are captured."""
+    stand_in = graphs.capture
+
+    def failing(run: Any, memory: Any) -> Any:
+        if any("captured_levels.py" in frame.filename for frame in traceback.extract_stack()):
+            memory.is_broken = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return stand_in(run, memory)
+
+    monkeypatch.setattr(graphs, "capture", failing)
+    candidates = EagleCandidates(load_head(EAGLE1.head_folder), **TREE)
+    assert_same_tokens(EAGLE1.target, prompts(1), candidates, compile="graphs", max_new_tokens=16)
+    assert any(isinstance(one, HeadOutput) for one in captures)
+
+
+def test_captured_levels_do_not_keep_a_head(captures: list[Any]) -> None:
+    own = load_head(EAGLE1.head_folder)
+    settings: Any = {"candidate_generator": EagleCandidates(own, **TREE), "compile": "graphs", "max_new_tokens": 9}
+    EAGLE1.target.generate(**prompts(1), **settings)
+    del settings
+    held = weakref.ref(own)
+    captures.clear()
+    del own
+    gc.collect()
+    assert held() is None
 
 
 def test_captured_head_of_another_format_same_drafts(captures: list[Any]) -> None:
