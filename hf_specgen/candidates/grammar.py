@@ -172,6 +172,10 @@ class _Texts:
             self._known[token] = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
         return self._known[token]
 
+    def is_line_break(self, token: int) -> bool:
+        """Whether a token is whitespace with a line break."""
+        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
+
     def kind(self, token: int) -> str:
         """Whether a token is nothing but whitespace, "space", or another one, "text"."""
         text = self.of(token)
@@ -259,6 +263,7 @@ class _Row:
         self._state: GrammarState | None = state
         self._generated, self._is_split = 0, False  # tokens read; whether the last one was shorter than possible
         self._choices: dict[bytes, _Choices] = {}
+        self._indentation = -1  # the last whitespace token with a line break
         # How often each kind of token followed another, where whitespace and one text were allowed.
         self._followed = Counter[tuple[str, str]]()
 
@@ -274,6 +279,7 @@ class _Row:
                 self._state = state.after(token)
             else:
                 self._state = None
+            self._indentation = token if self._texts.is_line_break(token) else self._indentation
             self._index.extend([token])
             self._counts[token] += 1
         self._generated = len(generated)
@@ -337,6 +343,9 @@ class _Row:
             return _normalised(forced, 1.0)
         is_space = self._whitespace_probability(self._last(path))
         spaces = {token: float(self._counts[token]) for token in choices.whitespace & self._counts.keys()}
+        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
+        if indentation in choices.whitespace:
+            spaces[indentation] = spaces.get(indentation, 0.0) + sum(spaces.values())
         return _normalised(forced, 1.0 - is_space) | _normalised(spaces, is_space)
 
     def _last(self, path: tuple[int, ...]) -> int:
