@@ -26,16 +26,9 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specgen import compat
 from hf_specgen.candidates.combined import Preset
 from hf_specgen.counters import CallTotals, Statistics
-from hf_specgen.generate import (
-    CALL_SETTINGS,
-    Settings,
-    Speculation,
-    by_name,
-    run,
-    settings_in,
-    unsupported_argument,
-)
+from hf_specgen.generate import Speculation, by_name, run, unsupported_argument
 from hf_specgen.patch import ATTACHMENT, install
+from hf_specgen.settings import CALL_SETTINGS, Settings, settings_in
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.model_parts import unwrapped_model
 from hf_specgen.targets.support import check_architecture

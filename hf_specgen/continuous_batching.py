@@ -17,10 +17,10 @@ from transformers import ContinuousBatchingConfig
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
-from hf_specgen.depth.adaptive import DraftingLoss
 from hf_specgen.depth.calibrate import model_curve
-from hf_specgen.generate import Settings, by_name, settings_in
+from hf_specgen.generate import by_name
 from hf_specgen.packed_steps import PackedSteps
+from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.support import check_length
 from hf_specgen.verification import CoupledVerifier
 from hf_specgen.verification.processors import SCORE_ONLY
@@ -96,8 +96,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
     run, arguments = _run.get() or _run_of({}, attachment), by_name(original, args, kwargs)
     if run.settings is not None:
-        candidates = run.settings.candidates.for_model(compat.unwrapped(model))
-        run.settings = replace(run.settings, candidates=candidates)
+        run.settings = run.settings.for_model(compat.unwrapped(model))
         config = copy.copy(arguments.get("continuous_batching_config") or ContinuousBatchingConfig())
         config.use_async_batching = config.use_async_batching or False
         config.use_cuda_graph = config.use_cuda_graph or False
@@ -110,7 +109,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
             run.settings = None
         else:
             arguments["continuous_batching_config"] = config
-            run.settings = replace(run.settings, policy=_packed_policy(run.settings, compat.unwrapped(model)))
+            run.settings = replace(run.settings, policy=_packed_policy(run.settings.policy, compat.unwrapped(model)))
     manager, settings = original(model, **arguments), run.settings
 
     def prepare(processor: Any) -> None:
@@ -123,20 +122,17 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     return manager
 
 
-def _packed_policy(settings: Settings, model: Any) -> Policy:
+def _packed_policy(policy: Policy, model: Any) -> Policy:
     """The policy for packed steps, with T(q) of the model; measured before the model's attention is that of them.
 
     Packed passes also take the time of scheduling, however many tokens they have, so that no draft is too long by it.
     """
-    policy: Policy = settings.policy or settings.candidates.policy
-    if not isinstance(policy, AdaptiveDepth):
+    if not isinstance(policy, AdaptiveDepth) or policy.latency is not None:
         return policy
     policy = copy.copy(policy)
-    policy.common_loss = DraftingLoss()
-    if policy.latency is None:
-        with compat.unpaged_attention(model):
-            policy.curve = model_curve(model)
-    return FixedDepth(0) if policy.latency is None and policy.curve is None else policy
+    with compat.unpaged_attention(model):
+        policy.curve = model_curve(model)
+    return FixedDepth(0) if policy.curve is None else policy
 
 
 def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:

@@ -6,30 +6,27 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call
-from hf_specgen.candidates.base import Candidates, ChainSession, DraftCall
+from hf_specgen.candidates.base import ChainSession, DraftCall
 from hf_specgen.candidates.grammar import with_grammar
-from hf_specgen.counters import RowStep, Statistics, StepRecord
-from hf_specgen.depth import Policy, PolicySession
-from hf_specgen.depth.latency import LatencyModel
-from hf_specgen.monitoring import Monitor, MonitorSession
+from hf_specgen.counters import Statistics, StepRecord
+from hf_specgen.depth import PolicySession
 from hf_specgen.outputs import OutputCollector, Padding
+from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import check_computation, make_target
 from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult, Verifier
+from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import TopTokens
 
 UNLIMITED = 2**31
@@ -38,86 +35,60 @@ STEP_PARTS = ("draft", "forward", "verify")
 """Parts of a call's wall time that make up the latency of a step."""
 
 
-def speculative_decode(
-    call: Call,
-    input_ids: torch.Tensor,
-    model_kwargs: dict[str, Any],
-    *,
-    candidates: Candidates,
-    verifier: Verifier,
-    policy: Policy,
-    monitor: Monitor | None = None,
-    criteria: StoppingCriteriaList,
-    streamer: BaseStreamer | None = None,
-    on_start: Callable[[Statistics], None] | None = None,
-) -> Any:
-    """Generate as plain `generate` does, several tokens per forward pass of the target.
-
-    `input_ids` `[batch, prompt]` (left-padded), `model_kwargs` and `criteria` are as prepared by `generate`. `on_start`
-    receives the statistics of the call once everything has been checked, before the first forward pass. Returns
-    `[batch, prompt + generated]` ids, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
-    """
-    assert call.model is not None
-    outputs = OutputCollector(call, criteria, streamer)
-    with compat.without_compilation(call.model), ExitStack() as stack:
-        target = checked_target(call, candidates, input_ids, model_kwargs)
-        loop = DecodingLoop(call, target, outputs, candidates, verifier, policy, monitor, stack)
-        if on_start is not None:
-            on_start(loop.statistics)
-        loop.prefill()
-        with compat.optimized_for_decoding(call.model):
-            loop.decode()
-            output = loop.complete()
-    if streamer is not None:
-        streamer.end()
-    candidates.speculation = loop.statistics
-    return output
-
-
-def checked_target(call: Call, candidates: Candidates, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Target:
-    """The target of a call; `ValueError` for a model that cannot speculate."""
-    model = call.model
-    assert model is not None
-    requirements = candidates.target_requirements(model)
-    check_computation(model, requirements, input_ids, call.config, model_kwargs)
-    target = make_target(requirements, model, input_ids, call.config, model_kwargs, call.compiled)
-    check_length(model, target.first_positions, call.max_new_tokens)
-    return target
-
-
 class DecodingLoop:
     """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
 
-    def __init__(
-        self,
-        call: Call,
-        target: Target,
-        outputs: OutputCollector,
-        candidates: Candidates,
-        verifier: Verifier,
-        policy: Policy,
-        monitor: Monitor | None,
-        stack: ExitStack,
-    ):
+    def __init__(self, call: Call, target: Target, settings: Settings, outputs: OutputCollector, stack: ExitStack):
         """Start the sessions, which end when `stack` closes, also after an exception."""
-        self.timer, self.target = StepTimer(), target
-        self.state, self.outputs, self._candidates = call.state, outputs, candidates
+        self.call, self.state, self.target, self.outputs = call, call.state, target, outputs
+        self.timer, self._candidates = StepTimer(), settings.candidates
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
-        self.verification = verifier.start(call)
+        self.verification = settings.verification.start(call)
         stack.callback(lambda: self.verification.end(outputs.columns))
-        depth = policy.start(call)
-        monitoring = None if monitor is None else monitor.start(call)
-        if monitoring is not None:
-            stack.callback(monitoring.end)
-        self.policy = PolicyRunner(call, self.target, depth, monitoring, self.timer, self.statistics)
-        draft_call = DraftCall.of(call, self.target, self.verification, depth)
-        self.drafter = candidates.start(draft_call)
+        self.policy: PolicySession = settings.policy.start(call)
+        self._monitor = None if settings.monitor is None else settings.monitor.start(call)
+        if self._monitor is not None:
+            stack.callback(self._monitor.end)
+        draft_call = DraftCall.of(call, target, self.verification, self.policy)
+        self.drafter = settings.candidates.start(draft_call)
         if call.logits_processor:
-            self.drafter = with_grammar(self.drafter, draft_call, candidates.tree)
-        if self.target.verifies_chains_only:
+            self.drafter = with_grammar(self.drafter, draft_call, settings.candidates.tree)
+        if target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
-        self.padding = Padding(call, self.target, self.verification, outputs)
+        self.padding = Padding(call, target, self.verification, outputs)
+
+    @classmethod
+    def of_call(
+        cls,
+        call: Call,
+        settings: Settings,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        outputs: OutputCollector,
+        stack: ExitStack,
+    ) -> DecodingLoop:
+        """The loop of a call as prepared by `generate`; raises a `ValueError` for a model that cannot speculate.
+
+        `input_ids` are `[batch, prompt]`, left-padded.
+        """
+        model = call.model
+        assert model is not None
+        requirements = settings.candidates.target_requirements(model)
+        check_computation(model, requirements, input_ids, call.config, model_kwargs)
+        target = make_target(requirements, model, input_ids, call.config, model_kwargs, call.compiled)
+        check_length(model, target.first_positions, call.max_new_tokens)
+        return cls(call, target, settings, outputs, stack)
+
+    def run(self) -> Any:
+        """Generate as plain `generate` does, several tokens per forward pass of the target; returns its output."""
+        self.prefill()
+        assert self.call.model is not None
+        with compat.optimized_for_decoding(self.call.model):
+            self.decode()
+            output = self.complete()
+        self._candidates.speculation = self.statistics
+        return output
 
     def prefill(self) -> None:
         """Run the prompt through the target, and choose the first tokens."""
@@ -132,8 +103,10 @@ class DecodingLoop:
             self._commit(result)
         if self.drafter.top_tokens:
             self.drafter.observe(result)
-        if not self.state.all_stopped:
-            self.policy.prefilled()
+        # The policy may measure the target's latency, unless the target's slots are few.
+        if not self.state.all_stopped and self.call.context_length + MAX_DRAFT_SLOTS <= self.target.slot_limit:
+            with self.timer.part("policy"):
+                self.policy.prefilled(self.target)
 
     def decode(self) -> None:
         """Run steps until every row has stopped."""
@@ -150,14 +123,16 @@ class DecodingLoop:
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose how deep the rows draft in the next step."""
         self._active = self._active_rows()
-        self._max_depths = self._depths(self._active if may_draft else [False] * self.state.batch)
+        drafts = may_draft and not self.padding.needs_plain_steps
+        with self.timer.part("policy"):
+            self.max_depths = self._depths(self._active if drafts else [False] * self.state.batch)
         with self.timer.part("draft"):
-            self.drafter.plan(self._max_depths)
+            self.drafter.plan(self.max_depths)
 
     def draft_step(self) -> DraftTree:
         """The draft that was planned."""
         with self.timer.part("draft"):
-            return self.drafter.draft(self._max_depths)
+            return self.drafter.draft(self.max_depths)
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
@@ -165,12 +140,18 @@ class DecodingLoop:
             result = self._verify(tree, logits, self._active)
             self._commit(result)
         self.drafter.observe(result)
-        rows = self.statistics.record(tree, result)
+        rows, passes = self.statistics.record(tree, result), self.drafter.passes
         with self.timer.part("policy"):
-            self.policy.observe(tree, rows, self.drafter.passes)
+            seconds, context = self.timer.step_seconds(), self.call.context_length
+            passes = None if passes is None else tuple(passes)
+            step = StepRecord(self.max_depths, rows, 1 + tree.nodes, seconds, passes, context)
+            self.policy.observe(step)
+            if self._monitor is not None:
+                self._monitor.observe(step)
+            self.statistics.passes.append(step)
 
     def complete(self) -> Any:
-        """Complete the statistics, cache and scores of a call whose rows have stopped; returns its output."""
+        """Complete the statistics, cache, scores and stream of a call whose rows have stopped; returns its output."""
         self.finished_statistics()
         self.padding.process_rest()
         cache = self.target.finish() if self.padding.is_visible else None
@@ -183,11 +164,29 @@ class DecodingLoop:
         self.statistics.seconds = self.timer.stop()
         return self.statistics
 
-    def _depths(self, active: Sequence[bool]) -> list[int]:
-        """How deep the active rows draft, by the policy."""
-        with self.timer.part("policy"):
-            may_draft = [False] * len(active) if self.padding.needs_plain_steps else active
-            return self.policy.max_depths(may_draft, self._candidates.k)
+    def _depths(self, may_draft: Sequence[bool]) -> list[int]:
+        """How deep the rows draft: as the policy chooses, within what each row can use."""
+        limits = self._max_draft_tokens(may_draft)
+        depths, k = self.policy.depths(limits), self._candidates.k
+        if len(depths) != len(limits):
+            raise ValueError(
+                f"{self.policy!r} returned {len(depths)} depths for {len(limits)} rows; return one per row"
+            )
+        return [max(0, min(depth, limit, k)) for depth, limit in zip(depths, limits, strict=True)]
+
+    def _max_draft_tokens(self, may_draft: Sequence[bool]) -> list[int]:
+        """How many draft tokens each row can use before its last token, the last position and the last cache slot."""
+        state, target = self.state, self.target
+        columns = state.prompt_length + max(map(len, state.generated))
+        if columns + MAX_DRAFT_SLOTS > target.slot_limit:
+            return [0] * state.batch
+        limits = []
+        for row, tokens in enumerate(state.generated):
+            pending = target.first_positions[row] + len(tokens) - 1
+            positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
+            most = min(state.remaining(row) - 1, positions)
+            limits.append(int(max(0, most)) if may_draft[row] else 0)
+        return limits
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         """Which draft tokens are accepted, and which token follows them."""
@@ -211,69 +210,6 @@ class DecodingLoop:
         return [
             not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in enumerate(self.state.generated)
         ]
-
-
-class PolicyRunner:
-    """Limits the depths of a policy to what each row can use; reports steps to the policy and to a monitor."""
-
-    def __init__(
-        self,
-        call: Call,
-        target: Target,
-        session: PolicySession,
-        monitor: MonitorSession | None,
-        timer: StepTimer,
-        statistics: Statistics,
-    ):
-        self._call, self._target, self._timer, self._statistics = call, target, timer, statistics
-        self._session, self._monitor = session, monitor
-        self._requested: list[int] = []
-
-    def max_depths(self, may_draft: Sequence[bool], k: int) -> list[int]:
-        """The maximum draft depth of each row in this step."""
-        limits = self._max_draft_tokens(may_draft)
-        depths = self._session.depths(limits)
-        if len(depths) != len(limits):
-            raise ValueError(
-                f"{self._session!r} returned {len(depths)} depths for {len(limits)} rows; return one per row"
-            )
-        self._requested = [max(0, min(depth, limit, k)) for depth, limit in zip(depths, limits, strict=True)]
-        return self._requested
-
-    def _max_draft_tokens(self, may_draft: Sequence[bool]) -> list[int]:
-        """How many draft tokens each row can use before its last token, the last position and the last cache slot."""
-        state, target = self._call.state, self._target
-        columns = state.prompt_length + max(map(len, state.generated))
-        if columns + MAX_DRAFT_SLOTS > target.slot_limit:
-            return [0] * state.batch
-        limits = []
-        for row, tokens in enumerate(state.generated):
-            pending = target.first_positions[row] + len(tokens) - 1
-            positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
-            most = min(state.remaining(row) - 1, positions)
-            limits.append(int(max(0, most)) if may_draft[row] else 0)
-        return limits
-
-    @property
-    def pass_latency(self) -> LatencyModel | None:
-        """The latencies of whole passes, if the policy has any."""
-        return self._session.known
-
-    def prefilled(self) -> None:
-        """Let the policy measure the target's latency, unless the target's slots are few."""
-        if self._call.context_length + MAX_DRAFT_SLOTS <= self._target.slot_limit:
-            with self._timer.part("policy"):
-                self._session.prefilled(self._target)
-
-    def observe(self, tree: DraftTree, rows: list[RowStep | None], drafter_passes: Sequence[int] | None) -> None:
-        """Report a step, and count its forward passes."""
-        passes = None if drafter_passes is None else tuple(drafter_passes)
-        seconds, context = self._timer.step_seconds(), self._call.context_length
-        step = StepRecord(self._requested, rows, 1 + tree.nodes, seconds, passes, context)
-        self._session.observe(step)
-        if self._monitor is not None:
-            self._monitor.observe(step)
-        self._statistics.passes.append(step)
 
 
 class StepTimer:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from pathlib import PurePath
-from typing import Any, Literal
+from contextlib import ExitStack
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
@@ -19,21 +17,18 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput, GenerationState, Prediction
-from hf_specgen.candidates.base import Candidates
-from hf_specgen.candidates.combined import Preset, PresetCandidates
-from hf_specgen.candidates.transformers_candidates import TransformersCandidates
+from hf_specgen.candidates.combined import Preset
 from hf_specgen.counters import Statistics
-from hf_specgen.decoding import speculative_decode
+from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import Policy
 from hf_specgen.monitoring import Monitor
-from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
+from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, OutputCollector, SpeculativeOutput
+from hf_specgen.settings import CALL_SETTINGS, Settings, Verification, settings_in
 from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import decoder_argument
 from hf_specgen.targets.support import check_model
-from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
+from hf_specgen.verification import Verifier
 
-Verification = Literal["exact", "rejection", "typical"]
-VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 ASSISTANT_SETTINGS = {
     "num_assistant_tokens": "give k= to the strategy, or policy=",
     "num_assistant_tokens_schedule": "give policy=, such as MovingWindow()",
@@ -54,38 +49,6 @@ OTHER_MODES = {
 """The settings that ask for decoding methods other than greedy search, sampling and beam search."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a call that speculates, as a user gives them; immutable, so that calls and threads share them."""
-
-    candidates: Any
-    verification: Any = "exact"
-    policy: Policy | None = None
-    monitor: Monitor | None = None
-    compile: Compile = "auto"
-    pack_weights: bool = False
-    memory: bool = True
-    prediction: Prediction | None = None
-    grammar_drafts: bool = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "candidates", as_candidates(self.candidates))
-        object.__setattr__(self, "verification", _as_verifier(self.verification))
-        if self.policy is not None and not isinstance(self.policy, Policy):
-            raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {self.policy!r}")
-        if self.monitor is not None and not isinstance(self.monitor, Monitor):
-            raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {self.monitor!r}")
-        if self.compile not in ("auto", "graphs", False, None):
-            raise ValueError(f'compile must be "auto", "graphs" or False, got {self.compile!r}')
-        for name in ("pack_weights", "memory", "grammar_drafts"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-
-
-CALL_SETTINGS = tuple(field.name for field in fields(Settings)[1:])
-"""Keywords of `generate` that may accompany `candidate_generator=`."""
-
-
 class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
@@ -102,9 +65,9 @@ class Speculation:
     def starting(self, statistics: Statistics) -> None:
         """Called when a call has passed all checks, before the first forward pass."""
 
-    def decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call that has been checked: `speculative_decode`."""
-        return speculative_decode(*args, **kwargs)
+    def run(self, loop: DecodingLoop, stack: ExitStack) -> Any:
+        """Run a call that has passed all checks; its sessions end when `stack` closes."""
+        return loop.run()
 
     def __call__(
         self,
@@ -120,8 +83,8 @@ class Speculation:
         self.checking()
         check_model(model)
         _check_call(model, input_ids, generation_config, model_kwargs)
-        settings, config = self.settings, generation_config
-        candidates = settings.candidates.for_model(model)
+        settings, config = self.settings.for_model(model), generation_config
+        candidates = settings.candidates
         if settings.prediction is not None and not candidates.uses_prediction:
             raise ValueError(f"prediction= needs n-grams, which {candidates!r} lacks; add NgramCandidates() to it")
         mask, pad_token = model_kwargs.get(decoder_argument(model, "attention_mask")), compat.pad_token(config)
@@ -141,24 +104,13 @@ class Speculation:
             grammar_drafts=settings.grammar_drafts,
             seed=self.seed,
         )
-
-        def start(statistics: Statistics) -> None:
-            self.starting(statistics)
+        outputs = OutputCollector(call, stopping_criteria, self.streamer)
+        with compat.without_compilation(model), ExitStack() as stack:
+            loop = DecodingLoop.of_call(call, settings, input_ids, model_kwargs, outputs, stack)
+            self.starting(loop.statistics)
             if self.streamer is not None and not self._has_prompt:
                 self.streamer.put(input_ids.cpu())
-
-        return self.decode(
-            call,
-            input_ids,
-            model_kwargs,
-            candidates=candidates,
-            verifier=settings.verification,
-            policy=settings.policy or candidates.policy,
-            monitor=settings.monitor,
-            criteria=stopping_criteria,
-            streamer=self.streamer,
-            on_start=start,
-        )
+            return self.run(loop, stack)
 
 
 def speculate(
@@ -246,11 +198,6 @@ def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method
         return original(model, **kwargs)
 
 
-def settings_in(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Our settings among the arguments of a call, which are removed."""
-    return {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
-
-
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a `generate` call, those given by position included."""
     signature = inspect.signature(original)
@@ -307,35 +254,6 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     if token_healing and arguments.get(name) is not None:
         replaced |= {name: model.heal_tokens(arguments[name], tokenizer), "token_healing": False}
     return replaced
-
-
-def as_candidates(generator: Any) -> Candidates:
-    """The strategy that a user gave: one of ours, a generator of Transformers, or the name of a preset."""
-    if isinstance(generator, str):
-        return PresetCandidates(generator)
-    if isinstance(generator, Candidates):
-        return generator
-    if isinstance(generator, CandidateGenerator):
-        return TransformersCandidates(generator)
-    expected = 'a preset such as "auto", or a CandidateGenerator such as NgramCandidates(k=5)'
-    remedies: dict[type, str] = {
-        nn.Module: "for a draft model give DraftModelCandidates(model)",
-        PurePath: "for a checkpoint give AutoCandidates.from_pretrained(path)",
-        list: "for several strategies give CombinedCandidates([...])",
-        type: "give an object, with parentheses behind the name",
-    }
-    remedy = next((f"; {text}" for kind, text in remedies.items() if isinstance(generator, kind)), "")
-    given = f"a model of type {type(generator).__name__}" if isinstance(generator, nn.Module) else repr(generator)
-    raise TypeError(f"candidate_generator must be {expected}, got {given}{remedy}")
-
-
-def _as_verifier(verification: Any) -> Verifier:
-    if isinstance(verification, Verifier):
-        return verification
-    if isinstance(verification, str) and verification in VERIFIERS:
-        return VERIFIERS[verification]()
-    modes = ", ".join(map(repr, VERIFIERS))
-    raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
 
 
 def _check_call(

@@ -7,29 +7,25 @@ in one target whose rows are replaced, and drafters with a forward pass draft fo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import zip_longest
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.call import Call
-from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.joined import joined
-from hf_specgen.candidates.tree_search import TreeSize
+from hf_specgen.common_steps import CommonSteps
 from hf_specgen.counters import Statistics, StepRecord
-from hf_specgen.decoding import DecodingLoop, checked_target
-from hf_specgen.depth import AdaptiveDepth
-from hf_specgen.depth.adaptive import DraftingLoss
-from hf_specgen.depth.latency import StepLatency
-from hf_specgen.generate import Settings, Speculation, settings_in
-from hf_specgen.outputs import OutputCollector
+from hf_specgen.decoding import DecodingLoop
+from hf_specgen.depth.latency import StepLatency, best_count
+from hf_specgen.generate import Speculation
+from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier
@@ -105,9 +101,8 @@ def generate_many(
     settings = Settings(candidate_generator, **{**given, "compile": False})
     if not isinstance(settings.verification, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
         raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
-    settings = replace(settings, candidates=settings.candidates.for_model(compat.unwrapped(model)))
     seed = int(torch.randint(2**31, ())) if seed is None else seed
-    batch = _Batch(model, settings, seed, streamer, arguments)
+    batch = _Batch(model, settings.for_model(compat.unwrapped(model)), seed, streamer, arguments)
     completions = batch.run(iter(prompts), max_rows)
     if ordered:
         completions = _in_order(completions)
@@ -122,8 +117,10 @@ def _of_common_width(trees: list[DraftTree], latency: StepLatency | None) -> lis
     """
     if latency is None or not all(tree.probability for tree in trees if tree.nodes):
         return trees
-    probability = [tree.probability[0] for tree in trees if tree.probability]
-    width = TreeSize(None, latency=latency, rows=len(trees)).best_size(probability) if probability else 0
+    rows, probability = len(trees), [tree.probability[0] for tree in trees if tree.probability]
+    gains = [sum(nodes) for nodes in zip_longest(*probability, fillvalue=0.0)]
+    seconds = np.array([latency.target.seconds_of(rows * (1 + width)) for width in range(1 + len(gains))])
+    width = best_count(gains, rows, seconds)
     return [tree.first_nodes(width) for tree in trees]
 
 
@@ -149,12 +146,9 @@ class _Batch:
         streamer: Callable[[int], BaseStreamer] | None,
         arguments: dict[str, Any],
     ):
-        policy = copy.copy(settings.policy or settings.candidates.policy)
-        if isinstance(policy, AdaptiveDepth):
-            policy.common_loss = DraftingLoss()
-        self._model, self._settings, self._seed, self._policy = model, replace(settings, policy=policy), seed, policy
+        self._model, self._candidates, self._seed = model, settings.candidates, seed
         self._streamer, self._arguments = streamer, arguments
-        self._candidates, self._drafters = joined(settings.candidates)
+        self._steps = CommonSteps(settings)
         self._rows: list[_Row] = []
         self._joined: list[_Row] = []  # those of the common target
         self._target: Target
@@ -166,7 +160,9 @@ class _Batch:
         try:
             while True:
                 while len(self._rows) < max_rows and (following := next(waiting, None)) is not None:
-                    yield from self._admit(*following)
+                    row = self._admitted(*following)
+                    if row.loop.state.all_stopped:
+                        yield self._completed(row)
                 if not self._rows:
                     return
                 with self._decoding():
@@ -174,38 +170,31 @@ class _Batch:
                     self._step()
                 for place, row in enumerate(self._joined):
                     if row.loop.state.all_stopped:
-                        self._rows.remove(row)
                         if row.loop.padding.is_visible:
                             row.loop.target.leave(self._target, place)
                         yield self._completed(row)
         finally:
             for row in self._rows:
                 row.stack.close()
-            for drafter in self._drafters:
-                drafter.close()
-            self._settings.candidates.speculation = self.statistics
+            self._steps.close()
+            self._candidates.speculation = self.statistics
 
-    def _admit(self, index: int, prompt: Any) -> Iterator[Completion]:
-        """Start a prompt and run its prefill; completes it if it ends there, or cannot be joined."""
+    def _admitted(self, index: int, prompt: Any) -> _Row:
+        """A row for a prompt, after its prefill; after its last step, if it cannot be joined."""
         if isinstance(prompt, str):
             raise TypeError(f"prompts must be token ids, such as tokenizer(text)['input_ids'], got {prompt!r:.60}")
         ids = torch.as_tensor(prompt, device=compat.input_device(self._model))
         ids = ids[None] if ids.dim() == 1 else ids
         if ids.dim() != 2 or len(ids) != 1:
             raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
-        row = _Row(index, self._settings, self._streamer and self._streamer(index), self._candidates)
+        row = _Row(index, self._steps.settings, self._streamer and self._streamer(index))
         row.seed = self._seed + index if isinstance(self._seed, int) else self._seed[index]
-        with self._decoding():
-            row.start(self._model, ids, self._arguments)
-        if row.loop.state.all_stopped:
-            yield self._completed(row)
-        elif row.is_joinable:
-            self._rows.append(row)
-        else:
-            with row.stack, self._decoding():
+        self._model.generate(ids, attention_mask=torch.ones_like(ids), **self._arguments, custom_generate=row)
+        self._rows.append(row)
+        if not row.is_joinable:
+            with self._decoding():
                 row.loop.decode()
-                row.stack = row.stack.pop_all()
-            yield self._completed(row)
+        return row
 
     def _exchange_rows(self) -> None:
         """Let the common target process the rows that have not ended, and new ones after them."""
@@ -221,38 +210,30 @@ class _Batch:
     def _step(self) -> None:
         """One step of all rows."""
         loops = [row.loop for row in self._rows]
-        for loop in loops:
-            loop.state.other_rows = len(loops) - 1
-            loop.plan_step()
-        for drafter in self._drafters:
-            drafter.draft()
-        known = loops[0].policy.pass_latency
-        latency = None if known is None else known.at(len(loops), max(self._target.cache.lengths))
-        trees = _of_common_width([loop.draft_step() for loop in loops], latency)
+        self._steps.begin(loops, len(loops))
+        drafts = self._steps.draft(loops, [True] * len(loops))
+        trees = _of_common_width(drafts, self._steps.latency)
         width, pending = max(tree.nodes for tree in trees), [loop.state.last_token(0) for loop in loops]
         parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
         begin = perf_counter()
         logits = self._target.forward(DraftTree.from_nodes(parts).padded(width), pending)
-        seconds = {"forward": perf_counter() - begin, "draft": sum(drafter.seconds for drafter in self._drafters)}
+        seconds = perf_counter() - begin
         for place, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
-            for part, value in seconds.items():
-                loop.timer.add(part, value)
+            loop.timer.add("forward", seconds)
             loop.target.take_states(self._target, place, 1 + tree.nodes)
             loop.end_step(tree, logits[place : place + 1, : 1 + tree.nodes])
         self._target.commit_rows([loop.target for loop in loops])
-        step = self._common_step([loop.statistics.passes[-1] for loop in loops])
-        self.statistics.passes.append(step)
-        if isinstance(self._policy, AdaptiveDepth) and self._policy.common_loss and latency and step.has_draft:
-            self._policy.common_loss.count(step, latency)
+        self._count([loop.statistics.passes[-1] for loop in loops])
 
-    def _common_step(self, steps: Sequence[StepRecord]) -> StepRecord:
-        """The record of a step of all rows."""
-        passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
-        if not all(drafter.is_joined for drafter in self._drafters):
-            passes += [tokens for step in steps for tokens in step.passes]
+    def _count(self, steps: Sequence[StepRecord]) -> None:
+        """Count a step of all rows."""
+        passes = self._steps.passes or [tokens for step in steps for tokens in step.passes]
         requested, rows = [step.requested[0] for step in steps], [step.rows[0] for step in steps]
         context, tokens_per_row = max(step.context for step in steps), max(step.tokens_per_row for step in steps)
-        return StepRecord(requested, rows, tokens_per_row, {}, passes, context)
+        self.statistics.passes.append(StepRecord(requested, rows, tokens_per_row, {}, passes, context))
+        if (latency := self._steps.latency) is not None:
+            emitted = sum(row.emitted for row in rows if row is not None)
+            self._steps.count_loss(latency.target.seconds_of(len(rows) * tokens_per_row), emitted, passes)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
@@ -262,10 +243,9 @@ class _Batch:
             yield
 
     def _completed(self, row: _Row) -> Completion:
+        self._rows.remove(row)
         with row.stack, torch.no_grad():
             output = row.loop.complete()
-            if row.streamer is not None:
-                row.streamer.end()
         statistics = row.loop.statistics
         self.statistics.rows += statistics.rows
         self.statistics.lengths += statistics.lengths
@@ -273,34 +253,25 @@ class _Batch:
 
 
 class _Row(Speculation):
-    """A prompt: a `generate` call that is prepared as any other, and whose loop is run by a `_Batch`."""
+    """A prompt: a `generate` call that is prepared as any other, and whose steps are made by a `_Batch`."""
 
     loop: DecodingLoop
+    stack: ExitStack
 
-    def __init__(self, index: int, settings: Settings, streamer: BaseStreamer | None, candidates: Candidates):
+    def __init__(self, index: int, settings: Settings, streamer: BaseStreamer | None):
         super().__init__(settings, streamer)
-        self.index, self.stack, self._candidates = index, ExitStack(), candidates
+        self.index = index
 
     @property
     def is_joinable(self) -> bool:
         """Whether the common target can process the row."""
-        reads_cache = self.settings.candidates.target_requirements(self.loop.target.model).reads_cache
-        return self.loop.target.is_joinable and not reads_cache
+        target = self.loop.target
+        return target.is_joinable and not self.settings.candidates.target_requirements(target.model).reads_cache
 
-    def start(self, model: Any, ids: torch.Tensor, arguments: dict[str, Any]) -> None:
-        """Prepare the call and run its prefill."""
-        with self.stack:
-            model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=self)
-            self.loop.prefill()
-            self.stack = self.stack.pop_all()
-
-    def decode(self, call: Call, input_ids: torch.Tensor, model_kwargs: dict[str, Any], **parts: Any) -> torch.Tensor:
-        """Begin the call."""
-        if call.state.batch != 1:
+    def run(self, loop: DecodingLoop, stack: ExitStack) -> torch.Tensor:
+        """Run the prefill alone."""
+        if loop.state.batch != 1:
             raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
-        outputs = OutputCollector(call, parts["criteria"], self.streamer)
-        sessions = (self._candidates, parts["verifier"], parts["policy"], None)
-        target = checked_target(call, parts["candidates"], input_ids, model_kwargs)
-        self.loop = DecodingLoop(call, target, outputs, *sessions, self.stack)
-        parts["on_start"](self.loop.statistics)
-        return input_ids
+        loop.prefill()
+        self.loop, self.stack = loop, stack.pop_all()
+        return loop.outputs.output_ids()

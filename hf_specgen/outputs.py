@@ -101,7 +101,9 @@ class OutputCollector:
     def returned(
         self, statistics: Statistics, cache: Any
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
-        """The return value of the call: its ids, or with `return_dict_in_generate=True` an output object."""
+        """End the stream; the return value of the call: its ids, or with `return_dict_in_generate=True` an output."""
+        if self._streamer is not None:
+            self._streamer.end()
         call = self._call
         if not call.config.return_dict_in_generate:
             return self.output_ids()

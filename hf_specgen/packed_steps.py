@@ -29,14 +29,12 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from hf_specgen import compat
 from hf_specgen.call import Call, GenerationState
-from hf_specgen.candidates import Candidates
-from hf_specgen.candidates.joined import joined
+from hf_specgen.common_steps import CommonSteps
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import UNLIMITED, DecodingLoop
-from hf_specgen.depth import AdaptiveDepth
 from hf_specgen.depth.latency import Floats, best_count, step_seconds
-from hf_specgen.generate import Settings
 from hf_specgen.outputs import OutputCollector
+from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
@@ -89,7 +87,7 @@ class Request:
 
     Args:
         state: Transformers' `RequestState`.
-        candidates: the strategy of the settings, which may draft for several requests at once.
+        settings: whose strategy may draft for several requests at once.
         seed: of its samples.
 
     Attributes:
@@ -103,7 +101,6 @@ class Request:
         target: PackedTarget,
         config: GenerationConfig,
         settings: Settings,
-        candidates: Candidates,
         seed: int,
     ):
         tokens, [prompt] = state.initial_tokens + state.generated_tokens, target.first_positions
@@ -113,29 +110,18 @@ class Request:
         text = GenerationState(ids, None, compat.end_tokens(state), limit)
         text.append(0, tokens[prompt:])
         call = Call(model, text, config, settings.candidates.settings(), remembers=settings.memory, seed=seed)
-        policy, outputs = settings.policy or settings.candidates.policy, OutputCollector(call, StoppingCriteriaList())
-        sessions = candidates, settings.verification, policy, None
-        self.loop = DecodingLoop(call, self.target, outputs, *sessions, self._stack)
+        outputs = OutputCollector(call, StoppingCriteriaList())
+        self.loop = DecodingLoop(call, self.target, settings, outputs, self._stack)
 
     @property
     def text(self) -> list[int]:
         """The generated tokens."""
         return self.loop.state.generated[0]
 
-    def plan(self, may_draft: bool, requests: int) -> None:
-        """Begin a step, one of `requests` that decode."""
-        self.loop.state.other_rows = max(0, requests - 1)
-        self.loop.plan_step(may_draft)
-
-    def draft(self, seconds: float) -> None:
-        """Draft as planned; the passes of all requests have taken these seconds."""
-        self.loop.timer.add("draft", seconds)
-        self.tree = self.loop.draft_step()
-
     def gains(self) -> Sequence[float]:
         """What ranks each proposed token: its path probability; 1 if a policy has chosen the depth, or without one."""
         nodes = len(self.tree.parents[0])
-        if self.loop.policy.pass_latency is None or not self.tree.probability:
+        if self.loop.policy.known is None or not self.tree.probability:
             return [1.0] * nodes
         return self.tree.probability[0][:nodes]
 
@@ -172,10 +158,10 @@ class PackedSteps:
         seed: int,
         finished: Callable[[Statistics], None],
     ):
-        self._processor, self._model, self._config, self._settings = processor, model, config, settings
+        self._processor, self._model, self._config = processor, model, config
         self._seed, self._finished = seed, finished
         self._requests: dict[str, Request] = {}
-        self._candidates, self._drafters = joined(settings.candidates)
+        self._steps = CommonSteps(settings)
         self._layers = settings.candidates.target_requirements(model).aux_hidden_state_layers
         self._states: list[torch.Tensor] = []  # captured in the step
         self._allocators: dict[str, Any] = processor.cache.cache_allocators
@@ -184,8 +170,8 @@ class PackedSteps:
         windows = [getattr(part, "sliding_window", None) for part in self._allocators.values()]
         self._slots = min([window for window in windows if window], default=UNLIMITED)
         self._tokens = self._drafted = self._decoding = 0
-        self._began = self._drafting = 0.0  # when the step began; seconds of drafting
-        self._seconds_of_drafts: Floats | None = None  # of a step with so many draft tokens, if some were proposed
+        self._began = 0.0  # when the passes of the step began
+        self._seconds: Floats | None = None  # of the step by draft tokens
 
     def _request(self, state: Any) -> Request:
         if state.request_id not in self._requests:
@@ -193,7 +179,7 @@ class PackedSteps:
             prompt = compat.prompt_of_request(state)
             target = PackedTarget(self._model, self._layers, prompt, positions, self._chains_only)
             seed = (self._seed + compat.request_number(state)) % 2**63
-            request = Request(state, self._model, target, self._config, self._settings, self._candidates, seed)
+            request = Request(state, self._model, target, self._config, self._steps.settings, seed)
             self._requests[state.request_id] = request
         return self._requests[state.request_id]
 
@@ -206,54 +192,47 @@ class PackedSteps:
             token_budget: tokens of the step at most.
         """
         self._drop_cancelled()
-        self._tokens, self._began = tokens, perf_counter()
         requests = [self._request(one.state) for one in scheduled]
+        self._tokens = tokens
         self._decoding = sum(bool(one.has_new_token and one.state.generated_tokens) for one in scheduled)
         most = max(0, token_budget - tokens) if self._decoding else 0
-        seconds = self._seconds(requests, token_budget)
+        self._steps.begin([request.loop for request in requests], self._decoding)
+        self._seconds = self._step_seconds(token_budget)
         # Not where even drafts that are accepted as a whole would not be faster.
-        drafts = seconds is None or best_count([1.0] * most, self._decoding, seconds) > 0
-        self._seconds_of_drafts = seconds if drafts else None
-        planned = []
-        for one, request in zip(scheduled, requests, strict=True):
-            if one.has_new_token and request.text:
-                request.plan(drafts and bool(one.state.generated_tokens), self._decoding)
-                planned.append(request)
-        for drafter in self._drafters:
-            drafter.draft()
-        for request in planned:
-            request.draft(sum(drafter.seconds for drafter in self._drafters))
-        self._drafting = perf_counter() - self._began
-        counts = self._counts(requests, most, seconds)
+        drafts = self._seconds is None or best_count([1.0] * most, self._decoding, self._seconds) > 0
+        pairs = zip(scheduled, requests, strict=True)
+        planned = {request: one for one, request in pairs if one.has_new_token and request.text}
+        may_draft = [drafts and bool(one.state.generated_tokens) for one in planned.values()]
+        trees = self._steps.draft([request.loop for request in planned], may_draft)
+        for request, tree in zip(planned, trees, strict=True):
+            request.tree = tree
+        counts = self._counts(requests, most)
         for one, request, count in zip(scheduled, requests, counts, strict=True):
             count = max(0, min(count, self._slots - 1 - one.state.position_offset))
             request.tree = request.tree.first_nodes(count if count and self._has_slots(one.state, 1 + count) else 0)
             one.state.tokens_to_process = one.state.tokens_to_process + request.tree.token_lists()[0]
             one.query_length += request.tree.nodes
             self._tokens += request.tree.nodes
-        self._drafted = self._tokens - tokens
+        self._drafted, self._began = self._tokens - tokens, perf_counter()
         return self._drafted
 
-    def _seconds(self, requests: Sequence[Request], tokens: int) -> Floats | None:
+    def _step_seconds(self, tokens: int) -> Floats | None:
         """Seconds of the step by draft tokens, up to `tokens` in all; None if the policy has no latencies.
 
         Without the time of prompts in the step: what they take does not depend on drafts.
         """
-        latency = requests[0].loop.policy.pass_latency
-        if latency is None or not self._decoding:
+        if self._steps.latency is None:
             return None
-        context = max(request.target.first_positions[0] + len(request.text) for request in requests)
-        self._latency = latency.at(self._decoding, context)
-        seconds = step_seconds(self._latency.target, tokens)
+        seconds = step_seconds(self._steps.latency.target, tokens)
         return seconds[self._tokens :] - seconds[self._tokens] + seconds[self._decoding]
 
-    def _counts(self, requests: Sequence[Request], most: int, seconds: Floats | None) -> list[int]:
+    def _counts(self, requests: Sequence[Request], most: int) -> list[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
         ranked = [(gain, number) for number, request in enumerate(requests) for gain in request.gains()]
         ranked = sorted(ranked, key=lambda one: -one[0])[:most]
-        if ranked and seconds is not None:
+        if ranked and self._seconds is not None:
             gains = [gain for gain, _ in ranked]
-            ranked = ranked[: best_count(gains, self._decoding, seconds[: 1 + len(gains)])]
+            ranked = ranked[: best_count(gains, self._decoding, self._seconds[: 1 + len(gains)])]
         taken = Counter(number for _, number in ranked)
         return [taken[number] for number in range(len(requests))]
 
@@ -317,7 +296,7 @@ class PackedSteps:
 
         The tokens before it are appended to the requests, whose positions are set back over rejected ones.
         """
-        seconds = perf_counter() - self._began - self._drafting
+        seconds = perf_counter() - self._began
         requests = [self._request(one.state) for one in scheduled]
         pairs = zip(scheduled, requests, strict=True)
         steps = [1 + request.tree.nodes if one.has_new_token else 0 for one, request in pairs]
@@ -342,17 +321,10 @@ class PackedSteps:
             self._roll_back(one, request, len(tokens), moves)
             if request.loop.state.has_ended(0):
                 self._finished(self._requests.pop(one.state.request_id).end())
-        self._count_loss(accepted)
+        if self._seconds is not None:
+            self._steps.count_loss(self._seconds[self._drafted], self._decoding + accepted, self._steps.passes)
         compat.move_slots(self._processor.cache, moves)
         return last, last_logprobs if self._processor.return_logprobs else None
-
-    def _count_loss(self, accepted: int) -> None:
-        """Count what a step with drafts has lost, in plain steps: its time, less that of plain steps for its tokens."""
-        seconds, policy = self._seconds_of_drafts, self._settings.policy
-        if seconds is not None and isinstance(policy, AdaptiveDepth) and policy.common_loss is not None:
-            passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
-            took = seconds[self._drafted] + self._latency.drafter.draft(passes)
-            policy.common_loss.add(took / seconds[0] - 1 - accepted / self._decoding)
 
     def _pass_states_on(self, scheduled: Sequence[Any], requests: Sequence[Request], steps: Sequence[int]) -> None:
         """Give each request the hidden states of its tokens; those of the output matrix are of the logit rows alone."""
@@ -391,5 +363,4 @@ class PackedSteps:
         """End the sessions of requests that were not finished."""
         for name in list(self._requests):
             self._requests.pop(name).end()
-        for drafter in self._drafters:
-            drafter.close()
+        self._steps.close()

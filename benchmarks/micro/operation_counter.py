@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specgen.decoding import DecodingLoop, PolicyRunner
+from hf_specgen.decoding import DecodingLoop
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.targets.cache import move_captured
@@ -172,18 +172,18 @@ def counting() -> Iterator[tuple[Counter[str], Passes]]:
 def each_step(read: Callable[[], T]) -> Iterator[list[T]]:
     """What `read` returns when the prefill of a call is over, then after each step."""
     marks: list[T] = []
-    decode, observe = DecodingLoop.decode, PolicyRunner.observe
+    decode, end_step = DecodingLoop.decode, DecodingLoop.end_step
 
     def decode_from_here(loop: DecodingLoop) -> None:
         marks[:] = [read()]
         decode(loop)
 
-    def observe_and_mark(runner: PolicyRunner, *args: Any) -> None:
-        observe(runner, *args)
+    def end_step_and_mark(loop: DecodingLoop, *args: Any) -> None:
+        end_step(loop, *args)
         marks.append(read())
 
     with (
         patch.object(DecodingLoop, "decode", decode_from_here),
-        patch.object(PolicyRunner, "observe", observe_and_mark),
+        patch.object(DecodingLoop, "end_step", end_step_and_mark),
     ):
         yield marks

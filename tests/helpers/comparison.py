@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_specgen import Candidates, SpeculativeOutput, Statistics
-from hf_specgen.generate import CALL_SETTINGS
+from hf_specgen.settings import CALL_SETTINGS
 from tests.helpers.models import SHARED
 
 SEED = 11

@@ -22,8 +22,8 @@ from benchmarks.report.tables import BEGIN, END, collect
 from hf_specgen import Candidates, DraftModelCandidates, NgramCandidates
 from hf_specgen.cli.__main__ import app
 from hf_specgen.depth import LatencyModel
-from hf_specgen.generate import CALL_SETTINGS
 from hf_specgen.monitoring import speedup
+from hf_specgen.settings import CALL_SETTINGS
 from tests.helpers.models import recorded_inputs
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
 

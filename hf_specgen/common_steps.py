@@ -1,0 +1,80 @@
+"""Steps of several calls with common forward passes: what `generate_many` and continuous batching have in common.
+
+Each call is decoded by a `DecodingLoop` of its own with one row, so its tokens do not depend on the others. In a common
+step all loops plan, then the drafters with a forward pass draft for all of them at once, then each loop takes its
+draft. The caller cuts the drafts by the latency of the step, runs the target on all of them in one pass, and lets each
+loop verify its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hf_specgen.candidates.joined import joined
+from hf_specgen.decoding import DecodingLoop
+from hf_specgen.depth import AdaptiveDepth
+from hf_specgen.depth.adaptive import DraftingLoss
+from hf_specgen.depth.latency import StepLatency
+from hf_specgen.settings import Settings
+from hf_specgen.tree import DraftTree
+
+
+class CommonSteps:
+    """Plans and drafts the steps of calls, and counts what their drafts lose.
+
+    Attributes:
+        settings: of each call: a strategy whose sessions draft together, and a policy with a common `DraftingLoss`.
+        latency: of the step, by its rows; None if the policy has no latencies.
+        seconds, passes: of drafters with a forward pass in the step: their time, and the tokens of each pass.
+    """
+
+    def __init__(self, settings: Settings):
+        self._policy, self._strategy = copy.copy(settings.policy), settings.candidates
+        if isinstance(self._policy, AdaptiveDepth):
+            self._policy.common_loss = DraftingLoss()
+        candidates, self._drafters = joined(settings.candidates)
+        self.settings = replace(settings, candidates=candidates, policy=self._policy)
+        self.latency: StepLatency | None = None
+        self.seconds, self.passes = 0.0, list[int]()
+        self._rows, self._has_draft = 0, False
+
+    def begin(self, loops: Sequence[DecodingLoop], rows: int) -> None:
+        """Begin a step of these calls, `rows` of which decode; the others are in their prefill."""
+        known = loops[0].policy.known
+        context = max(loop.call.context_length for loop in loops)
+        self.latency, self._rows = None if known is None or not rows else known.at(rows, context), rows
+
+    def draft(self, loops: Sequence[DecodingLoop], may_draft: Sequence[bool]) -> list[DraftTree]:
+        """The drafts of calls that decode."""
+        for loop, may in zip(loops, may_draft, strict=True):
+            loop.state.other_rows = max(0, self._rows - 1)
+            loop.plan_step(may)
+        self._has_draft = any(any(loop.max_depths) for loop in loops)
+        for drafter in self._drafters:
+            drafter.draft()
+        self.seconds = sum(drafter.seconds for drafter in self._drafters)
+        self.passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
+        for loop in loops:
+            loop.timer.add("draft", self.seconds)
+        return [loop.draft_step() for loop in loops]
+
+    def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
+        """Count a step with drafts: its time, less that of plain steps for the tokens that its rows emitted.
+
+        Args:
+            seconds: of the target's pass, by the latencies.
+            emitted: tokens of all rows.
+            passes: tokens of each pass of the drafters.
+        """
+        if self.latency is None or not self._has_draft or not isinstance(self._policy, AdaptiveDepth):
+            return
+        seconds += self.latency.drafter.draft(passes)
+        if self._policy.common_loss is not None:
+            self._policy.common_loss.add(seconds / self.latency.target.seconds_of(self._rows) - emitted / self._rows)
+
+    def close(self) -> None:
+        """End the common drafts."""
+        for drafter in self._drafters:
+            drafter.close()
