@@ -10,7 +10,7 @@ import hf_specgen
 from hf_specgen import CombinedCandidates, FixedDepth
 from hf_specgen.packed_steps import Request
 from tests.helpers import fresh_model
-from tests.integration.test_continuous_batching import requests, run, started
+from tests.helpers.batching import requests, run, started
 
 TOKENS = 8
 SCARCE = {"num_blocks": 24, "page_size": 8, "max_batch_tokens": 96}
