@@ -108,8 +108,8 @@ class CapturedLevels:
     """Without tensors."""
 
     def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> tuple[Grown, torch.Tensor | None]:
-        growth, states, slots = self.growth.continued(inputs.last), inputs.states, cache.layers[0]
-        roots, columns = slots.starts - 1 - growth.expanded, slots.get_mask_sizes(0)[0]
+        growth, states, layer = self.growth.continued(inputs.last), inputs.states, cache.layers[0]
+        roots, columns = layer.slots[:, :1] - 1 - growth.expanded, layer.get_mask_sizes(0)[0]
         for number in range(self.passes):
             tree = growth.expand(self.width)
             layout = StepLayout(roots, columns, *growth.structure(inputs.depths), inputs.visible)

@@ -1,4 +1,6 @@
-"""DSpark: a block head with a low-rank Markov correction of its logits, and a confidence head.
+"""Block heads whose logits are corrected by what was drafted: DSpark, with a confidence head, and Domino.
+
+DSpark has a low-rank Markov correction:
 
 | correction | query, with e = W1[previous token], output h of the position and a state s along the path |
 |---|---|
@@ -6,7 +8,7 @@
 | gated | sigmoid(gate_proj([h; e])) * e |
 | rnn | tanh(o), where g, c, o = joint_proj([s; e; h]); then s = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c) |
 
-The confidence head estimates from h, or from [h; e], how likely the token proposed at the position is accepted.
+Its confidence head estimates from h, or from [h; e], how likely the token proposed at the position is accepted.
 
 Source: DSpark (2026), as implemented by deepseek-ai/DeepSpec and by the package speculators.
 """
@@ -149,3 +151,59 @@ def _layout(file: HeadFile, block_size: int) -> dict[str, object]:
     if file.is_nested:  # before the field existed, speculators trained the other layout than its class now has
         return {"first_proposing_position": int(file.speculative_tokens() != block_size), "measures_layout": True}
     return {"first_proposing_position": 0, "measures_layout": "dflash_config" in file.checkpoint.config}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DominoConfig(BlockConfig):
+    """Configuration of `DominoHead`."""
+
+    emb_dim: int  # rank of the correction
+    gru_hidden_dim: int
+    pure_draft_prefix_len: int = 0  # draft tokens without a correction
+
+
+class DominoHead(PathHead):
+    """A block head whose logits are corrected by a GRU over the embeddings of the path.
+
+    With the state s after the anchor and the tokens drafted so far, the correction of a position with output h is
+    `embed_proj([h; s])`, two linear layers around SiLU; the first `pure_draft_prefix_len` draft tokens have none.
+
+    Source: Domino (2026), https://arxiv.org/abs/2605.29707, as implemented by SpecForge.
+    """
+
+    config: DominoConfig
+
+    def __init__(self, config: DominoConfig) -> None:
+        super().__init__(config)
+        width, self.state_size = config.hidden_size, config.gru_hidden_dim
+        self.prefix_gru = nn.GRU(width, config.gru_hidden_dim, bias=False, batch_first=True)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + config.gru_hidden_dim, config.emb_dim, bias=False),
+            nn.SiLU(),
+            nn.Linear(config.emb_dim, config.draft_vocab_size, bias=False),
+        )
+
+    def keys(self) -> torch.Tensor:
+        """`[draft_vocab, emb_dim]`."""
+        return cast(nn.Linear, self.embed_proj[2]).weight
+
+    def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
+        """The GRU reads the token, then the position's output and the state make the query."""
+        read, weights = embed(tokens.view(len(tokens), -1)).flatten(0, 1), dict(self.prefix_gru.named_parameters())
+        flat = torch.gru_cell(read, state.flatten(0, -2), weights["weight_ih_l0"], weights["weight_hh_l0"])
+        state = flat.view(state.shape)
+        query = self.embed_proj[:2](torch.cat((hidden, state), dim=-1))
+        return Step(query * (depth >= self.config.pure_draft_prefix_len), state)
+
+
+def load_domino(file: HeadFile) -> DominoHead:
+    """A Domino head of SpecForge or ModelOpt; without `shift_label` position j of the block proposes token j."""
+    fields, options = file.fields, block_options(file)
+    config = DominoConfig(
+        **options,
+        max_draft_tokens=options["block_size"] - 1,
+        emb_dim=fields.integer("emb_dim"),
+        gru_hidden_dim=fields.integer("gru_hidden_dim"),
+        pure_draft_prefix_len=fields.optional_integer("pure_draft_prefix_len") or 0,
+    )
+    return file.build(DominoHead, config)

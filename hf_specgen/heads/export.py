@@ -24,8 +24,7 @@ from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.checkpoint import write_checkpoint
 from hf_specgen.heads.dflash2 import FACTORS, DFlash2Head
-from hf_specgen.heads.domino import DominoHead
-from hf_specgen.heads.dspark import DSparkHead
+from hf_specgen.heads.dspark import DominoHead, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, eagle_layers
 from hf_specgen.heads.medusa import MedusaHeads, medusa_file
 

@@ -42,8 +42,7 @@ from hf_specgen.heads.checkpoint import (
     open_checkpoint,
 )
 from hf_specgen.heads.dflash2 import load_dflash2
-from hf_specgen.heads.domino import load_domino
-from hf_specgen.heads.dspark import load_dspark
+from hf_specgen.heads.dspark import load_domino, load_dspark
 from hf_specgen.heads.eagle import load_eagle1, load_eagle3
 from hf_specgen.heads.gemma_assistant import is_assistant, load_assistant
 from hf_specgen.heads.head_file import HeadFile

@@ -173,21 +173,16 @@ class StepLayer(RaggedLayer):
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self._slots, self._written = keys, values, slots, 0
+        self.keys, self.values, self.slots, self._written = keys, values, slots, 0
         self.is_initialized = True
-
-    @property
-    def starts(self) -> torch.Tensor:
-        """`[batch, 1]` the first slot that the pass writes to."""
-        return self._slots[:, :1]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write `[batch, heads, new, head_dim]` states to the next slots; returns all slots."""
         assert self.keys is not None and self.values is not None
-        rows = torch.arange(self._slots.shape[0], device=self._slots.device)[:, None]
-        slots = self._slots[:, self._written : self._written + key_states.shape[2]]
+        rows = torch.arange(self.slots.shape[0], device=self.slots.device)[:, None]
+        slots = self.slots[:, self._written : self._written + key_states.shape[2]]
         self._written += key_states.shape[2]
         self.keys[rows, :, slots] = key_states.transpose(1, 2)
         self.values[rows, :, slots] = value_states.transpose(1, 2)
@@ -199,7 +194,7 @@ class StepLayer(RaggedLayer):
 
     def get_seq_length(self) -> int:
         """Slots before the pass, at most: models that place tokens by `position_ids` do not compute with it."""
-        return self.get_mask_sizes(0)[0] - int(self._slots.shape[1])
+        return self.get_mask_sizes(0)[0] - int(self.slots.shape[1])
 
 
 class RaggedCache(Cache):

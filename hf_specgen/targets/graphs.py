@@ -246,7 +246,7 @@ class CapturedFunctions:
         self._memory: GraphMemory | None = None
         self._passes: Counter[tuple[Any, ...]] = Counter()
         self._refused: set[tuple[Any, ...]] = set()
-        self._buffers, self._lock = GraphBuffers(), threading.Lock()
+        self.buffers, self._lock = GraphBuffers(), threading.Lock()
 
     def begin_call(self, module: nn.Module) -> None:
         """Forget the graphs of a module that has changed."""
@@ -254,13 +254,8 @@ class CapturedFunctions:
             with self._lock:
                 self._memory, self.failure, self._fingerprint = None, None, current
                 self._refused.clear()
-                for lasting in self._buffers.sets:
+                for lasting in self.buffers.sets:
                     lasting.graphs.clear()
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether there is a graph."""
-        return any(lasting.graphs for lasting in self._buffers.sets)
 
     def capacity(self, module: nn.Module, cache: RaggedCache, tokens: int, mode: Compile) -> int:
         """Move a cache into lasting buffers, with slots for so many more tokens; returns how many slots they have.
@@ -270,7 +265,7 @@ class CapturedFunctions:
         with self._lock:
             try:
                 cache.reserve(max(cache.lengths) + tokens)
-                return self._buffers.adopt(cache)
+                return self.buffers.adopt(cache)
             except torch.OutOfMemoryError as error:
                 self._give_up(module, error, mode)
                 return 0
@@ -310,7 +305,7 @@ class CapturedFunctions:
         shapes = tuple((leaf.shape, leaf.dtype) if _is_tensor(leaf) else repr(leaf) for leaf in leaves)
         key, starts = (function, shapes, torch.is_inference_mode_enabled()), torch.tensor(lengths)
         with self._lock:
-            lasting = self._buffers.of_cache(cache)
+            lasting = self.buffers.of_cache(cache)
             if lasting is not None and (graph := lasting.graphs.get(key)) is not None:
                 outputs = graph.replay([*leaves, starts])
                 cache.set_lengths([length + columns for length in lengths])
@@ -367,7 +362,7 @@ class CapturedFunctions:
     def release(self, cache: RaggedCache) -> None:
         """Give the cache buffers of its own, before a caller of `generate` receives it."""
         with self._lock:
-            self._buffers.release(cache)
+            self.buffers.release(cache)
 
 
 class LevelPasses(NamedTuple):
@@ -382,12 +377,9 @@ class LevelPasses(NamedTuple):
     module: nn.Module
     cache: RaggedCache
     level: Any
-    states: torch.Tensor | None = None
-    """`[batch, nodes, hidden]` of the nodes of the last pass."""
-    visible: torch.Tensor | None = None
-    """`[batch, slots]` bool, False for padding."""
-    offsets: torch.Tensor | None = None
-    """`[batch, 1]` position minus slot."""
+    states: torch.Tensor | None = None  # [batch, nodes, hidden] of the nodes of the last pass
+    visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
+    offsets: torch.Tensor | None = None  # [batch, 1] position minus slot
 
 
 _functions: weakref.WeakKeyDictionary[nn.Module, CapturedFunctions] = weakref.WeakKeyDictionary()
@@ -404,4 +396,4 @@ def captured_functions(module: nn.Module) -> CapturedFunctions:
 def is_captured(module: nn.Module) -> bool:
     """Whether a function of a module has been captured."""
     functions = _functions.get(module)
-    return functions is not None and functions.is_captured
+    return functions is not None and any(lasting.graphs for lasting in functions.buffers.sets)

@@ -15,7 +15,7 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
 from hf_specgen.targets.cache import RaggedLayer, move_captured, padded_width
-from hf_specgen.targets.graphs import CapturedFunctions, LevelPasses, captured_functions
+from hf_specgen.targets.graphs import CapturedFunctions, LevelPasses, captured_functions, is_captured
 from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, return_cache, takes_positions
 from hf_specgen.targets.masks import StepLayout, StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
@@ -281,7 +281,7 @@ class Target:
 
     def capture_at_once(self) -> None:
         """Capture further shapes when they are used first, if the model has been captured in some other shape."""
-        self._captures_at_once = self._graphs is not None and self._graphs.is_captured
+        self._captures_at_once = self._graphs is not None and is_captured(self.model)
 
     @property
     def is_joinable(self) -> bool:

@@ -2,9 +2,8 @@
 
 from hf_specgen.verification.base import VerificationSession, Verifier
 from hf_specgen.verification.coupled import CoupledVerifier
-from hf_specgen.verification.rejection import RejectionVerifier
+from hf_specgen.verification.rejection import RejectionVerifier, TypicalVerifier
 from hf_specgen.verification.result import VerificationResult
-from hf_specgen.verification.typical import TypicalVerifier
 
 __all__ = [
     "CoupledVerifier",

@@ -14,8 +14,7 @@ from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.dflash2 import DFlash2Config, DFlash2Head
-from hf_specgen.heads.domino import DominoConfig, DominoHead
-from hf_specgen.heads.dspark import DSparkConfig, DSparkHead
+from hf_specgen.heads.dspark import DominoConfig, DominoHead, DSparkConfig, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
