@@ -23,7 +23,7 @@ from hf_specgen.candidates.tree_search import TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import LayoutVotes, PathRunner
-from hf_specgen.heads.runner import HeadRunner
+from hf_specgen.heads.runner import EagleRunner, HeadRunner
 from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
@@ -223,8 +223,7 @@ class EagleSession(ReadsFeatures, AutoregressiveSession):
         return cast(torch.Tensor, self.runner.first_logits(features, tokens, self.queue.active_rows()))
 
     def level_passes(self) -> LevelPasses | None:
-        passes: LevelPasses | None = self.runner.level_passes()
-        return passes
+        return self.runner.level_passes() if isinstance(self.runner, EagleRunner) else None
 
     def after_levels(self, states: torch.Tensor | None, expanded: int) -> None:
         self.runner.after_levels(states)
