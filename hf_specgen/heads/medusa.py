@@ -146,6 +146,12 @@ class MedusaHeads(DraftHead):
         """The input of the target's output matrix."""
         return (OUTPUT_STATE,)
 
+    def forward(
+        self, heads: Sequence[int], hidden: torch.Tensor, tokens: torch.Tensor | None, shared: nn.Module
+    ) -> torch.Tensor:
+        """`[..., heads, draft_vocab]` scores of some heads; arguments as for `head_state` and `scores`."""
+        return self.scores(heads, _stacked([self.head_state(head, hidden, tokens) for head in heads]), shared)
+
     def head_state(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., hidden]`, the hidden state of one head."""
         if read := self.config.tokens_read(head):
@@ -203,8 +209,7 @@ class MedusaRunner:
         hidden, path = self._states, torch.cat(list(tokens), dim=-2) if tokens else None
         if path is not None:
             hidden, self._path = hidden.expand(-1, path.shape[1], -1), path
-        states = _stacked([self._head.head_state(head, hidden, path) for head in heads])
-        scores = self._head.scores(heads, states, output_matrix(self._target))
+        scores = self._head(heads, hidden, path, output_matrix(self._target))
         logits = output_logits(self._target, scores, lambda scores: scores)
         return self.bound.to_target_vocabulary(logits)
 
