@@ -147,10 +147,15 @@ class MedusaHeads(DraftHead):
         return (OUTPUT_STATE,)
 
     def forward(
-        self, heads: Sequence[int], hidden: torch.Tensor, tokens: torch.Tensor | None, shared: nn.Module
-    ) -> torch.Tensor:
-        """`[..., heads, draft_vocab]` scores of some heads; arguments as for `head_state` and `scores`."""
-        return self.scores(heads, _stacked([self.head_state(head, hidden, tokens) for head in heads]), shared)
+        self, heads: Sequence[int], hidden: torch.Tensor, tokens: Sequence[torch.Tensor], shared: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[..., heads, draft_vocab]` scores of some heads, and the embeddings that they could read.
+
+        `hidden` is `[..., 1, hidden]`, `tokens` are parts `[..., nodes, tokens, hidden]` of these embeddings.
+        """
+        path = torch.cat(list(tokens), dim=-2) if tokens else None
+        hidden = hidden if path is None else hidden.expand(*path.shape[:-2], -1)
+        return self.scores(heads, _stacked([self.head_state(head, hidden, path) for head in heads]), shared), path
 
     def head_state(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., hidden]`, the hidden state of one head."""
@@ -206,10 +211,8 @@ class MedusaRunner:
 
     def _logits(self, heads: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own."""
-        hidden, path = self._states, torch.cat(list(tokens), dim=-2) if tokens else None
-        if path is not None:
-            hidden, self._path = hidden.expand(-1, path.shape[1], -1), path
-        scores = self._head(heads, hidden, path, output_matrix(self._target))
+        scores, path = self._head(heads, self._states, tokens, output_matrix(self._target))
+        self._path = self._path if path is None else path
         logits = output_logits(self._target, scores, lambda scores: scores)
         return self.bound.to_target_vocabulary(logits)
 
