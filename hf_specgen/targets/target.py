@@ -186,8 +186,9 @@ class Target:
         The function starts from a root that is cached, as `grow` does.
         """
         graphs, places = self._active_graphs, zip(self.cache.lengths, self._layout.offsets, strict=True)
-        fits = len(self.rows) == self.batch and max(map(sum, places)) + levels <= self.last_position
-        if graphs is None or self.verifies_chains_only or not fits or not self._inputs.is_text(self.cache):
+        if graphs is None or self.verifies_chains_only or not self._inputs.is_text(self.cache):
+            return None
+        if len(self.rows) < self.batch or max(map(sum, places)) + levels > self.last_position:
             return None
         level = ModelLevel(self._pass, StepMasks(self.model, None, required=True))
         offsets = torch.tensor(self._layout.offsets)[:, None]
