@@ -17,6 +17,7 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
 )
+from hf_specgen.candidates.captured_levels import CapturedLevels
 from hf_specgen.compat import CACHE
 from hf_specgen.evaluation.workloads import EMBEDDED_EAGLE, load
 from hf_specgen.targets import graphs
@@ -149,3 +150,11 @@ def test_step_without_cudnn_attention_and_setting_restored(target: Any) -> None:
     finally:
         hook.remove()
     assert seen[-1] is False and torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize("shape", [{"k": 5}, {"k": 6, "tree": 12}, {}], ids=str)
+def test_first_levels_of_a_draft_are_one_graph(embedded: Any, shape: Any) -> None:
+    """Would catch: an operation that a graph cannot hold, after which each level takes a graph of its own."""
+    same_tokens(embedded, inputs(1, 12), EagleCandidates(EMBEDDED_EAGLE, **shape), compile="graphs")
+    sets = [one for functions in graphs._functions.values() for one in functions.buffers.sets]
+    assert any(isinstance(key[0], CapturedLevels) for one in sets for key in one.graphs)
