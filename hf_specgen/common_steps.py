@@ -26,7 +26,7 @@ class CommonSteps:
 
     Attributes:
         settings: of each call: a strategy whose sessions draft together, and a policy with a common `DraftingLoss`.
-        latency: of the step, by its rows; None if the policy has no latencies.
+        latency: of the step, by its rows; None if it is not known, or no row decodes.
         seconds, passes: of drafters with a forward pass in the step: their time, and the tokens of each pass.
     """
 
@@ -47,7 +47,7 @@ class CommonSteps:
         self.latency, self._rows = None if known is None or not rows else known.at(rows, context), rows
 
     def draft(self, loops: Sequence[DecodingLoop], may_draft: Sequence[bool]) -> list[DraftTree]:
-        """The drafts of calls that decode."""
+        """The draft of each call, empty where it may not draft."""
         for loop, may in zip(loops, may_draft, strict=True):
             loop.state.other_rows = max(0, self._rows - 1)
             loop.plan_step(may)
@@ -57,7 +57,7 @@ class CommonSteps:
         self.seconds = sum(drafter.seconds for drafter in self._drafters)
         self.passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
         for loop in loops:
-            loop.timer.add("draft", self.seconds)
+            loop.timer.add("draft", self.seconds)  # each call's timer receives the whole common time
         return [loop.draft_step() for loop in loops]
 
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Several levels of a draft tree as one captured function: expansion, passes of the drafter, and their proposals.
 
-Nothing in it is decided by the host, so that a CUDA graph can repeat it. It is used for the first levels of a draft, or
-for all of a tree of fixed size; later levels, whose number and width depend on what has been read, would be captured
-anew each time, and take one graph for each pass.
+Nothing in it is decided by the host, so that a CUDA graph can repeat it. It is used for the first levels of an adaptive
+tree, for up to four levels at a time of a tree of fixed size, and for all of a chain. Later levels of an adaptive tree,
+whose number and width depend on what has been read, would be captured anew each time: they take a graph for each pass.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Proposals:
         children: how many tokens.
         vocab: the size of the target's vocabulary; the drafter's may be padded to another size.
         threshold: nodes whose token has a lower probability are not expanded.
-        do_sample: whether the target samples.
+        do_sample: whether the weights contain noise; the confidence is then a token's share of their sum.
         processors: applied to the logits.
-        wants_q: whether the tokens are drawn from q, for rejection sampling.
+        wants_q: whether to return q, from which the weights have drawn already, for rejection sampling.
     """
 
     children: int
@@ -73,12 +73,9 @@ class Proposals:
         return (tokens, acceptance, features, expandable), q
 
 
-@cache  # captured functions read them
+@cache  # kept: graphs read these addresses
 def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bounds of the bins of confidence; `[children]` ranks with bins of their own, and differences of logarithms.
-
-    These make later siblings less likely, where equal ones would have no order.
-    """
+    """Bounds of the bins of confidence; `[children]` ranks, the last ones as one; a penalty that orders siblings."""
     ranks = torch.arange(children, device=device)
     return torch.from_numpy(EDGES.astype(np.float32)).to(device), ranks.clamp(max=RANKS - 1), -1e-4 * ranks
 
@@ -88,16 +85,16 @@ class LevelInputs(NamedTuple):
 
     last: Frontier
     states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
-    visible: torch.Tensor | None  # [batch, capacity]
-    offsets: torch.Tensor | None  # [batch, 1]
-    depths: torch.Tensor  # [1 + expanded] of all nodes
-    table: torch.Tensor
+    visible: torch.Tensor | None  # [batch, capacity], False for padding
+    offsets: torch.Tensor | None  # [batch, 1] position minus slot
+    depths: torch.Tensor  # [1 + expanded] of all nodes, after the last pass
+    table: torch.Tensor  # [RANKS, bins]
     noise: torch.Tensor | None  # [batch, passes, vocab], if tokens are sampled
 
 
 @dataclass(frozen=True)
 class CapturedLevels:
-    """So many passes that expand so many nodes of each row; equal if they compute alike, as graphs need."""
+    """`passes` passes, before each of which `width` nodes of every row are expanded; equal ones share a graph."""
 
     key: tuple[Any, ...]
     passes: int
@@ -105,10 +102,11 @@ class CapturedLevels:
     proposals: Proposals
     level: Any
     growth: Growth = field(compare=False)
-    """Without tensors."""
+    """The shape alone, for which `key` stands in comparisons."""
 
     def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> tuple[Grown, torch.Tensor | None]:
         growth, states, layer = self.growth.continued(inputs.last), inputs.states, cache.layers[0]
+        # Slots of the rows' last tokens, and how many slots attention reads.
         roots, columns = layer.slots[:, :1] - 1 - growth.expanded, layer.get_mask_sizes(0)[0]
         for number in range(self.passes):
             tree = growth.expand(self.width)
@@ -119,7 +117,7 @@ class CapturedLevels:
             weights = scores.softmax(dim=-1)
             if inputs.noise is not None:
                 weights = weights / inputs.noise[:, number, None, : weights.shape[-1]]
-            growth.add(*self.proposals(scores, weights, inputs.table)[0])
+            growth.add(*self.proposals(scores, weights, inputs.table)[0])  # without q: rejection is never captured
         return growth.packed(), states
 
 
@@ -132,7 +130,10 @@ def grow_captured(
     table: torch.Tensor,
     noise: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None] | None:
-    """Make passes of a drafter by a graph; returns its last states, or None if there is no graph yet, or cannot be."""
+    """Extend a growing tree and the drafter's cache by one graph; returns `(last states,)`.
+
+    None if there is no graph: nothing was added then, and the caller makes the passes.
+    """
     graphs, columns = drafter.functions, passes * width
     capacity = graphs.capacity(drafter.module, drafter.cache, columns, drafter.mode)
     if not capacity:
@@ -151,7 +152,7 @@ def grow_captured(
         columns,
         mode=drafter.mode,
         eagerly=lambda: None,
-        rehearsal=inputs,
+        rehearsal=inputs,  # the passes can be repeated
         is_optional=True,
     )
     if made is None:
