@@ -117,7 +117,9 @@ class CapturedLevels:
             weights = scores.softmax(dim=-1)
             if inputs.noise is not None:
                 weights = weights / inputs.noise[:, number, None, : weights.shape[-1]]
-            growth.add(*self.proposals(scores, weights, inputs.table)[0])  # without q: rejection is never captured
+            growth.add(
+                *self.proposals(scores, weights, inputs.table)[0]
+            )  # q is not needed: rejection sampling is not captured
         return growth.packed(), states
 
 

@@ -205,15 +205,12 @@ class _Verification(VerificationSession):
         super().__init__(call)
         self._drafter = drafter
 
-    def draft_weights(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         if not self.call.do_sample:
-            return super().draft_weights(scores, steps, tokens)
+            return None
         sessions = [cast(VerificationSession, row.call.verification) for row in self._drafter.rows]
-        ids = [None] * len(sessions) if tokens is None else tokens.split(1)
-        rows = zip(sessions, scores.split(1), steps, ids, strict=True)
-        return torch.cat([one.draft_weights(part, [at], columns) for one, part, at, columns in rows])
+        noise = [one.draft_noise([at], device) for one, at in zip(sessions, steps, strict=True)]
+        return torch.cat(cast(list[torch.Tensor], noise))
 
     def choose(self, *_: Any) -> torch.Tensor:
         """Not used: each call is verified by its own session."""

@@ -68,10 +68,10 @@ class TreeSize:
         if not self.is_fastest:
             if self.children == 1:
                 return left, 1
-            unread = growth.levels % growth.levels_per_read
-            if not unread and left > 1 and not growth.read().may_improve(self.max_nodes):
+            since_read = growth.levels % growth.levels_per_read
+            if not since_read and left > 1 and not growth.read().may_improve(self.max_nodes):
                 return 0, 0
-            return min(growth.levels_per_read - unread, left), min(isqrt(self.max_nodes), growth.frontier)
+            return min(growth.levels_per_read - since_read, left), min(isqrt(self.max_nodes), growth.frontier)
         passes = 0
         if not growth.expanded and growth.levels_per_read > 1:  # an accelerator would wait for the read
             width = min(len(self._pass), growth.frontier)

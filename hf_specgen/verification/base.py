@@ -93,14 +93,20 @@ class VerificationSession(ABC):
             tokens: `[batch, positions, draft vocab]` the ids, if the scores are not those of tokens 0, 1, 2, …
 
         Returns:
-            Of the shape of the scores, non-negative. By default the draft's own probabilities.
+            Non-negative, of the shape of the scores. By default q, divided by `draft_noise` where that is not None.
         """
-        return scores.float().softmax(dim=-1)
+        noise = self.draft_noise(steps, scores.device)
+        if noise is None:
+            return scores.float().softmax(dim=-1)
+        noise = noise if tokens is None else noise.gather(2, tokens)
+        vocab = min(scores.shape[-1], noise.shape[-1])
+        noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]
+        return scores[..., :vocab].float().softmax(dim=-1) / noise
 
     @property
     def shares_noise(self) -> bool:
-        """Whether `draft_weights` are the draft's probabilities, divided by `draft_noise` where that is not None."""
-        return True
+        """Whether `draft_weights` follow from the scores and `draft_noise` alone."""
+        return type(self).draft_weights is VerificationSession.draft_weights
 
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         """`[batch, positions, vocab]` the noise with which the target samples generated tokens, if it is known."""
@@ -227,10 +233,6 @@ class PathSession(VerificationSession):
         super().__init__(call)
         self._seed = int(torch.randint(2**62, ())) if call.do_sample else 0
         self._generators: dict[torch.device, torch.Generator] = {}
-
-    @property
-    def shares_noise(self) -> bool:
-        return not self.call.do_sample
 
     def draft_weights(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None

@@ -53,19 +53,8 @@ class _CoupledSession(VerificationSession):
             self._noise = NoiseBuffer(batch, vocab, scores.device, self.call.seed, scores.dtype)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
-    def draft_weights(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """q divided by the noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
-        noise = self.draft_noise(steps, scores.device)
-        if noise is None:
-            return super().draft_weights(scores, steps, tokens)
-        noise = noise if tokens is None else noise.gather(2, tokens)
-        vocab = min(scores.shape[-1], noise.shape[-1])
-        noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]
-        return scores[..., :vocab].float().softmax(dim=-1) / noise
-
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+        """The noise that the target samples with: where q is close to p, the two argmaxes mostly agree."""
         if not self.call.do_sample:
             return None
         assert self._noise is not None, "the prefill chooses before anything is drafted"
