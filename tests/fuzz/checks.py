@@ -142,10 +142,18 @@ def _visible(case: Case, ids: torch.Tensor, inputs: dict[str, torch.Tensor]) -> 
     return torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
 
 
+def slots(cache: Any) -> int | None:
+    """How many tokens a cache holds; None if there is none, or if it has linear attention alone."""
+    try:
+        return None if cache is None else int(cache.get_seq_length())
+    except (AttributeError, ValueError):
+        return None
+
+
 def _same_caches(plain: Any, ours: Any, visible: torch.Tensor) -> Iterator[Difference]:
-    if plain is None or ours is None or not hasattr(plain, "get_seq_length"):
+    length, expected_length = slots(ours), slots(plain)
+    if length is None or expected_length is None:
         return
-    length, expected_length = ours.get_seq_length(), plain.get_seq_length()
     if length != expected_length:
         yield Difference("cache", f"holds {length} slots, that of plain generate {expected_length}")
     elif type(plain) is DynamicCache:

@@ -247,7 +247,7 @@ class Comparison:
         """Raise an exception inside a call and look at what it leaves behind."""
         case = self.case
         fault = (Interrupt if case.interrupt else Fault)("on purpose")
-        held = None if cache is None else cache.get_seq_length()
+        held = checks.slots(cache)
         with fault_in(case, fault, self.model, self.candidates):
             ours = self._speculate(inputs, ends, cache, fault)
         if ours.error is not fault:
@@ -256,8 +256,8 @@ class Comparison:
                 self._differ([Difference("other error", detail)])
             return ours if ours.error is None else None
         self.outcome.fault_raised = True
-        if cache is not None and cache.get_seq_length() != held:
-            detail = f"the caller's cache holds {cache.get_seq_length()} slots, {held} before"
+        if checks.slots(cache) != held:
+            detail = f"the caller's cache holds {checks.slots(cache)} slots, {held} before"
             self._differ([Difference("cache after a fault", detail)])
         if case.verification != "exact" or plain.ids is None:
             return None
