@@ -44,6 +44,8 @@ class DecodingLoop:
         self.timer, self._candidates = StepTimer(), settings.candidates
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
         self.verification = settings.verification.start(call)
+        if outputs.has_custom_criteria:
+            self.verification.is_stopped_by_criteria = outputs.is_stopped
         stack.callback(lambda: self.verification.end(outputs.columns))
         self.policy: PolicySession = settings.policy.start(call)
         self._monitor = None if settings.monitor is None else settings.monitor.start(call)

@@ -75,12 +75,21 @@ class OutputCollector:
         self.columns = 0
         names = {"scores": call.keeps_scores, "logits": call.keeps_logits}
         self.kept: dict[str, list[torch.Tensor]] = {name: [] for name, is_kept in names.items() if is_kept}
+        self._stops: dict[int, list[bool]] = {}  # of columns that are not emitted yet
         self._waiting = {name: [deque[torch.Tensor]() for _ in range(self._state.batch)] for name in self.kept}
 
     @property
     def has_custom_criteria(self) -> bool:
         """Whether there are stopping criteria besides EOS and maximum length; they may stop a row in any column."""
         return bool(self._custom)
+
+    def is_stopped(self, columns: int, scores: Sequence[torch.Tensor]) -> bool:
+        """Whether a custom criterion stops a row after so many columns, which verification has chosen.
+
+        `scores` are those of the last of them, which are not emitted yet. Criteria are called once for each column.
+        """
+        self._stops[columns] = self._custom_stops(columns, scores)
+        return any(stops and not self._state.is_stopped(row) for row, stops in enumerate(self._stops[columns]))
 
     def add(self, result: VerificationResult) -> None:
         """Add a step whose tokens have been appended to the state, and emit the columns that it completes."""
@@ -130,7 +139,7 @@ class OutputCollector:
         for name, rows in self._waiting.items():
             self.kept[name].append(_next_column(rows))
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
-        stops = self._custom_stops()
+        stops = self._stops.pop(self.columns, None) or self._custom_stops(self.columns)
         if self._streamer is not None:
             self._streamer.put(torch.tensor(tokens))
         at_length = state.prompt_length + self.columns >= state.max_length
@@ -141,18 +150,18 @@ class OutputCollector:
             if state.pad_id is not None:
                 state.truncate(row, min(len(text), self.columns))
 
-    def _custom_stops(self) -> list[bool]:
+    def _custom_stops(self, columns: int, more_scores: Sequence[torch.Tensor] = ()) -> list[bool]:
         if not self._custom:
             return [False] * self._state.batch
         scores: Any = None
         if "scores" in self.kept:
             has_padding = any(map(self._state.is_stopped, range(self._state.batch)))
-            if has_padding and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
+            if has_padding and self._state.pad_id is not None and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
                 process = self.process_padding()
                 assert process is not None
                 process()
-            scores = tuple(self.kept["scores"])
-        ids = self._state.prefix(self._state.prompt_length + self.columns)
+            scores = (*self.kept["scores"], *more_scores)
+        ids = self._state.prefix(self._state.prompt_length + columns)
         with checked(self._custom, ids, self._call.do_sample):
             return self._custom(ids, scores).tolist()
 

@@ -8,7 +8,7 @@ verification modes differ only in how they choose.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +47,10 @@ class VerificationSession(ABC):
 
     Attributes:
         processors: applies the logits processors of the call at the nodes of a draft.
+        is_stopped_by_criteria: whether a custom stopping criterion stops a row, see `OutputCollector`; None without.
     """
+
+    is_stopped_by_criteria: Callable[[int, Sequence[torch.Tensor]], bool] | None = None
 
     def __init__(self, call: Call):
         self.call, self.processors = call, LogitsPipeline(call.logits_processor, call.state, call.do_sample)
@@ -166,12 +169,14 @@ class VerificationSession(ABC):
 
         Rows may start at different columns. A column is decided once for all rows that have reached it, until every
         row (in lockstep: one row) has chosen a token outside its draft or has ended. The chosen tokens are appended to
-        the state tentatively, so that processors see them.
+        the state tentatively, so that processors see them. Processors that may keep a state are not called behind a
+        column at which a stopping criterion stops a row; there all rows are at the same column.
         """
         state, draft_tokens, nodes = self.call.state, tree.token_lists(), [-1] * tree.batch
         chosen: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in range(tree.batch) if active[row]}
         scores, logits_of = ([dict[int, torch.Tensor]() for _ in active] for _ in range(2))  # by row and slot
-        walking, is_broken = list(chosen), False
+        walking, is_broken, columns = list(chosen), False, list[torch.Tensor]()
+        stops = self.is_stopped_by_criteria if self.processors.stateful else None
         with state.tentative():
             while walking and not is_broken:
                 step = min(len(state.generated[row]) for row in walking)
@@ -194,6 +199,9 @@ class VerificationSession(ABC):
                     if child is None or has_ended:
                         walking.remove(row)
                         is_broken |= bool(self.processors.lockstep) and not has_ended
+                columns.append(processed)
+                if stops is not None and not any(INVALID in emitted for _, emitted in chosen.values()):
+                    is_broken |= stops(1 + step, columns)
         return chosen, scores, logits_of
 
     def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:

@@ -113,7 +113,9 @@ class LogitsPipeline:
         """Whether `all_nodes` may be used."""
         known = SCORE_ONLY | ROW_WISE
         dependent = [one for one in processors if type(one) not in known and not getattr(one, "row_wise", False)]
-        self.lockstep = [name_of(one) for one in dependent] if state.batch > 1 else []
+        self.stateful = [name_of(one) for one in dependent]
+        """The processors that may keep a state from one call to the next."""
+        self.lockstep = self.stateful if state.batch > 1 else []
         """The processors for which all rows have to advance by the same number of tokens."""
 
     def all_nodes(self, logits: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The verification modes inside `generate`: stops, scores, batches, processors, and a draft that equals the target."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ from hf_specgen import Call, NgramCandidates, SpeculationMonitor
 from hf_specgen.verification import CoupledVerifier
 from tests.fuzz.scripted import RandomDepths, Scripted
 from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, fresh_model, prompts, tiny_model
-from tests.helpers.comparison import assert_same_tokens, plain_and_speculative, plain_output
+from tests.helpers.comparison import SEED, assert_same_tokens, plain_and_speculative, plain_output, seed
+from tests.helpers.oracle import ORACLES
 
 PROCESSORS: dict[str, dict[str, Any]] = {
     "none": {"top_k": 0},
@@ -97,6 +98,45 @@ def test_processor_with_scores_of_another_dtype_same_samples(dtype: torch.dtype)
     oracle = partial(Oracle, accuracy=0.8)
     plain, output = plain_and_speculative(tiny_model("llama"), prompts(4), oracle, **arguments)
     assert torch.equal(output.sequences, plain) and output.scores[0].dtype == dtype
+
+
+class _Recorder:
+    """A processor, or with `stop_at` a criterion that stops each row at a column; records what it is called with."""
+
+    def __init__(self, stop_at: Sequence[int] = ()):
+        self.ids, self.scores, self.stop_at = list[Any](), list[torch.Tensor](), stop_at
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        self.ids.append(input_ids.tolist())
+        if not self.stop_at:
+            return PrefixReader()(input_ids, scores)
+        self.scores += scores or ()
+        return torch.tensor(self.stop_at[: len(input_ids)]) <= input_ids.shape[1]
+
+
+@pytest.mark.parametrize("ends", [{}, {"eos_token_id": [5, 6, 7, 8]}], ids=["no end tokens", "end tokens"])
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("oracle", ["always", "tree"])
+def test_stateful_processor_is_not_called_behind_a_custom_stop(
+    batch: int, sampling: bool, oracle: str, ends: dict[str, Any]
+) -> None:
+    """Would catch: a processor that counts its calls, and so changes the next call, for tokens behind the stop."""
+    model, inputs, calls = tiny_model("llama"), prompts(batch), []
+    arguments = {"max_new_tokens": 20, "do_sample": sampling, "pad_token_id": 0, **ends}
+    texts = plain_output(model, inputs, **arguments, logits_processor=LogitsProcessorList([PrefixReader()]))[0]
+    drafter = ORACLES[oracle](texts[:, inputs["input_ids"].shape[1] :], k=8)
+    outputs = {"return_dict_in_generate": True, "output_scores": batch == 1 or not ends}
+    for more in ({}, {"candidate_generator": drafter}):
+        processor, criterion = _Recorder(), _Recorder(stop_at=(23, 17, 20))
+        lists = {"logits_processor": LogitsProcessorList([processor])}
+        lists |= {"stopping_criteria": StoppingCriteriaList([criterion])}
+        seed(SEED)
+        output = model.generate(**inputs, **arguments, **outputs, **lists, **more)
+        calls.append((output.sequences.tolist(), processor.ids, criterion.ids, criterion.scores))
+    plain, ours = calls
+    assert ours[:3] == plain[:3] and output.speculation.accepted > 2
+    torch.testing.assert_close(ours[3], plain[3], atol=1e-4, rtol=1e-4)
 
 
 class _InPlace(LogitsProcessor):
