@@ -298,11 +298,16 @@ def _check_call(
 
 
 def _check_mask(mask: Any, tokens: int, cache: Any) -> None:
-    """Raise for a mask with further columns, which plain `generate` takes for those of generated tokens."""
+    """Raise for a mask with too many columns, which plain `generate` takes for those of generated tokens, or too few."""
     if mask is None or mask.dim() != 2:
         return
     cached = 0 if cache is None else cache.get_seq_length()
     if mask.shape[1] not in (tokens, tokens + cached):
         raise ValueError(
             f"the attention mask has {mask.shape[1]} columns for a prompt of {tokens} tokens; give one for each token"
+        )
+    if mask.shape[1] == tokens <= cached:  # plain `generate` takes cached slots for the prompt then, and masks others
+        raise ValueError(
+            f"the cache holds {cached} tokens already, so a prompt of {tokens} cannot be the whole text; give the whole "
+            f"text, or an attention mask with a column for each of the {cached + tokens} tokens"
         )

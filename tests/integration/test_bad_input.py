@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen import (
@@ -233,6 +233,12 @@ def with_two_streamers() -> dict[str, Any]:
     return {**arguments, "custom_generate": speculate(NgramCandidates(), streamer=RecordingStreamer())}
 
 
+def with_cached_prompt() -> dict[str, Any]:
+    cache, inputs = DynamicCache(), prompts(2)
+    tiny_model("llama")(**inputs, **{CACHE: cache})
+    return {**inputs, CACHE: cache}
+
+
 SCORES = {"output_scores": True, "return_dict_in_generate": True}
 INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"inputs": torch.empty(1, 0, dtype=torch.long)}, "prompt is empty"),
@@ -240,6 +246,7 @@ INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"inputs_embeds": torch.randn(1, 5, 64)}, "not as inputs_embeds"),
     (lambda: {**prompts(1), "attention_mask": torch.ones(1, 40).triu(1)}, "mask has 40 columns for a prompt of 12"),
     (lambda: {CACHE: StaticCache(tiny_model("llama").config, 32), **prompts(1)}, "not with StaticCache"),
+    (with_cached_prompt, "the cache holds 12 tokens already"),
     (
         lambda: {**prompts(3), **SCORES, "eos_token_id": 5, "logits_processor": [torch.add]},
         "which add may compute",
