@@ -67,7 +67,7 @@ class GrownTree(DraftTree):
 
     def structure(self) -> TreeStructure:
         if self._structure is None:
-            return TreeStructure.of_chains(self.batch, self.nodes)
+            return TreeStructure.of_chains(self.batch, self.nodes, self.tokens.device)
         return self._structure if isinstance(self._structure, TreeStructure) else self._structure()
 
     def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:

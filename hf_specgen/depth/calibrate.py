@@ -95,6 +95,8 @@ def _measure(call: Call, target: Target) -> CostCurve:
             expected = times.get(q, times[largest] * sqrt(q / largest))  # between memory-bound and compute-bound
             if spent + expected / times[1] > MAX_PLAIN_STEPS:
                 break
+        if target.device.type != "cpu" and q not in times:
+            time_pass(target, pending, q)  # the first pass of a size loads kernels, or is captured
         seconds = from_first_rank(time_pass(target, pending, q), group)
         times[q] = min(seconds, times.get(q, seconds))
         spent += seconds / times[1]
@@ -152,7 +154,11 @@ class DrafterTimer:
         return LatencyModel((Bucket(curve, {ANY_DRAFTER: drafter}),))
 
     def observe(self, step: StepRecord) -> bool:
-        """Use the time of a draft; returns whether the time of drafting has become known by it."""
+        """Use the time of a draft; returns whether the latencies have changed by it.
+
+        The first draft includes the drafter's prefill. On an accelerator some of the next ones run eagerly, and some
+        capture graphs, so that the fastest of 16 drafts counts.
+        """
         if self.is_known or "forward" not in step.seconds or bool(step.passes) == self._without_passes:
             return False
         seconds = step.seconds.get("draft", 0.0)
@@ -160,11 +166,14 @@ class DrafterTimer:
             rows = step.batch + self._call.state.other_rows
             seconds *= self._curve.seconds_of(rows * step.tokens_per_row) / step.seconds["forward"]
         self._ratios.append(seconds / (sum(map(self._curve.seconds_of, step.passes)) or self._curve.seconds[0]))
-        self.is_known = len(self._ratios) == 5  # the first draft includes the drafter's prefill
+        drafts, taken = (5, median) if self._is_cpu else (16, min)
+        self.is_known = len(self._ratios) == drafts
+        if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):
+            return False
+        self.fraction = from_first_rank(taken(self._ratios[1:]), self._group)
         if self.is_known:
-            self.fraction = from_first_rank(median(self._ratios[1:]), self._group)
             memory.store(self._model, self._key, self.fraction)
-        return self.is_known
+        return True
 
 
 def lockstep_group(model: Any) -> Any:

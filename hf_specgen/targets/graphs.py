@@ -32,9 +32,9 @@ GRAPH_DEVICES = ("cuda",)
 """Where functions are captured."""
 EAGER_PASSES = 8
 """With compile="auto" a shape is captured when it is used once more than this, so that short calls capture nothing."""
-CAPACITY_BLOCK = 256
-"""Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 2,048 on
-there are four between a length and its double."""
+CAPACITY_BLOCK = 1024
+"""Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 8,192 on
+there are four between a length and its double. Captures take seconds, the attention to unused slots under 1%."""
 MAX_IDLE_BUFFERS = 2
 """Sets of buffers, with their graphs, that are kept for a module although no call uses them."""
 

@@ -252,13 +252,13 @@ def test_graph_buffers_serve_one_call_after_another_and_no_two_at_once() -> None
 def test_graph_buffers_that_an_eager_pass_outgrew_keep_what_it_wrote() -> None:
     """Would catch: keys and values of a long text between two drafts that are replaced by older ones."""
     cache, buffers = RaggedCache(), GraphBuffers()
-    first, long, later = (torch.randn(1, 2, length, 4) for length in (200, 300, 90))
+    first, long, later = (torch.randn(1, 2, length, 4) for length in (200, CAPACITY_BLOCK, 90))
     cache.update(first, first, 0)
-    assert buffers.adopt(cache) == 512
+    assert buffers.adopt(cache) == CAPACITY_BLOCK
     cache.update(long, long, 0)
     cache.update(later, later, 0)
     buffers.adopt(cache)
-    assert torch.equal(cache.buffers()[0][0][:, :, :590], torch.cat([first, long, later], dim=2))
+    assert torch.equal(cache.buffers()[0][0][:, :, : CAPACITY_BLOCK + 290], torch.cat([first, long, later], dim=2))
 
 
 @pytest.mark.parametrize("slots", [1, 300, 2000, 2049, 5000, 100_000])
@@ -268,4 +268,4 @@ def test_graph_buffers_have_few_capacities(slots: int) -> None:
     cache.reserve(slots)
     held = cache.buffers()[0][0].shape[2]
     capacity = GraphBuffers().adopt(cache)
-    assert held <= capacity < max(held + 256, 1.25 * held + 1)
+    assert held <= capacity < max(held + CAPACITY_BLOCK, 1.25 * held + 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, calibrate
@@ -163,6 +164,21 @@ def test_target_curve_takes_the_minimum_of_several_times(clock: Clock) -> None:
     assert curve is not None and curve.seconds[0] == pytest.approx(1.0)
 
 
+def test_target_curve_of_an_accelerator_leaves_out_captures(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: T(8) with the time in which its graph was captured, after which drafting never seems to pay."""
+    captured: set[int] = set()
+
+    def seconds(q: int) -> float:
+        return CURVES["flat"](q) + (0.0 if q in captured or captured.add(q) else 20.0)  # type: ignore[func-returns-value]
+
+    target: Any = Target(clock, seconds)
+    target.device = torch.device("cuda")
+    monkeypatch.setattr(calibrate, "perf_counter", clock)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    curve = calibrate.target_curve(depth_call(model=Model()), target)
+    assert curve is not None and curve.seconds == tuple(pytest.approx(CURVES["flat"](q)) for q in curve.queries)
+
+
 def test_target_curve_is_measured_once_per_model_rows_and_context(clock: Clock) -> None:
     model, target = Model(), Target(clock, CURVES["flat"])
     sizes = [(1, 100, True), (1, 300, False), (2, 100, True), (1, 600, False), (1, 3000, True)]
@@ -199,6 +215,18 @@ def test_drafter_timer_takes_the_median_without_the_first_draft() -> None:
     assert timer.fraction == pytest.approx(0.3)
     assert timer.latency().at(1, 100).drafter.draft((1, 4)) == pytest.approx(0.9)
     assert calibrate.DrafterTimer(call, curve).fraction == pytest.approx(0.3), "kept for later calls"
+
+
+def test_drafter_timer_of_an_accelerator_takes_the_fastest_draft() -> None:
+    """Some drafts capture graphs; until 16 are known, the fastest one so far counts."""
+    curve, call = CostCurve((1, 4), (1.0, 2.0), 256, 1), depth_call(model=Model(), negligible_cost=False)
+    timer = calibrate.DrafterTimer(call, curve)
+    timer._is_cpu = False
+    assert not timer.observe(draft_record(0.1)) and timer.fraction == 0.3
+    for fraction, fastest in ((9.0, 9.0), (0.2, 0.2), (5.0, 0.2), (0.1, 0.1), *[(0.5, 0.1)] * 11):
+        assert timer.observe(draft_record(3.0 * fraction))
+        assert timer.fraction == pytest.approx(fastest)
+    assert timer.is_known and not timer.observe(draft_record(0.0))
 
 
 def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:

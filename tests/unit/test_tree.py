@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen.call import GenerationState
+from hf_specgen.grown_tree import GrownTree
 from hf_specgen.tree import DraftTree, depths, merge_paths, validate_parents
 from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
 from tests.helpers import reference
@@ -25,6 +26,12 @@ def test_chains_of_different_lengths_are_padded_on_the_right() -> None:
     assert tree.tokens.tolist() == [[5, 6, 7], [0, 0, 0], [8, 0, 0]]
     assert tree.parents == ((-1, 0, 1), (), (-1,))
     assert (tree.batch, tree.nodes, tree.q) == (3, 3, None)
+
+
+def test_structure_of_a_grown_chain_is_on_the_device_of_its_tokens() -> None:
+    """Would catch: a head that runs eagerly on a GPU and receives positions on the CPU."""
+    chain = GrownTree(torch.zeros(1, 3, dtype=torch.long, device="meta"))
+    assert {part.device.type for part in chain.structure()} == {"meta"}
 
 
 @pytest.mark.parametrize("tree", [DraftTree.empty(2), DraftTree.chains([[], []]), DraftTree.from_paths([[], [[]]])])
