@@ -54,7 +54,7 @@ def decode_plainly(
     """Plain greedy decoding, with its logits, from what `generate` has prepared. Symbol: `GenerationMixin._sample`."""
     settings: Any = copy.deepcopy(config)
     settings._pad_token_tensor = None  # no row ends before the others
-    settings.update(do_sample=False, return_dict_in_generate=True, output_logits=True)
+    settings.update(do_sample=False, num_return_sequences=1, return_dict_in_generate=True, output_logits=True)
     criteria = StoppingCriteriaList([MaxLengthCriteria(input_ids.shape[1] + tokens)])
     return cast(Any, model)._sample(input_ids, LogitsProcessorList(), criteria, settings, **kwargs)
 

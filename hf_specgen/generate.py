@@ -298,7 +298,7 @@ def _check_call(
 
 
 def _check_mask(mask: Any, tokens: int, cache: Any) -> None:
-    """Raise for a mask with too many columns, which plain `generate` takes for those of generated tokens, or too few."""
+    """Raise for a mask with too few columns, or more, which plain `generate` takes for those of generated tokens."""
     if mask is None or mask.dim() != 2:
         return
     cached = 0 if cache is None else cache.get_seq_length()
@@ -308,6 +308,6 @@ def _check_mask(mask: Any, tokens: int, cache: Any) -> None:
         )
     if mask.shape[1] == tokens <= cached:  # plain `generate` takes cached slots for the prompt then, and masks others
         raise ValueError(
-            f"the cache holds {cached} tokens already, so a prompt of {tokens} cannot be the whole text; give the whole "
-            f"text, or an attention mask with a column for each of the {cached + tokens} tokens"
+            f"the cache holds {cached} tokens already, so a prompt of {tokens} cannot be the whole text; give the "
+            f"whole text, or an attention mask with a column for each of the {cached + tokens} tokens"
         )

@@ -91,6 +91,14 @@ def test_prompt_of_the_decoder_may_be_padded(kind: str) -> None:
     assert assert_same(kind, inputs, draft, max_new_tokens=12).drafted > 0
 
 
+def test_first_call_may_return_several_sequences() -> None:
+    """Would catch: a trial run with settings of the call that greedy search does not take."""
+    model, inputs = fresh_encoder_decoder("bart"), encoder_inputs("bart", 2)
+    assert assert_same(
+        "bart", inputs, NgramCandidates(k=3), model, do_sample=True, num_return_sequences=2, max_new_tokens=8
+    ).steps
+
+
 def test_draft_with_an_encoder_of_given_encoder_outputs_is_refused() -> None:
     """Would catch: the -100 that `generate` fills in for ids that were not given, read by the draft's encoder."""
     model, inputs = encoder_decoder("t5"), encoder_inputs("t5", 1)
