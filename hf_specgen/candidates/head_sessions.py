@@ -22,7 +22,7 @@ from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.tree_search import TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.medusa import MedusaRunner
-from hf_specgen.heads.path_head import LayoutVotes, PathRunner
+from hf_specgen.heads.path_head import PathRunner
 from hf_specgen.heads.runner import EagleRunner, HeadRunner
 from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.hidden_states import HiddenStateTarget
@@ -244,19 +244,18 @@ class LastStateSession(HeadSession, AutoregressiveSession):
 
 
 class MeasuresLayout(ReadsFeatures):
-    """Mixin of sessions with a `PathRunner`, whose votes on the layout of a block are remembered for later calls."""
+    """Mixin of sessions with a `PathRunner`, whose measured layout of a block is remembered for later calls."""
 
     def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: PathRunner, *settings: Any):
         super().__init__(call, target, runner, *settings)
-        self._key, first = ("layout", call.drafting.key), runner.config.first_proposing_position
+        self._key = "layout", call.drafting.key
         if runner.config.measures_layout:
-            model = call.model if self.remembers else None
-            runner.votes = memory.recall(model, self._key, lambda: LayoutVotes(first))
+            runner.lead = memory.recall(call.model if self.remembers else None, self._key, lambda: 0)
 
     def end(self) -> None:
         super().end()
-        if self.runner.votes is not None and self.remembers:
-            memory.store(self.call.model, self._key, self.runner.votes)
+        if self.runner.lead is not None and self.remembers:
+            memory.store(self.call.model, self._key, self.runner.lead)
 
 
 class PathSession(MeasuresLayout, AutoregressiveSession):

@@ -26,6 +26,8 @@ from hf_specgen.heads.runner import BlockRunner
 
 MAX_CANDIDATES = 2048
 """Tokens of a position that are corrected, as in SGLang's drafter for Domino."""
+CLEAR_LEAD = 4
+"""Of one layout of a block over the other: in the wrong one, a head is right about as rarely as a random one."""
 PAIR_COLUMNS, PAIR_PREVIOUS = 256, 128
 """Tokens of a depth that can be drafted, and those that can be continued, where the previous token alone corrects."""
 Embed = Callable[[torch.Tensor], torch.Tensor]
@@ -80,43 +82,20 @@ class PathHead(BlockHead):
         return hidden.new_zeros(len(hidden), self.state_size)
 
 
-class LayoutVotes(NamedTuple):
-    """Which position of a block proposes first, counted on texts where the checkpoint leaves it open.
-
-    Args:
-        assumed: the position that does so as long as none was right more often.
-        zero, one: how often positions 0 and 1 have proposed the right next token.
-    """
-
-    assumed: int
-    zero: int = 0
-    one: int = 0
-
-    @property
-    def first(self) -> int:
-        """The position that was right most often."""
-        return self.assumed if self.zero == self.one else int(self.one > self.zero)
-
-    @property
-    def are_clear(self) -> bool:
-        """Whether one layout has won: in the other one, a head is right about as rarely as a random one."""
-        return abs(self.zero - self.one) >= 4
-
-
 class PathRunner(BlockRunner):
     """Runs a block head with a correction: one pass of the block, then logits after any path without another pass.
 
     Attributes:
-        votes: for a head whose layout is measured.
+        lead: for a head whose layout is measured, how many more tokens position 1 of the block has proposed rightly than
+            position 0.
         max_candidates: how many tokens of a position can be drafted: those with the highest base logits.
     """
 
-    votes: LayoutVotes | None = None
+    lead: int | None = None
 
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
         self._head = cast(PathHead, bound.head)
-        self._first = self.config.first_proposing_position
         limit = self._head.max_candidates or MAX_CANDIDATES
         self.max_candidates = min(limit, self.config.draft_vocab_size)
         self._proposed: dict[int, list[int]] = {}
@@ -125,6 +104,11 @@ class PathRunner(BlockRunner):
         self._draft_ids: torch.Tensor | None = None
         if (ids := self._head.draft_to_target) is not None:
             self._draft_ids = ids.new_zeros(self.config.vocab_size).scatter(0, ids, torch.arange(len(ids)).to(ids))
+
+    @property
+    def first(self) -> int:
+        """The first position of a block that proposes a token."""
+        return int(self.lead > 0) if self.lead else self.config.first_proposing_position
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
         self._run_block(features, tokens)
@@ -157,7 +141,7 @@ class PathRunner(BlockRunner):
         """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         self._drop(needed)
         block = self._run_block(*self._new(features, next_tokens))
-        state = self._head.first_state(block, self._anchor, self.bound.embed, self._first)
+        state = self._head.first_state(block, self._anchor, self.bound.embed, self.first)
         self._base, self._tokens = self.bound.logits(self._hidden).topk(self.max_candidates, dim=-1)
         self._keys = self._head.keys()[self._tokens]  # [active, positions, candidates, rank]
         return self._step(self._anchor[:, None], 0, state[:, None])[:, 0]
@@ -176,10 +160,9 @@ class PathRunner(BlockRunner):
         """Run the block after new accepted positions: `[active, block, hidden]`."""
         self._anchor = self._anchors(tokens)
         block = self._block(features, self._anchor, self.config.block_size)
-        if self.votes is not None and not self.votes.are_clear:
-            self.votes = self._counted(self.votes, block, tokens)
-            self._first = self.votes.first
-        self._hidden = block[:, self._first :]
+        if self.lead is not None and abs(self.lead) < CLEAR_LEAD:
+            self.lead += self._counted(block, tokens)
+        self._hidden = block[:, self.first :]
         return block
 
     def _step(self, tokens: torch.Tensor, depth: int, states: torch.Tensor) -> torch.Tensor:
@@ -191,17 +174,17 @@ class PathRunner(BlockRunner):
         logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
         return self._scatter(self.bound.to_target_vocabulary(logits))
 
-    def _counted(self, votes: LayoutVotes, block: torch.Tensor, tokens: Sequence[Sequence[int]]) -> LayoutVotes:
+    def _counted(self, block: torch.Tensor, tokens: Sequence[Sequence[int]]) -> int:
         """Compare what both layouts proposed after each row's last anchor with the token that followed it."""
+        lead, logits = 0, []
         for row, known in zip(self.rows, tokens, strict=True):
             if known and row in self._proposed:
                 zero, one = (token == known[0] for token in self._proposed[row])
-                votes = votes._replace(zero=votes.zero + zero, one=votes.one + one)
-        logits = []
+                lead += one - zero
         for first in (0, 1):
             state = self._head.first_state(block, self._anchor, self.bound.embed, first)
             query = self._head.step(block[:, first], self._anchor, state, 0, self.bound.embed).query
             logits.append(self.bound.logits(block[:, first]) + query @ self._head.keys().T)
         best = self._head.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
         self._proposed = dict(zip(self.rows, best, strict=True))
-        return votes
+        return lead
