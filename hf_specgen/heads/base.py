@@ -11,9 +11,9 @@ Weights that a checkpoint leaves out (usually the embedding) are the target's, s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -98,6 +98,15 @@ class DraftHead(nn.Module):
         )
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("draft_to_target", torch.arange(config.draft_vocab_size) if reduced else None)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Rotary frequencies keep their dtype: in bfloat16 they are too coarse for late positions."""
+        before = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
+        super()._apply(fn, recurse)
+        for name, frequencies in before.items():
+            owner, _, own_name = name.rpartition(".")
+            setattr(self.get_submodule(owner), own_name, frequencies.to(self.get_buffer(name).device))
+        return self
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """The `hidden_states` indices that the format reads by default: the state after the final norm."""

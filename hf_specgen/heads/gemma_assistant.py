@@ -21,7 +21,7 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Fields, first_line
 from hf_specgen.heads.head_file import HeadFile
-from hf_specgen.heads.layers import FullPrecision, count_layers
+from hf_specgen.heads.layers import count_layers
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
 
@@ -164,7 +164,7 @@ def load_assistant(file: HeadFile) -> AssistantHead:
     )
     head = file.build(AssistantHead, config)
     model: Any = head.model  # was built on "meta"; its frequencies are computed, once the sizes have been checked
-    model.rotary_emb = FullPrecision(type(model.rotary_emb)(config.text))
+    model.rotary_emb = type(model.rotary_emb)(config.text)
     return head
 
 

@@ -6,8 +6,8 @@ These are the layers of Llama, Qwen3 and Gemma 4, with the options that draft ch
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,29 +67,13 @@ class LayerConfig(LlamaConfig):
             raise ValueError(f"unknown activation {self.hidden_act!r}; use one that Transformers knows, such as 'silu'")
 
 
-class FullPrecision(nn.Module):
-    """A module that keeps its dtype in a head of another: frequencies in bfloat16 are too coarse for late positions."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module."""
-        return self.module(*args, **kwargs)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move to other devices alone."""
-        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
-
-
-class RotaryEmbedding(FullPrecision):
+class RotaryEmbedding(LlamaRotaryEmbedding):
     """Rotary position embeddings of any type that Transformers supports."""
 
     def __init__(self, config: LayerConfig) -> None:
         try:
             with torch.device("cpu"):  # computed, not loaded, so also where the head is built on "meta"
-                super().__init__(LlamaRotaryEmbedding(config))
+                super().__init__(config)
         except Exception as error:  # whatever Transformers raises for numbers that it cannot work with
             raise ValueError(
                 f"the rotary parameters {config.rope_parameters} cannot be used ({first_line(error)})"

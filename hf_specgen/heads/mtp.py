@@ -29,7 +29,6 @@ from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput, check_target
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, named_errors, open_checkpoint
 from hf_specgen.heads.head_file import check_tensor
-from hf_specgen.heads.layers import FullPrecision
 from hf_specgen.targets import masks
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -181,7 +180,7 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
     )
     mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
     is_eager = compat.attention_implementation(blocks.config) == "eager"
-    head = MTPHead(config, mtp_layers, FullPrecision(blocks.rotary_emb), is_eager)
+    head = MTPHead(config, mtp_layers, blocks.rotary_emb, is_eager)
     like = next(decoder.layers[-1].parameters())
     return head.to(device=like.device).eval().requires_grad_(False)
 
