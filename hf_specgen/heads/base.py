@@ -56,16 +56,6 @@ class HeadConfig:
             raise ValueError(
                 f"mask_token_id must be a token of the target, below {self.vocab_size}: {self.mask_token_id}"
             )
-        if self.aux_hidden_state_layers is not None:
-            self.check_layer_count(self.aux_hidden_state_layers)
-
-    def check_layer_count(self, layers: Sequence[int]) -> None:
-        """Raise a `ValueError` unless there are as many layers as the head reads hidden states."""
-        if len(layers) != self.num_aux_hidden_states:
-            raise ValueError(
-                f"the head reads {self.num_aux_hidden_states} hidden states of the target, but "
-                f"aux_hidden_state_layers are {tuple(layers)}"
-            )
 
 
 class HeadOutput(NamedTuple):
@@ -210,14 +200,15 @@ def check_target(comparisons: Iterable[tuple[str, Any, Any]], base_model: str | 
 def _checked_layers(head: DraftHead, num_layers: int, layers: Sequence[int] | None) -> tuple[int, ...]:
     """The `hidden_states` indices to read: those given, those of the config, or the format's default."""
     config = head.config
-    layers = layers or config.aux_hidden_state_layers
-    if layers is None:
-        config.check_layer_count(default := head.default_layers(num_layers))
-        return default
-    config.check_layer_count(layers)
-    if not all(0 <= layer <= num_layers for layer in layers):
+    given = layers or config.aux_hidden_state_layers
+    layers = tuple(given or head.default_layers(num_layers))
+    if len(layers) != config.num_aux_hidden_states:
         raise ValueError(
-            f"aux_hidden_state_layers {tuple(layers)} are not all between 0 and {num_layers}, the target's number of "
-            "layers"
+            f"the head reads {config.num_aux_hidden_states} hidden states of the target, but aux_hidden_state_layers "
+            f"are {layers}"
         )
-    return tuple(layers)
+    if given and not all(0 <= layer <= num_layers for layer in layers):
+        raise ValueError(
+            f"aux_hidden_state_layers {layers} are not all between 0 and {num_layers}, the target's number of layers"
+        )
+    return layers

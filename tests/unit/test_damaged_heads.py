@@ -157,7 +157,6 @@ EAGLE: list[tuple[Damage, str]] = [
     (config(hidden_act=None, model_type="mamba"), "model_type 'mamba' are not supported, only llama, qwen2, qwen3"),
     (config(norm_before_residual="yes"), "norm_before_residual must be true or false"),
     (config(eagle_config={EAGLE_IDS: [1, "x"]}), "must be a list of layer numbers"),
-    (config(eagle_config={EAGLE_IDS: [1, 2]}), "reads 3 hidden states of the target, but aux_hidden_state_layers are"),
     (config(target_layer_ids=[1, 2, 3], **{EAGLE_IDS: [1, 2, 3]}), "twice, and differently"),
     (tensors(lambda t: t.pop("fc.weight")), "the tensor fc.weight is missing"),
     (tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "1 tensors are missing, such as layers.0.mlp.up_proj"),
