@@ -44,7 +44,7 @@ from hf_specgen.heads.gemma_assistant import AssistantHead, AssistantRunner
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
-from hf_specgen.heads.mtp import MTPConfig, MTPHead, load_mtp
+from hf_specgen.heads.mtp import MTPHead, load_mtp
 from hf_specgen.heads.path_head import PathHead, PathRunner
 from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
 from hf_specgen.targets.graphs import GRAPH_DEVICES
@@ -316,7 +316,7 @@ class MTPCandidates(HeadCandidates):
         return load_mtp(model, self._name or None)
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        layers, full = cast(MTPConfig, bound.head.config).num_layers, bound
+        layers, full = len(cast(MTPHead, bound.head).layers), bound
         if (vocabulary := self.draft_vocabulary) is not None and call.model is not None:
             ids = vocabulary_ids(vocabulary, call.state.prompts, bound.head.config.draft_vocab_size)
             bound = self._restricted.on(call.model, lambda: restricted_head(full, ids))

@@ -57,14 +57,6 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
 
-class ConfidenceHead(nn.Module):
-    """One linear layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 class DSparkHead(PathHead):
     """A DSpark head."""
 
@@ -76,7 +68,9 @@ class DSparkHead(PathHead):
         self.markov_head = MarkovHead(config) if rank else None
         self.state_size = rank if config.markov_head_type == "rnn" else 0
         width = config.hidden_size + (rank if with_markov else 0)
-        self.confidence_head = ConfidenceHead(width) if config.enable_confidence_head else None
+        self.confidence_head = None
+        if config.enable_confidence_head:
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
 
     def keys(self) -> torch.Tensor:
         """`[draft_vocab, rank]`."""
@@ -117,7 +111,7 @@ class DSparkHead(PathHead):
             return None
         if self.markov_head is not None and self.config.confidence_head_with_markov:
             hidden = torch.cat((hidden, self.markov_head.markov_w1(tokens)), dim=-1)
-        return cast(torch.Tensor, self.confidence_head.proj(hidden))[..., 0]
+        return cast(torch.Tensor, self.confidence_head["proj"](hidden))[..., 0]
 
 
 def load_dspark(file: HeadFile) -> DSparkHead:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead
-from hf_specgen.heads.mtp import MTPConfig
+from hf_specgen.heads.mtp import MTPHead
 from hf_specgen.heads.runner import HeadRunner, padded
 
 
@@ -30,7 +30,7 @@ class LayeredRunner(HeadRunner):
 
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
-        self.layers = cast(MTPConfig, bound.head.config).num_layers
+        self.layers = len(cast(MTPHead, bound.head).layers)
         self._nothing: tuple[torch.Tensor, list[int]] = self._like.new_zeros(0, bound.head.config.hidden_size), []
         self._again = [self._nothing] * batch  # features and next tokens of positions to compute again
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from hf_specgen.heads.checkpoint import Fields, first_line
 
@@ -27,18 +26,14 @@ MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {
     **dict.fromkeys(GEMMA, Gemma4TextConfig),
 }
 LAYER_NAME = re.compile(r"^layers\.(\d{1,6})\.")
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the positions of one pass, each `[batch, length, head_dim]`."""
 
 
-class Rotary(NamedTuple):
-    """Cosines and sines of the positions of one pass, each `[batch, length, head_dim]`."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def rotate(self, states: torch.Tensor) -> torch.Tensor:
-        """Apply the rotation to `[batch, heads, length, head_dim]` queries or keys."""
-        first, second = states.chunk(2, dim=-1)
-        return states * self.cos[:, None] + torch.cat((-second, first), dim=-1) * self.sin[:, None]
+def rotated(states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """`[batch, heads, length, head_dim]` queries or keys, rotated by their positions."""
+    cos, sin = (part[:, None] for part in rotary)
+    return states * cos + rotate_half(states) * sin
 
 
 class LayerConfig(LlamaConfig):
@@ -49,22 +44,16 @@ class LayerConfig(LlamaConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # of each attention head, as in Qwen3
-    is_gemma: bool = (
-        False  # norms of values and after each sublayer, and attention scores that are not scaled (Gemma 4)
-    )
+    is_gemma: bool = False  # norms of values and after each sublayer, attention scores that are not scaled (Gemma 4)
     values_are_keys: bool = False  # values are the projected keys before their norm (Gemma 4)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         heads, kv_heads, head_dim = self.num_attention_heads, self.num_key_value_heads, self.head_dim
-        if min(self.hidden_size, self.intermediate_size, heads, kv_heads, head_dim) < 1:
-            raise ValueError(f"the sizes of a layer must be at least 1, got {self.to_diff_dict()}")
         if heads % kv_heads:
             raise ValueError(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
         if head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(f"unknown activation {self.hidden_act!r}; use one that Transformers knows, such as 'silu'")
 
 
 class RotaryEmbedding(LlamaRotaryEmbedding):
@@ -78,10 +67,6 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
             raise ValueError(
                 f"the rotary parameters {config.rope_parameters} cannot be used ({first_line(error)})"
             ) from None
-
-    def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> Rotary:
-        """`[batch, length]` position ids to cosines and sines in the dtype and on the device of `states`."""
-        return Rotary(*super().forward(states, position_ids))
 
 
 class Attention(nn.Module):
@@ -108,13 +93,13 @@ class Attention(nn.Module):
         """`[batch, length, width]` states to rotated keys and to values, `[batch, kv_heads, length, head_dim]`."""
         keys = self._heads(self.k_proj(states))
         values = keys if self.v_proj is None else self._heads(self.v_proj(states))
-        return rotary.rotate(self.k_norm(keys).transpose(1, 2)), self.v_norm(values).transpose(1, 2)
+        return rotated(self.k_norm(keys).transpose(1, 2), rotary), self.v_norm(values).transpose(1, 2)
 
     def forward(
         self, states: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
         """Attend from every state to the cached and the new ones where the mask is True, `[batch, length, hidden]`."""
-        queries = rotary.rotate(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2))
+        queries = rotated(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2), rotary)
         keys, values = self.keys_values(states, rotary)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_index)

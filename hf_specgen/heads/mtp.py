@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -51,13 +50,6 @@ TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MTPConfig(HeadConfig):
-    """Configuration of `MTPHead`."""
-
-    num_layers: int
-
-
 class MTPLayer(nn.Module):
     """Norms, the projection of embedding and state, a decoder layer of the target's class, and a final norm."""
 
@@ -70,9 +62,7 @@ class MTPLayer(nn.Module):
 class MTPHead(DraftHead):
     """The MTP layers of a checkpoint; made by `load_mtp`."""
 
-    config: MTPConfig
-
-    def __init__(self, config: MTPConfig, layers: list[MTPLayer], rotary: nn.Module, float_masks: bool) -> None:
+    def __init__(self, config: HeadConfig, layers: list[MTPLayer], rotary: nn.Module, float_masks: bool) -> None:
         super().__init__(config)
         self.layers, self.rotary, self.float_masks = nn.ModuleList(layers), rotary, float_masks
 
@@ -86,8 +76,7 @@ class MTPHead(DraftHead):
         step: int = 0,
     ) -> HeadOutput:
         """One pass of one layer; its output after its final norm is for the next step and for the output matrix."""
-        index = step % self.config.num_layers
-        layer = cast(Any, self.layers[index])
+        layer = cast(Any, self.layers[step % len(self.layers)])
         both = torch.cat((layer.embedding_norm(embeddings), layer.hidden_norm(hidden)), dim=-1)
         states = layer.projection(both)
         mask = attention_mask
@@ -170,13 +159,12 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
     blocks = _blocks(decoder, checkpoint, [{part: tensors[name] for part, name in parts.items()} for parts in layers])
     links = _links(decoder, tensors, layers)
     hidden, vocab = decoder.config.hidden_size, decoder.config.vocab_size
-    config = MTPConfig(
+    config = HeadConfig(
         hidden_size=hidden,
         vocab_size=vocab,
         draft_vocab_size=vocab,
         target_hidden_size=hidden,
         num_target_layers=first,
-        num_layers=len(layers),
     )
     mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
     is_eager = compat.attention_implementation(blocks.config) == "eager"

@@ -86,8 +86,7 @@ class PathRunner(BlockRunner):
     """Runs a block head with a correction: one pass of the block, then logits after any path without another pass.
 
     Attributes:
-        lead: for a head whose layout is measured, how many more tokens position 1 of the block has proposed rightly than
-            position 0.
+        lead: for a head whose layout is measured, how many more right tokens position 1 has proposed than position 0.
         max_candidates: how many tokens of a position can be drafted: those with the highest base logits.
     """
 

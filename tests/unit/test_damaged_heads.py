@@ -153,7 +153,7 @@ EAGLE: list[tuple[Damage, str]] = [
     (config(rope_scaling={"rope_type": "spiral"}), "the rotary parameters .*spiral.* cannot be used"),
     (config(rope_scaling={"rope_type": "llama3"}), "the rotary parameters .* cannot be used"),
     (config(rope_scaling=[1]), "rope_scaling must be an object"),
-    (config(hidden_act="square"), "unknown activation 'square'"),
+    (config(hidden_act="square"), "cannot be built .*square"),
     (config(hidden_act=None, model_type="mamba"), "model_type 'mamba' are not supported, only llama, qwen2, qwen3"),
     (config(norm_before_residual="yes"), "norm_before_residual must be true or false"),
     (config(eagle_config={EAGLE_IDS: [1, "x"]}), "must be a list of layer numbers"),
