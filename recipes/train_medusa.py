@@ -25,7 +25,7 @@ from losses import Drafts
 from target import States
 from training import run
 
-SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_token", "reads_path", "lora_rank")
+SHAPE = ("num_heads", "num_layers", "own_outputs", "reads_path", "lora_rank")
 OUTPUTS = ("lm_heads.", "lora_")
 """Parameters that make logits from the heads' states."""
 
@@ -38,8 +38,7 @@ class MedusaArguments(Arguments):
     num_heads: int = option(default=4, help="of new heads")
     num_layers: int = option(default=1, help="residual blocks in each head")
     own_outputs: bool = option(default=False, help="an output matrix for each head, instead of the target's")
-    reads_token: bool = option(default=False, help="the heads also read the token that the target has just generated")
-    reads_path: bool = option(default=False, help="each head also reads the draft tokens before its own (Hydra)")
+    reads_path: bool = option(default=False, help="each head also reads the tokens before its own (Hydra)")
     lora_rank: int = option(default=0, help="of a LoRA matrix for each head on the shared output matrix; 0: none")
 
 
@@ -63,7 +62,7 @@ class MedusaDrafter(Drafter):
 
     def draft(self, batch: Batch, states: States) -> Drafts:
         tokens = None
-        if self.heads.config.reads_token:
+        if self.heads.config.reads_path:
             with torch.no_grad():
                 tokens = cast(Any, self.target).get_input_embeddings()(following_tokens(batch, self.heads))
         return Drafts(
@@ -86,9 +85,8 @@ def following_tokens(batch: Batch, heads: MedusaHeads) -> torch.Tensor:
 
     Those beyond the end of a row are arbitrary: no head that reads them has a token to predict.
     """
-    read = max(1, heads.config.tokens_read(heads.config.num_heads - 1))
     ids, predicts = batch["input_ids"], batch["labels"] != IGNORED
-    return torch.stack([ids.roll(-after, dims=1)[predicts] for after in range(1, read + 1)], dim=1)
+    return torch.stack([ids.roll(-after, dims=1)[predicts] for after in range(1, heads.config.num_heads + 1)], dim=1)
 
 
 main = partial(run, MedusaDrafter, MedusaArguments, __doc__)

@@ -204,4 +204,4 @@ class MedusaSession(HeadSession, OnePassSession):
     def depth_logits(self, depth: int) -> torch.Tensor:
         """All heads read the state that chose each row's last token."""
         states = self.target.states_of(self.runner.bound.aux_hidden_state_layers)
-        return cast(torch.Tensor, self.runner.all_logits(states, self.call.state.pending(), depth).float())
+        return cast(torch.Tensor, self.runner.all_logits(states, depth).float())

@@ -59,8 +59,7 @@ class MedusaConfig(HeadConfig):
     num_heads: int = 4  # head h predicts the token h + 2 positions after the one whose hidden state it reads
     num_layers: int = 1  # residual layers of each head
     own_outputs: bool = False  # an output matrix for each head, instead of the target's
-    reads_token: bool = False  # also the embedding of the next token, which the target has chosen
-    reads_path: bool = False  # also those of the draft tokens between that one and the head's own (Hydra)
+    reads_path: bool = False  # also the embeddings of the next token and of the draft tokens after it (Hydra)
     logit_scale: float = 1.0  # factor on the logits of own output matrices
     lora_rank: int = 0  # of a matrix for each head that is added to the target's output matrix; 0: none
 
@@ -70,16 +69,10 @@ class MedusaConfig(HeadConfig):
                 f"num_heads and num_layers must be at least 1 and lora_rank at least 0, got {self.num_heads}, "
                 f"{self.num_layers} and {self.lora_rank}"
             )
-        if self.reads_path and not self.reads_token:
-            raise ValueError("heads that read the path read its first token, too: reads_path needs reads_token=True")
         if self.draft_vocab_size != self.vocab_size and not self.own_outputs:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} needs output matrices of the heads' own")
         if self.own_outputs and self.lora_rank:
             raise ValueError(f"heads with their own output matrices take no LoRA, got lora_rank={self.lora_rank}")
-
-    def tokens_read(self, head: int) -> int:
-        """How many tokens after its hidden state a head reads."""
-        return head + 1 if self.reads_path else int(self.reads_token)
 
 
 class ResidualBlock(nn.Module):
@@ -103,11 +96,10 @@ class MedusaHeads(DraftHead):
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
         size, rank, rows, count = config.hidden_size, config.lora_rank, config.draft_vocab_size, range(config.num_heads)
-        self.reads_embeddings = config.reads_token
+        self.reads_embeddings = config.reads_path
         self.blocks = nn.ModuleList(ResidualBlock(size, config.num_layers) for _ in count)
-        if config.reads_token:
-            read = [config.tokens_read(head) for head in count]
-            self.token_maps = nn.ModuleList(nn.Linear(tokens * size, size, bias=False) for tokens in read)
+        if config.reads_path:
+            self.token_maps = nn.ModuleList(nn.Linear((head + 1) * size, size, bias=False) for head in count)
         if config.own_outputs:
             self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=False) for _ in count)
         if rank:
@@ -159,12 +151,12 @@ class MedusaHeads(DraftHead):
 
     def head_state(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., hidden]`, the hidden state of one head."""
-        if read := self.config.tokens_read(head):
-            if tokens is None or tokens.shape[-2] < read:
+        if self.config.reads_path:
+            if tokens is None or tokens.shape[-2] <= head:
                 raise ValueError(
-                    f"head {head} reads {read} tokens after the hidden state; pass their embeddings as tokens"
+                    f"head {head} reads {head + 1} tokens after the hidden state; pass their embeddings as tokens"
                 )
-            hidden = hidden + self.token_maps[head](tokens[..., :read, :].flatten(-2))
+            hidden = hidden + self.token_maps[head](tokens[..., : head + 1, :].flatten(-2))
         return cast(torch.Tensor, self.blocks[head](hidden))
 
     def scores(self, heads: Sequence[int], states: torch.Tensor, shared: nn.Module) -> torch.Tensor:
@@ -194,20 +186,19 @@ class MedusaRunner:
         self._path: torch.Tensor = self._like  # embeddings read in the last pass
 
     def first_logits(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
-        """The logits of head 0, `[batch, vocab]`, from each row's hidden state and last token."""
-        return self.all_logits(states, pending, 1)[:, 0]
+        """The logits of head 0, `[batch, vocab]`, from each row's hidden state and last token, if it reads that."""
+        self._states = states.to(self._like)[:, None]
+        return self._logits([0], [self.bound.embed(torch.tensor(pending)[:, None, None])])[:, 0, 0]
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes, by the head of their depth."""
         last = self.bound.embed(tree.input_tokens(self._like.device))[:, :, None]
         return self._logits([tree.level], [tree.of_parents(self._path), last])[:, :, 0]
 
-    def all_logits(self, states: torch.Tensor, pending: Sequence[int], heads: int) -> torch.Tensor:
-        """The logits of the first heads, `[batch, heads, vocab]`, if they read no draft tokens."""
+    def all_logits(self, states: torch.Tensor, heads: int) -> torch.Tensor:
+        """The logits of the first heads, `[batch, heads, vocab]`, if they read no tokens."""
         self._states = states.to(self._like)[:, None]
-        reads = self._head.config.reads_token
-        tokens = [self.bound.embed(torch.tensor(pending)[:, None, None])] if reads else []
-        return self._logits(range(heads), tokens)[:, 0]
+        return self._logits(range(heads), [])[:, 0]
 
     def _logits(self, heads: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own."""
@@ -251,7 +242,6 @@ def load_medusa(file: HeadFile) -> MedusaHeads:
     vocab = vocab if kept or not own else rows
     if (configured := fields.optional_integer("truncated_vocab_size")) not in (None, kept or vocab):
         raise ValueError(f"truncated_vocab_size is {configured}, but token_map has {kept} tokens of {vocab}")
-    maps = [file.matrix(f"token_maps.{head}.weight")[1] for head in range(_count(file.names, "token_maps."))]
     rank = fields.optional_integer("lora_rank") or 0
     if rank and "lora_A.0.weight" not in file.names:
         with torch.device("meta"):
@@ -274,8 +264,7 @@ def load_medusa(file: HeadFile) -> MedusaHeads:
         num_heads=heads,
         num_layers=_count(file.names, "blocks.0.layers."),
         own_outputs=own,
-        reads_token=bool(maps),
-        reads_path=maps[1:2] == [2 * hidden],
+        reads_path="token_maps.0.weight" in file.names,
         logit_scale=Fields(fields.values, {"logit_scale": 1.0}).number("logit_scale"),
         lora_rank=rank,
     )
@@ -330,8 +319,8 @@ def medusa_file(
 
 def _check_expressible(config: MedusaConfig, to: str, target: PreTrainedModel | None) -> None:
     """Raise a `ValueError` if another program's format cannot hold such heads."""
-    if config.reads_token:
-        raise ValueError(f"{to} cannot represent heads that read the next token (reads_token=True); train others")
+    if config.reads_path:
+        raise ValueError(f"{to} cannot represent heads that read the path (reads_path=True); train others")
     if config.draft_vocab_size < config.vocab_size and to != "vllm":
         raise ValueError(f"{to} cannot represent heads with a truncated vocabulary; export them to vllm")
     if config.own_outputs or not (config.lora_rank or to == "vllm"):

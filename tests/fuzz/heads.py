@@ -149,8 +149,7 @@ def medusa_heads(
     """Medusa heads: ridge regression from the states behind `start` to the tokens h + 2 places on."""
     matrix = output_matrix(model)
     states = inputs_of(matrix, model, ids, mask)
-    more = {"reads_token": reads_path, "reads_path": reads_path}
-    heads = MedusaHeads.from_target(model, num_heads=num_heads, own_outputs=True, **more)
+    heads = MedusaHeads.from_target(model, num_heads=num_heads, own_outputs=True, reads_path=reads_path)
     for token_map in heads.token_maps if reads_path else ():
         generator = torch.Generator(matrix.weight.device).manual_seed(0)
         nn.init.normal_(token_map.weight, std=PATH_WEIGHT, generator=generator)

@@ -169,8 +169,8 @@ def naive_medusa_loss(
         for i in range(len(hidden)):
             later = i + head + 1
             if later < len(hidden) and rows[later] == rows[i]:
-                read = tokens[i, : heads.config.tokens_read(head)].flatten()
-                state = heads.blocks[head](hidden[i] + heads.token_maps[head](read))
+                read = heads.token_maps[head](tokens[i, : head + 1].flatten()) if heads.config.reads_path else 0
+                state = heads.blocks[head](hidden[i] + read)
                 q = output_logits(model, state).float().softmax(dim=-1)
                 total = total + decay**head * (p[later] * (p[later].log() - q.log())).sum()
     return total

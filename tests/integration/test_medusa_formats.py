@@ -22,7 +22,7 @@ from tests.helpers.medusa import random_heads
 from tests.helpers.models import small_llama
 from training import write_custom_generate
 
-HYDRA = {"reads_token": True, "reads_path": True}
+HYDRA = {"reads_path": True}
 TGI = "medusa_lm_head.safetensors"
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +39,7 @@ def edit_config(folder: Path, **fields: Any) -> None:
 
 def logits_of(heads: Any, model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """`[rows, heads, vocab]` logits of loaded heads on a target."""
-    return MedusaRunner(heads.bind(model), model).all_logits(hidden, [5] * len(hidden), heads.config.num_heads)
+    return MedusaRunner(heads.bind(model), model).all_logits(hidden, heads.config.num_heads)
 
 
 def states_of(heads: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ def test_medusa_loading_does_not_change_the_random_state(tmp_path: Path) -> None
         ("llama", {"own_outputs": True, "lora_rank": 2}, "medusa", "take no LoRA"),
         ("phi", {"own_outputs": True}, "medusa", "has a bias"),
         ("llama", {}, "onnx", "cannot be written for 'onnx'; choose"),
-        ("llama", {"reads_token": True}, "tgi", "reads_token"),
+        ("llama", {"reads_path": True}, "tgi", "reads_path"),
         ("llama", {"num_layers": 2}, "tgi", "one layer"),
         ("llama", {}, "vllm", "give the target"),
     ],
@@ -286,9 +286,9 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
 
 def test_new_heads_return_the_state_of_the_target() -> None:
     model = tiny_model("llama")
-    heads = MedusaHeads.from_target(model, num_heads=3, num_layers=2, reads_token=True)
+    heads = MedusaHeads.from_target(model, num_heads=3, num_layers=2, reads_path=True)
     state = torch.randn(5, 64)
-    path = torch.randn(5, 1, 64)
+    path = torch.randn(5, 3, 64)
     assert all(torch.equal(heads.head_state(head, state, path), state) for head in range(3))
 
 

@@ -144,8 +144,8 @@ def test_loss_is_the_naive_one(reads_path: bool, monkeypatch: pytest.MonkeyPatch
     """Values and gradients, over several chunks and answers of different lengths, one too short for any head."""
     monkeypatch.setattr(losses, "CHUNK", 5)
     model = tiny_model("cohere2")  # its logits are scaled
-    heads = random_heads(model, reads_token=True, reads_path=reads_path).train()
-    hidden, tokens = torch.randn(14, 64), torch.randn(14, 3 if reads_path else 1, 64)
+    heads = random_heads(model, reads_path=reads_path).train()
+    hidden, tokens = torch.randn(14, 64), torch.randn(14, 3, 64)
     rows = [0] * 7 + [1] + [2] * 6
     loss = draft_loss(model, medusa_drafts(model, heads, hidden, tokens), learnt(hidden, rows), {"kl": 1.0}, 0.8)
     loss.backward()

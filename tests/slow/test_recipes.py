@@ -75,7 +75,7 @@ VARIANTS = {
     ("gpt2", "eagle"): ["--draft-vocab-size", "600"],
     ("gpt2", "draft"): ["--gradient-checkpointing", "true"],
     ("gpt_neox", "dflash"): ["--layers", "2", "3"],
-    ("gpt_neox", "medusa"): ["--num-layers", "2", "--reads-token", "true", "--lora-rank", "2"],
+    ("gpt_neox", "medusa"): ["--num-layers", "2", "--reads-path", "true", "--lora-rank", "2"],
     ("gemma3_text", "eagle"): ["--parallel", "true", *AUX, "1", "3", "--fc-norm", "true"],
     ("qwen3_moe", "dflash"): ["--causal", "true"],
 }
@@ -138,7 +138,7 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
     ("recipe", "more"),
     [
         (train_eagle, HEAD),
-        (train_medusa, ["--num-heads", "2", "--reads-token", "true"]),
+        (train_medusa, ["--num-heads", "2", "--reads-path", "true"]),
         (train_layer_skip, ["--exit-layer", "1"]),
         (train_draft, ["--layers", "0", "3"]),
     ],

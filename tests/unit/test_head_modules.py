@@ -144,8 +144,7 @@ HEADS |= {
     for kind in KINDS
     for seed in range(12 if kind == "dflash" else 6)
 }
-MEDUSA: list[dict[str, Any]] = [{}, {"own_outputs": True}, {"reads_token": True, "num_layers": 2}, {"lora_rank": 4}]
-MEDUSA += [{"reads_token": True, "reads_path": True}]
+MEDUSA: list[dict[str, Any]] = [{}, {"own_outputs": True}, {"reads_path": True, "num_layers": 2}, {"lora_rank": 4}]
 HEADS |= {f"Medusa {shape}": partial(random_heads, tiny_model("llama"), **shape) for shape in MEDUSA}
 """Of every published layout, and with random options."""
 EXPORTED = [
