@@ -14,7 +14,13 @@ from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_specgen.compat import CACHE
@@ -262,6 +268,7 @@ class Call:
         prediction: the expected output, see `NgramCandidates`.
         grammar_drafts: whether drafts obey the grammars of logits processors, see `hf_specgen.candidates.grammar`.
         seed: of the noise that the tokens are sampled with; None for torch's global random generator.
+        tokenizer: the target's, as given to `generate`; None for that of its checkpoint.
     """
 
     model: PreTrainedModel | None
@@ -277,6 +284,7 @@ class Call:
     prediction: Prediction | None = None
     grammar_drafts: bool = True
     seed: int | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def do_sample(self) -> bool:

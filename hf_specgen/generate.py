@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -33,7 +34,7 @@ ASSISTANT_SETTINGS = {
     "num_assistant_tokens": "give k= to the strategy, or policy=",
     "num_assistant_tokens_schedule": "give policy=, such as MovingWindow()",
     "assistant_confidence_threshold": "give confidence_threshold= to DraftModelCandidates",
-    "max_matching_ngram_size": "NgramCandidates weighs matches of all lengths",
+    "max_matching_ngram_size": "give max_ngram= to NgramCandidates, which by default weighs matches of all lengths",
     "assistant_lookbehind": "other tokenizers need no such setting here",
     "target_lookbehind": "other tokenizers need no such setting here",
     "assistant_tokenizer": "DraftModelCandidates loads the tokenizer with the draft model",
@@ -77,6 +78,7 @@ class Speculation:
         stopping_criteria: Any = None,
         generation_config: GenerationConfig | None = None,
         inputs_tensor: torch.Tensor | None = None,  # `generate` passes the encoder's input under this name
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **model_kwargs: Any,
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         assert generation_config is not None
@@ -103,6 +105,7 @@ class Speculation:
             prediction=settings.prediction,
             grammar_drafts=settings.grammar_drafts,
             seed=self.seed,
+            tokenizer=tokenizer,
         )
         outputs = OutputCollector(call, stopping_criteria, self.streamer)
         with compat.without_compilation(model), ExitStack() as stack:
@@ -187,7 +190,8 @@ def generate_speculatively(
 def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method: Speculation) -> Any:
     """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
     _warn_of_assistant_settings(kwargs)
-    kwargs = {**kwargs, **_with_tokenizer(model, kwargs), "custom_generate": method}
+    method_with_tokenizer = functools.partial(method, tokenizer=kwargs.get("tokenizer"))
+    kwargs = {**kwargs, **_with_tokenizer(model, kwargs), "custom_generate": method_with_tokenizer}
     for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     if not method.settings.pack_weights:

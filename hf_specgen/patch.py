@@ -19,6 +19,8 @@ GENERATION = "transformers.generation.utils"
 """The module that defines `GenerationMixin`."""
 ATTACHMENT = "_hf_specgen_attachment"
 """Name of the attribute that holds the strategy attached to a model, see `hf_specgen.attachment`."""
+OWN_KEYWORDS = {"verification", "policy", "monitor", "pack_weights", "prediction", "grammar_drafts"}
+"""Keywords that make no sense without a strategy, and that no model takes."""
 
 
 def install() -> None:
@@ -74,7 +76,8 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
         attachment = None if "candidate_generator" in kwargs else getattr(self, ATTACHMENT, None)
         kwargs.pop("candidate_generator", None)
         if attachment is None:
-            if given := kwargs.keys() & {"verification", "policy", "monitor", "pack_weights"}:
+            given = kwargs.keys() & OWN_KEYWORDS
+            if given and kwargs.get("custom_generate") is None:  # whose method may have settings of these names
                 raise ValueError(f'{min(given)}= needs a strategy: give candidate_generator= too, such as "auto"')
             return original(self, *args, **kwargs)
         return attachment.generate(original, self, args, kwargs)

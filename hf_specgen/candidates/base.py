@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -273,6 +273,9 @@ class Candidates(CandidateGenerator, ABC):
 class PretrainedCandidates(Candidates):
     """A strategy with a checkpoint, which is its first argument."""
 
+    may_have_code: ClassVar[bool] = False
+    """Whether the checkpoint may be a model with code of its own."""
+
     @classmethod
     def from_pretrained(
         cls,
@@ -282,6 +285,7 @@ class PretrainedCandidates(Candidates):
         token: str | bool | None = None,
         subfolder: str | None = None,
         cache_dir: str | Path | None = None,
+        trust_remote_code: bool = False,
         **settings: Any,
     ) -> Self:
         """The strategy with a checkpoint of the Hub or of a folder, named as in Transformers.
@@ -289,10 +293,12 @@ class PretrainedCandidates(Candidates):
         Args:
             name_or_path: a folder, or a repository of the Hub.
             revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
+            trust_remote_code: run the code of a draft model's repository; heads and adapters have none.
             settings: of the strategy, such as `k=4`.
         """
-        trusted = bool(settings.get("trust_remote_code"))
-        source = Source(str(name_or_path), revision, token, subfolder, cache_dir, trusted)
+        source = Source(str(name_or_path), revision, token, subfolder, cache_dir, trust_remote_code)
+        if trust_remote_code and cls.may_have_code:
+            settings["trust_remote_code"] = True
         return cls.of_checkpoint(source.local_name(), **settings)
 
     @classmethod

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specgen.call import Call
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.encoder_draft import embedding_size
 
@@ -150,6 +151,11 @@ class SharedVocabulary:
         index = self._on(logits.device)
         # Finite, so that scores stay valid if a processor suppresses all others; its exponential is 0.
         return logits[..., index.clamp(min=0)].float().masked_fill_(index < 0, -1e9)
+
+
+def target_tokenizer(call: Call) -> PreTrainedTokenizerBase:
+    """The tokenizer that was given to `generate`, or else that of the target's checkpoint."""
+    return load_tokenizer(str(cast(Any, call.model).name_or_path)) if call.tokenizer is None else call.tokenizer
 
 
 @lru_cache(maxsize=8)

@@ -90,7 +90,7 @@ class DraftModelCandidates(PretrainedCandidates):
         DraftModelCandidates('org/small-model', k=4)
     """
 
-    latency_kind = "draft_model"
+    latency_kind, may_have_code = "draft_model", True
 
     def __init__(
         self,

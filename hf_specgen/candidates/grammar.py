@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
+from hf_specgen.call import Call
 from hf_specgen.candidates.base import DraftCall, DraftSession, WrappedSession, vocabulary_size
 from hf_specgen.candidates.combined import node_children
-from hf_specgen.candidates.cross_tokenizer import load_tokenizer
+from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.ngram import MatchOdds, vote
 from hf_specgen.candidates.ngram_history import OWN
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
@@ -162,8 +163,8 @@ def with_grammar(session: DraftSession, call: DraftCall, size: Any) -> DraftSess
 class _Texts:
     """The texts of tokens, by a target's tokenizer; those of no token (-1) and without a tokenizer are unknown."""
 
-    def __init__(self, model: PreTrainedModel | None):
-        self._tokenizer = _tokenizer_of(model)
+    def __init__(self, call: Call):
+        self._tokenizer = _tokenizer_of(call)
         self._known: dict[int, str | None] = {-1: None}
 
     def of(self, token: int) -> str | None:
@@ -211,12 +212,12 @@ class _Choices:
         return 0 < self.forced.get(token, 0) < self.longest
 
 
-def _tokenizer_of(model: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a target's checkpoint, if it has one."""
-    if model is None or not model.name_or_path:
+def _tokenizer_of(call: Call) -> PreTrainedTokenizerBase | None:
+    """The target's tokenizer, if one was given or is in its checkpoint."""
+    if call.tokenizer is None and (call.model is None or not call.model.name_or_path):
         return None
     try:
-        return load_tokenizer(model.name_or_path)
+        return target_tokenizer(call)
     except (OSError, ValueError):
         return None
 
@@ -235,7 +236,7 @@ class GrammarSession(WrappedSession):
 
     def __init__(self, session: DraftSession, states: Sequence[GrammarState], size: Any):
         super().__init__(session)
-        rows, texts = zip(self.call.state.prompts, states, strict=True), _Texts(session.call.model)
+        rows, texts = zip(self.call.state.prompts, states, strict=True), _Texts(session.call)
         self._rows, self._size = [_Row(prompt, state, texts) for prompt, state in rows], size
 
     def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:

@@ -25,7 +25,7 @@ import torch
 
 from hf_specgen.call import Prediction, memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
-from hf_specgen.candidates.cross_tokenizer import load_tokenizer
+from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
 from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
@@ -181,8 +181,7 @@ def expected_outputs(prediction: Prediction | None, call: DraftCall) -> list[lis
     expected = []
     for row in rows:
         if isinstance(row, str):
-            assert call.model is not None
-            row = load_tokenizer(call.model.name_or_path).encode(row, add_special_tokens=False)
+            row = target_tokenizer(call).encode(row, add_special_tokens=False)
         expected.append([int(token) for token in row or ()])
         if wrong := [token for token in expected[-1] if not 0 <= token < size]:
             raise ValueError(f"prediction has token {wrong[0]}, but the target's vocabulary ends at {size - 1}")

@@ -19,7 +19,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from huggingface_hub import constants, hf_hub_download, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -78,7 +84,8 @@ class Source:
     trust_remote_code: bool = False
 
     def __str__(self) -> str:
-        return self.path_or_id + (f"/{self.subfolder}" if self.subfolder else "")
+        revision = f"@{self.revision}" if self.revision else ""
+        return self.path_or_id + (f"/{self.subfolder}" if self.subfolder else "") + revision
 
     def file(self, name: str) -> Path | None:
         """The local path of a file, downloaded if necessary; None if there is no such file, or it cannot be reached."""
@@ -108,13 +115,16 @@ class Source:
             if self == Source(name, trust_remote_code=self.trust_remote_code):
                 return name
             patterns = [*DOWNLOAD_PATTERNS, *(["*.py"] if self.trust_remote_code else [])]
-            name = snapshot_download(
-                name,
-                revision=self.revision,
-                token=self.token,
-                cache_dir=self.cache_dir,
-                allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in patterns],
-            )
+            try:
+                name = snapshot_download(
+                    name,
+                    revision=self.revision,
+                    token=self.token,
+                    cache_dir=self.cache_dir,
+                    allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in patterns],
+                )
+            except LocalEntryNotFoundError:
+                raise FileNotFoundError(f"{self} is not in the local cache, and the Hub cannot be reached{offline_hint(name)}") from None
         return str(Path(name) / subfolder) if subfolder else name
 
     def required_file(self, name: str, remedy: str) -> Path:

@@ -187,6 +187,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"use_cache": False}, "leave out use_cache=False"),
     ({"use_mtp": True}, "leave out assistant_early_exit= and use_mtp="),
     ({"candidate_generator": None, "policy": FixedDepth(3)}, "policy= needs a strategy: give candidate_generator= too"),
+    ({"candidate_generator": None, "prediction": "x"}, "prediction= needs a strategy: give candidate_generator= too"),
     ({"candidate_generator": DraftModelCandidates("./none")}, "there is no folder './none'"),
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

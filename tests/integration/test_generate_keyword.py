@@ -158,7 +158,29 @@ def test_hub_arguments_reach_the_download_of_any_checkpoint(kind: Any, monkeypat
     assert repr(str(tmp_path / "sub")) in repr(kind.from_pretrained("org/draft", subfolder="sub", **given))
     (call,) = calls
     assert given.items() <= call.items() and call["name"] == "org/draft" and "sub/*.json" in call["allow_patterns"]
-    assert "'org/draft'" in repr(kind.from_pretrained("org/draft")) and len(calls) == 1
+    assert "'org/draft'" in repr(kind.from_pretrained("org/draft", trust_remote_code=True)) and len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", [AutoCandidates, DraftModelCandidates, MedusaCandidates, LayerSkipCandidates])
+def test_revision_that_is_not_cached_is_named_offline(kind: Any, tmp_path: Path) -> None:
+    """Would catch: an error of the Hub's client that names neither repository nor revision."""
+    with pytest.raises(FileNotFoundError, match="org/draft@v2 .*"):
+        kind.from_pretrained("org/draft", revision="v2", cache_dir=tmp_path)
+
+
+def test_prediction_is_encoded_by_the_tokenizer_of_the_call(reference_model: Any, monkeypatch: Any) -> None:
+    """Would catch: a target loaded with revision= whose expected output is encoded by the main branch's tokenizer."""
+
+    class Tokenizer:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return answer
+
+    prompt = torch.tensor([[5, 6, 7]])
+    answer = reference_model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    monkeypatch.setattr("hf_specgen.candidates.cross_tokenizer.load_tokenizer", pytest.fail)
+    given = {"candidate_generator": NgramCandidates(k=6), "prediction": "the answer", "tokenizer": Tokenizer()}
+    output = reference_model.generate(prompt, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **given)
+    assert output.sequences[0, 3:].tolist() == answer and output.speculation.steps < 4
 
 
 # Presets: the strategy that each chooses for a target, and the tokens of plain generate
