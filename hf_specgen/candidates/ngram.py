@@ -82,7 +82,8 @@ class NgramCandidates(Candidates):
         prediction: the expected output: an older version of a file, a template, an earlier answer. It is copied from
             its beginning on, and again after tokens that were changed, inserted or left out. Text or token ids; with
             several rows a list with one for each row (None for none), or one for all. `generate(prediction=…)` gives
-            another one for a call. Text is encoded with the tokenizer of the target's checkpoint.
+            another one for a call. Text is encoded with `generate(tokenizer=…)`, or else the tokenizer of the target's
+            checkpoint.
         policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:

@@ -122,6 +122,8 @@ def test_copied_figures_are_those_of_the_record(page: str, head: str, record: st
 
 SENTENCES = [
     ("README.md", "a pass over 8 tokens", "as long as", "domains/report.json", "cost"),
+    ("README.md", "the worst on record", "at batch 1", "batches/report.json", "speed"),
+    ("README.md", "at batch 1 (JSON)", "with eight rows", "batches/report.json", "batch"),
     ("README.md", "all sides eager, n-grams", "times plain", "large-target.json", "rows"),
     ("docs/hardware.md", "lower: eagerly", "with CUDA", "large-target.json", "rows"),
     ("docs/hardware.md", "| situation |", "\n\n", "projected/report.json", "projected by domain"),
