@@ -124,7 +124,9 @@ class Source:
                     allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in patterns],
                 )
             except LocalEntryNotFoundError:
-                raise FileNotFoundError(f"{self} is not in the local cache, and the Hub cannot be reached{offline_hint(name)}") from None
+                raise FileNotFoundError(
+                    f"{self} is not in the local cache, and the Hub cannot be reached{offline_hint(name)}"
+                ) from None
         return str(Path(name) / subfolder) if subfolder else name
 
     def required_file(self, name: str, remedy: str) -> Path:

@@ -164,7 +164,7 @@ def test_hub_arguments_reach_the_download_of_any_checkpoint(kind: Any, monkeypat
 @pytest.mark.parametrize("kind", [AutoCandidates, DraftModelCandidates, MedusaCandidates, LayerSkipCandidates])
 def test_revision_that_is_not_cached_is_named_offline(kind: Any, tmp_path: Path) -> None:
     """Would catch: an error of the Hub's client that names neither repository nor revision."""
-    with pytest.raises(FileNotFoundError, match="org/draft@v2 .*"):
+    with pytest.raises(FileNotFoundError, match="org/draft@v2 "):
         kind.from_pretrained("org/draft", revision="v2", cache_dir=tmp_path)
 
 
