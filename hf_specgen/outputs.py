@@ -155,12 +155,9 @@ class OutputCollector:
             return [False] * self._state.batch
         scores: Any = None
         if "scores" in self.kept:
-            has_padding = any(map(self._state.is_stopped, range(self._state.batch)))
-            if (
-                has_padding
-                and self._state.pad_id is not None
-                and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom)
-            ):
+            is_stopped, pads = self._state.is_stopped, self._state.pad_id is not None
+            has_padding = pads and any(map(is_stopped, range(self._state.batch)))
+            if has_padding and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
                 process = self.process_padding()
                 assert process is not None
                 process()
