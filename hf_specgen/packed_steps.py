@@ -45,20 +45,15 @@ Moves = dict[str, tuple[list[int], list[int]]]
 
 
 class PackedTarget(HiddenStateTarget):
-    """The target as the loop and the drafter of one request see it: its passes are parts of packed steps.
+    """The target as the loop and the drafter of one request see it: its passes are parts of packed steps."""
 
-    Attributes:
-        path: the nodes that the last `commit` kept.
-    """
-
-    batch, rows = 1, [0]
+    batch, rows, has_common, returns_cache = 1, [0], True, False
     verifies_chains_only = False
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], prompt: int, positions: int, chains_only: bool):
         self.device, self.verifies_chains_only = compat.input_device(model), chains_only
         self.first_positions, self.last_position, self.slot_limit = (prompt,), positions - 1, UNLIMITED
-        self.returns_cache, self._queue, self.path = False, None, list[int]()
-        self._indices, self._kept, self._is_prefilled = tuple(layers), [[]], False
+        self._indices, self._kept, self._queue = tuple(layers), [[]], None
         width = len(layers) * text_config(model).hidden_size
         self.states = torch.zeros(1, width, dtype=model.dtype, device=self.device)
         self.pass_states = self._step_states = self.states[None, :0]
@@ -69,17 +64,13 @@ class PackedTarget(HiddenStateTarget):
         The last `step` tokens are the pending one and the draft, or the last one of a prompt; 0 if the prompt goes on.
         A prompt that is processed again, as its request was evicted from the cache, is left out.
         """
-        if not states or (self._is_prefilled and not step):
+        is_prefilled = bool(self._kept[0])
+        if not states or (is_prefilled and not step):
             return
-        tokens = step if self._is_prefilled else min(part.shape[1] for part in states)
+        tokens = step if is_prefilled else min(part.shape[1] for part in states)
         new = torch.cat([part[:, part.shape[1] - tokens :] for part in states], dim=-1)
-        self.pass_states = new if self._is_prefilled else torch.cat([self.pass_states, new], dim=1)
+        self.pass_states = new if is_prefilled else torch.cat([self.pass_states, new], dim=1)
         self._step_states = self.pass_states[:, self.pass_states.shape[1] - step :]
-
-    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
-        self.path, self._is_prefilled = list(paths[0] or ()), True
-        if self._indices:
-            self._keep_states(paths)
 
 
 class Request:

@@ -200,14 +200,11 @@ class StepLayer(RaggedLayer):
 class RaggedCache(Cache):
     """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
-    `windows` are the sliding windows of the layers, None for full attention; further layers have full attention.
-    `max_slots` are those of the whole call.
+    `max_slots` are those of the whole call. Layers beyond `layers` have full attention.
     """
 
-    def __init__(
-        self, windows: Sequence[int | None] = (), max_slots: int | None = None, layers: list[Any] | None = None
-    ) -> None:
-        super().__init__(layers=[RaggedLayer(window) for window in windows] if layers is None else layers)
+    def __init__(self, max_slots: int | None = None, layers: Sequence[Any] = ()) -> None:
+        super().__init__(layers=list(layers))
         self.layer_class_to_replicate, self._max_slots = RaggedLayer, max_slots or 0
 
     @property
@@ -324,7 +321,7 @@ class RaggedCache(Cache):
     @classmethod
     def from_dynamic(cls, cache: DynamicCache, max_slots: int | None = None) -> RaggedCache:
         """Copy a `DynamicCache`, whose rows are equally long; slots before its sliding windows count as dropped."""
-        result = cls(max_slots=max_slots)
+        result = cls(max_slots)
         layers: list[Any] = list(cache.layers)
         for layer in layers:
             new = RaggedLayer(getattr(layer, "sliding_window", None))

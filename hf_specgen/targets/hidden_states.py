@@ -73,10 +73,8 @@ class HiddenStateTarget(Target):
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         super().commit(paths)
-        self._keep_states(paths)
-
-    def _keep_states(self, paths: Sequence[Sequence[int] | None]) -> None:
-        """Record which tokens of the last pass were kept, for `states` and `committed_states`."""
+        if not self._indices:  # of a request of continuous batching whose drafter reads none
+            return
         self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
         if len(paths) == 1 and self._kept[0]:  # without a tensor of indices
             self.states = self._step_states[:, self._kept[0][-1]]

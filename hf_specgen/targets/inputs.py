@@ -16,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
-from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, layer_windows
+from hf_specgen.targets.model_parts import decoder_argument, has_special_layers
 from hf_specgen.targets.state_cache import make_layers
 from hf_specgen.tree import DraftTree
 
@@ -236,18 +236,16 @@ def call_cache(given: Any, config: Any, generation_config: GenerationConfig, kee
             "candidate_generator= works with a DynamicCache that is not offloaded, or the cache of an earlier "
             f"speculative call, not with {kind}; {remedy}"
         )
-    special = has_special_layers(config)
-    if user_owned and special:
+    if user_owned and has_special_layers(config):
         raise ValueError(
             "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "
             f"leave {compat.CACHE} out of the first call, and give later ones the cache that it returned"
         )
     if user_owned and given is not None:
         return RaggedCache.from_dynamic(given, slots)
-    windows = [] if keeps_all else layer_windows(config)
-    if keeps_all and slots is not None:
-        slots += 128  # for the padding of captured passes
-    return RaggedCache(windows, slots, layers=make_layers(config) if special else None)
+    if keeps_all:
+        return RaggedCache(None if slots is None else slots + 128)  # for the padding of captured passes
+    return RaggedCache(slots, make_layers(config))
 
 
 def return_cache(cache: RaggedCache, given: Any) -> Any:

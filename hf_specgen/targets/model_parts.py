@@ -63,14 +63,6 @@ def layer_kinds(config: Any) -> set[str]:
     return {"full_attention"}
 
 
-def layer_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer; None for layers with full or chunked attention."""
-    count = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or [*layer_kinds(config)] * count
-    return [window if layer_type == "sliding_attention" else None for layer_type in types]
-
-
 def keeps_state(config: Any) -> bool:
     """Whether a model has convolutions or recurrent states, so that only chains can be verified."""
     return not set(STATE_TYPES).isdisjoint(getattr(config, "layer_types", None) or ())

@@ -33,7 +33,7 @@ from hf_specgen.targets.inputs import accompanying_inputs
 from hf_specgen.targets.model_parts import (
     has_special_layers,
     is_causal_kernel,
-    layer_windows,
+    layer_kinds,
     reads_encoder,
     text_config,
 )
@@ -128,7 +128,7 @@ def _capture_problem(
     """Why passes of a model are not captured in a call, as far as is known before; None if they may be."""
     device, config = compat.input_device(model).type, text_config(model)
     implementation, given = compat.attention_implementation(config), model_kwargs.get(compat.CACHE)
-    window = max((window for window in layer_windows(config) if window is not None), default=0)
+    window = config.sliding_window if "sliding_attention" in layer_kinds(config) else 0
     is_long = generation.max_length is None or generation.max_length > 2 * window
     problems = {
         f"is on {device!r}, and CUDA graphs need a GPU": device not in GRAPH_DEVICES,

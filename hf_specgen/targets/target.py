@@ -65,7 +65,7 @@ class Target:
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
     has_common = False
-    """Whether a common target runs the passes of this one, which has one row."""
+    """Whether the passes of this target, which has one row, are parts of those for several."""
     path: Sequence[int] = ()
     """The accepted nodes of the last of these passes."""
 
@@ -316,7 +316,7 @@ class Target:
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
         if self.has_common:
-            self.path = paths[0] or ()
+            self.path = paths[0] or []
         elif self._queue is not None and self._queue.is_in_pass:
             self._queue.commit([None if path is None else self._has_pending + len(path) for path in paths])
             self._set_lengths(self._queue.cached)

@@ -203,7 +203,7 @@ def test_to_dynamic_makes_layers_and_copies_their_states() -> None:
 @pytest.mark.parametrize("tokens", [1, 100, 330, 700])
 def test_sliding_layer_keeps_what_a_rejected_step_needs(tokens: int) -> None:
     """Would catch: slots that are dropped before it is known how many tokens of a long step are accepted."""
-    cache, window = RaggedCache([64]), 64
+    cache, window = RaggedCache(layers=[RaggedLayer(64)]), 64
 
     def write(count: int) -> None:
         states = torch.zeros(1, 1, count, 4)
