@@ -27,16 +27,19 @@ NAMES = sorted(
 )
 INTRODUCTION = """# Architectures
 
-This page is generated from test results: tiny random models of each architecture, three rows of different lengths,
-draft trees of which a part is accepted. Models of these types gave exactly the tokens of plain `generate`, or were
-refused before the first token. Your own model is checked once, before its first token, see [exactness](exactness.md).
+This page is generated from test results (`python -m tests.helpers.architecture_list`): tiny random models of each type, three
+rows of different lengths, drafts of which a part is accepted. Names are the `model_type` of the config. Without an
+addition they mean the causal language model, so `bart` is `BartForCausalLM`, the decoder alone. Models of these types gave
+exactly the tokens of plain `generate`, or were refused before the first token. Your own model is checked once, before its
+first token, see [exactness](exactness.md).
 
 Convolutions and recurrent states follow one path, so their models verify chains; strategies draft chains for them.
 Chunked and recurrent kernels of such layers round differently: in float32, tokens can differ from plain decoding where
 two logits are within 1e-5 of each other. Models that select tokens by an index (DeepSeek-V3.2, GLM-5) may select
 others where two index scores are equal.
 
-Encoder-decoders whose decoder takes positions verify trees; the others chains. See [exactness](exactness.md).
+Encoder-decoders verify trees if their decoder takes positions as an argument, and chains otherwise. See
+[exactness](exactness.md#encoder-decoders).
 """
 
 
@@ -77,8 +80,12 @@ def page(results: dict[str, str]) -> str:
         names = [name for name, result in results.items() if result == status]
         if names:
             parts.append(f"\n## {title}\n\n{', '.join(f'`{name}`' for name in names)}\n")
-    refused = [(name, result) for name, result in results.items() if result not in groups]
-    rows = "".join(f"| `{name}` | {reason.replace('|', '/')} |\n" for name, reason in refused)
+    refused: dict[str, list[str]] = {}
+    for name, result in results.items():
+        if result not in groups:
+            reason = result.removesuffix("; call generate() without candidate_generator=").replace("|", "/")
+            refused.setdefault(reason, []).append(f"`{name}`")
+    rows = "".join(f"| {', '.join(names)} | {reason} |\n" for reason, names in refused.items())
     return "".join(parts) + f"\n## Refused\n\n| type | reason |\n|---|---|\n{rows}"
 
 

@@ -125,6 +125,7 @@ SENTENCES = [
     ("README.md", "the worst on record", "at batch 1", "batches/report.json", "speed"),
     ("README.md", "at batch 1 (JSON)", "with eight rows", "batches/report.json", "batch"),
     ("README.md", "all sides eager, n-grams", "times plain", "large-target.json", "rows"),
+    ("docs/integrations.md", "`benchmarks/README.md`: in `generate`", "for 8 and 16", "rollouts.json", "rows"),
     ("docs/hardware.md", "lower: eagerly", "with CUDA", "large-target.json", "rows"),
     ("docs/hardware.md", "| situation |", "\n\n", "projected/report.json", "projected by domain"),
     ("docs/compilation.md", "`generate` has", "of the speed", "large-target.json", "rows"),
@@ -170,6 +171,12 @@ def test_navigation_names_every_page() -> None:
     navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     for page in (ROOT / "docs").rglob("*.md"):
         assert f'"{page.relative_to(ROOT / "docs")}"' in navigation
+
+
+def test_api_reference_has_every_public_name() -> None:
+    """Would catch: a public name without a reference."""
+    described = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split()
+    assert {f"hf_specgen.{name}" for name in hf_specgen.__all__ if name != "__version__"} <= set(described)
 
 
 def test_page_of_keywords_names_every_setting() -> None:
