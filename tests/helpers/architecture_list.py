@@ -27,7 +27,7 @@ NAMES = sorted(
 )
 INTRODUCTION = """# Architectures
 
-This page is generated from test results (`python -m tests.helpers.architecture_list`): tiny random models of each type, three
+This page is generated from test results (by `tests/helpers/architecture_list.py`): tiny random models of each type, three
 rows of different lengths, drafts of which a part is accepted. Names are the `model_type` of the config. Without an
 addition they mean the causal language model, so `bart` is `BartForCausalLM`, the decoder alone. Models of these types gave
 exactly the tokens of plain `generate`, or were refused before the first token. Your own model is checked once, before its
