@@ -27,11 +27,11 @@ NAMES = sorted(
 )
 INTRODUCTION = """# Architectures
 
-This page is generated from test results (by `tests/helpers/architecture_list.py`): tiny random models of each type, three
-rows of different lengths, drafts of which a part is accepted. Names are the `model_type` of the config. Without an
-addition they mean the causal language model, so `bart` is `BartForCausalLM`, the decoder alone. Models of these types gave
-exactly the tokens of plain `generate`, or were refused before the first token. Your own model is checked once, before its
-first token, see [exactness](exactness.md).
+This page is generated from test results (by `tests/helpers/architecture_list.py`): tiny random models of each type,
+three rows of different lengths, drafts of which a part is accepted. Names are the `model_type` of the config. Without
+an addition they mean the causal language model, so `bart` is `BartForCausalLM`, the decoder alone. Models of these
+types gave exactly the tokens of plain `generate`, or were refused before the first token. Your own model is checked
+once, before its first token, see [exactness](exactness.md).
 
 Convolutions and recurrent states follow one path, so their models verify chains; strategies draft chains for them.
 Chunked and recurrent kernels of such layers round differently: in float32, tokens can differ from plain decoding where
