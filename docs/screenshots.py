@@ -1,7 +1,7 @@
 """Draws the pictures of the documentation into docs/images: `python docs/screenshots.py [measured] [demo] [chat] …`.
 
-`measured` and `report` show the recorded suite `domains`, `speed` the recorded suite `projected`. The demo and a chat run
-as they would on a terminal of 80 columns; the benchmark report is drawn by a headless Chromium, if there is one.
+`measured` and `report` show the recorded suite `domains`, `speed` the recorded suite `projected`. The demo and a chat
+run as they would on a terminal of 80 columns; the benchmark report is drawn by a headless Chromium, if there is one.
 """
 
 from __future__ import annotations
