@@ -215,6 +215,12 @@ class TreeStructure(NamedTuple):
         depths, ancestors = _chain_structure(1 + nodes, device)
         return cls(depths.expand(batch, -1), ancestors.expand(batch, -1, -1))
 
+    @classmethod
+    def of_captured_chains(cls, batch: int, nodes: int, device: torch.device) -> TreeStructure:
+        """As `of_chains`, in a captured function, which must not read tensors that can be freed."""
+        depths, ancestors = _chain_structure.__wrapped__(1 + nodes, device)
+        return cls(depths.expand(batch, -1), ancestors.expand(batch, -1, -1))
+
 
 @lru_cache(maxsize=16)
 def _chain_structure(tokens: int, device: torch.device | None) -> tuple[torch.Tensor, torch.Tensor]:

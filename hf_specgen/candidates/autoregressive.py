@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import CENTERS, RANKS, CalibratedSession
 from hf_specgen.candidates.base import DraftCall
-from hf_specgen.candidates.captured_levels import Proposals, grow_captured
+from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_search import TreeSize, tree_size
 from hf_specgen.grown_tree import FEATURE, NUMBER, RANK, GrownTree
@@ -62,6 +63,13 @@ class AutoregressiveSession(CalibratedSession):
         """How large the trees of the next step become."""
         return tree_size(self._size, self.call, depths)
 
+    def first_levels(self) -> LevelPasses | None:
+        """What the drafter provides for a pass over new text and levels after it in one captured function.
+
+        Called once before each draft; None if that pass is not captured with others.
+        """
+        return None
+
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
         """Run the drafter on what is new in the rows' texts: `[batch, vocab]` logits after each row's last token.
@@ -98,15 +106,22 @@ class AutoregressiveSession(CalibratedSession):
             return self.not_drafted(len(depths))
         size = self.tree_size(depths)
         self._is_fastest = size.is_fastest
-        logits = self.first_scores()[:, None]
+        levels = self.first_levels()
+        logits, device = None, None if levels is None else levels.device
+        if levels is None:
+            logits = self.first_scores()[:, None]
+            device = logits.device
         last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
         table = np.log(self.calibration.table()).ravel()
         host = np.concatenate([np.ravel(last_tokens), table]).astype(np.float32)
-        on_device = torch.from_numpy(host).to(logits.device)
+        on_device = torch.from_numpy(host).to(device)
         growth = Growth(depths, min(size.children, self._vocab), on_device[: len(depths), None])
         self._table = on_device[len(depths) :].view(RANKS, -1)
         self._proposals = self._settings(growth.children)
-        self._add(growth, logits)
+        if levels is not None and not self._grow_first(growth, size, levels, active):
+            logits = self.first_scores()[:, None]
+        if logits is not None:
+            self._add(growth, logits)
         while (plan := size.plan(growth))[0]:
             self._grow(growth, *plan)
             self.passes += [active * plan[1]] * plan[0]
@@ -128,21 +143,40 @@ class AutoregressiveSession(CalibratedSession):
     def _grow(self, growth: Growth, passes: int, width: int) -> None:
         """Expand so many nodes of each row in each of so many passes of the drafter."""
         drafter = self.level_passes() if growth.expanded == 0 or not self._is_fastest else None
+        if drafter is None or self._grow_captured(growth, passes, width, drafter) is None:
+            for _ in range(passes):
+                self._add(growth, self.next_scores(growth.expand(width)))
+
+    def _grow_first(self, growth: Growth, size: TreeSize, drafter: LevelPasses, active: int) -> bool:
+        """Process new text and expand the first levels in one captured function; False if there is none."""
+        passes, width = size.first_plan(growth)
+        drafted = self._grow_captured(growth, passes, width, drafter) if passes else None
+        if drafted is None:
+            return False
+        self.after_text(*drafted.after_text)
+        size.count(passes, width)
+        self.passes += [active * width] * passes
+        return True
+
+    def _grow_captured(self, growth: Growth, passes: int, width: int, drafter: LevelPasses) -> Drafted | None:
+        """Make passes by one captured function; None if there is none."""
         verification = self.call.verification
-        if drafter is not None and verification is not None and verification.shares_noise:
-            first = [len(text) + growth.levels for text in self.call.state.generated]
-            steps = [list(range(start, start + passes)) for start in first]
-            noise = verification.draft_noise(steps, self._table.device)
-            made = grow_captured(growth, passes, width, drafter, self._proposals, self._table, noise)
-            if made is not None:
-                self.after_levels(*made, growth.expanded)
-                return
-        for _ in range(passes):
-            self._add(growth, self.next_scores(growth.expand(width)))
+        if verification is None or not verification.shares_noise:
+            return None
+        first = [len(text) + growth.levels for text in self.call.state.generated]
+        steps = [list(range(start, start + (drafter.text is not None) + passes)) for start in first]
+        noise = verification.draft_noise(steps, self._table.device)
+        drafted = grow_captured(growth, passes, width, drafter, self._proposals, self._table, noise)
+        if drafted is not None:
+            self.after_levels(drafted.states, growth.expanded)
+        return drafted
 
     def level_passes(self) -> LevelPasses | None:
         """What the drafter provides for several levels in one captured function; None if it captures nothing."""
         return None
+
+    def after_text(self, *results: Any) -> None:
+        """Go on after new text that a captured function has processed; `results` are those of `LevelPasses.level`."""
 
     def after_levels(self, states: torch.Tensor | None, expanded: int) -> None:
         """Go on after passes of a captured function, when so many nodes of each row were expanded in all."""

@@ -19,6 +19,7 @@ from hf_specgen.candidates.acceptance import EDGES, RANKS, confidence_by_rank
 from hf_specgen.candidates.growth import Frontier, Grown, Growth
 from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.masks import StepLayout
+from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.processors import ScoreProcessors
 
 
@@ -80,21 +81,43 @@ def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tens
     return torch.from_numpy(EDGES.astype(np.float32)).to(device), ranks.clamp(max=RANKS - 1), -1e-4 * ranks
 
 
+class TextInputs(NamedTuple):
+    """The tensors of `NewText`."""
+
+    tokens: torch.Tensor
+    counts: torch.Tensor  # [batch]
+    features: torch.Tensor | None
+
+
 class LevelInputs(NamedTuple):
     """The tensors that the passes read besides the drafter's cache."""
 
+    text: TextInputs | None
     last: Frontier
     states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
     visible: torch.Tensor | None  # [batch, capacity], False for padding
     offsets: torch.Tensor | None  # [batch, 1] position minus slot
     depths: torch.Tensor  # [1 + expanded] of all nodes, after the last pass
     table: torch.Tensor  # [RANKS, bins]
-    noise: torch.Tensor | None  # [batch, passes, vocab], if tokens are sampled
+    noise: torch.Tensor | None  # [batch, passes, vocab], if tokens are sampled; one more for new text
+
+
+class Drafted(NamedTuple):
+    """What a captured function returns: the levels that it added, and states of the drafter `[batch, nodes, …]`."""
+
+    grown: Grown
+    states: Any
+    """Of the last level."""
+    after_text: Any = None
+    """All but the logits that the drafter returned for the last token of new text."""
 
 
 @dataclass(frozen=True)
 class CapturedLevels:
-    """`passes` passes, before each of which `width` nodes of every row are expanded; equal ones share a graph."""
+    """`passes` passes, before each of which `width` nodes of every row are expanded; equal ones share a graph.
+
+    A pass over new text may precede them.
+    """
 
     key: tuple[Any, ...]
     passes: int
@@ -104,23 +127,42 @@ class CapturedLevels:
     growth: Growth = field(compare=False)
     """The shape alone, for which `key` stands in comparisons."""
 
-    def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> tuple[Grown, torch.Tensor | None]:
-        growth, states, layer = self.growth.continued(inputs.last), inputs.states, cache.layers[0]
+    def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> Drafted:
+        growth, states, after_text = self.growth.continued(inputs.last), inputs.states, None
+        noise = None if inputs.noise is None else inputs.noise.unbind(dim=1)
+        if inputs.text is not None:
+            logits, *after_text = self._read(module, inputs.text, inputs, cache)
+            states = after_text[0]
+            self._add(growth, logits, inputs.table, None if noise is None else noise[0])
+            noise = None if noise is None else noise[1:]
+        layer = cache.layers[0]
         # Slots of the rows' last tokens, and how many slots attention reads.
-        roots, columns = layer.slots[:, :1] - 1 - growth.expanded, layer.get_mask_sizes(0)[0]
+        roots, columns = layer.next_slots - 1 - growth.expanded, layer.get_mask_sizes(0)[0]
         for number in range(self.passes):
             tree = growth.expand(self.width)
             layout = StepLayout(roots, columns, *growth.structure(inputs.depths), inputs.visible)
             states = None if states is None else tree.of_parents(states)
-            logits, states = self.level(module, tree.tokens, layout, states, inputs.offsets, cache)
-            scores = self.proposals.scores(logits)
-            weights = scores.softmax(dim=-1)
-            if inputs.noise is not None:
-                weights = weights / inputs.noise[:, number, None, : weights.shape[-1]]
-            growth.add(
-                *self.proposals(scores, weights, inputs.table)[0]
-            )  # q is not needed: rejection sampling is not captured
-        return growth.packed(), states
+            logits, states, *_ = self.level(module, tree.tokens, layout, states, inputs.offsets, cache)
+            self._add(growth, logits, inputs.table, None if noise is None else noise[number])
+        return Drafted(growth.packed(), states, after_text)
+
+    def _read(self, module: Any, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
+        """What the drafter returns for the last new token of each row; what follows is written after that token."""
+        (batch, width), layer = text.tokens.shape, cache.layers[0]
+        chain = TreeStructure.of_captured_chains(batch, width - 1, text.tokens.device)
+        layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.visible)
+        results = self.level(module, text.tokens, layout, text.features, inputs.offsets, cache, True)
+        slots, last = layer.slots - (width - text.counts[:, None]), (text.counts - 1)[:, None, None]
+        for one in cache.layers:
+            one.slots = slots
+        return [None if part is None else part.gather(1, last.expand(-1, -1, part.shape[-1])) for part in results]
+
+    def _add(self, growth: Growth, logits: torch.Tensor, table: torch.Tensor, noise: torch.Tensor | None) -> None:
+        scores = self.proposals.scores(logits)
+        weights = scores.softmax(dim=-1)
+        if noise is not None:
+            weights = weights / noise[:, None, : weights.shape[-1]]
+        growth.add(*self.proposals(scores, weights, table)[0])  # q is not needed: rejection sampling is not captured
 
 
 def grow_captured(
@@ -131,12 +173,16 @@ def grow_captured(
     proposals: Proposals,
     table: torch.Tensor,
     noise: torch.Tensor | None,
-) -> tuple[torch.Tensor | None] | None:
-    """Extend a growing tree and the drafter's cache by one graph; returns `(last states,)`.
+) -> Drafted | None:
+    """Extend a growing tree and the drafter's cache by one graph, which processes new text first if there is some.
 
     None if there is no graph: nothing was added then, and the caller makes the passes.
     """
-    graphs, columns = drafter.functions, passes * width
+    graphs, text, reads = drafter.functions, drafter.text, [0] * len(growth.limits)
+    columns, starts, text_inputs = passes * width, drafter.cache.lengths, None
+    if text is not None:
+        columns, reads = columns + text.tokens.shape[1], list(text.counts)
+        text_inputs = TextInputs(text.tokens, torch.tensor(reads), text.features)
     capacity = graphs.capacity(drafter.module, drafter.cache, columns, drafter.mode)
     if not capacity:
         return None
@@ -145,8 +191,9 @@ def grow_captured(
         visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
     key, depths = growth.key, growth.depths_after(passes, width)
     levels = CapturedLevels(key, passes, width, proposals, drafter.level, growth.without_tensors())
-    inputs = LevelInputs(growth.last(), drafter.states, visible, drafter.offsets, depths, table, noise)
-    made = graphs.run(
+    states = None if text is not None else drafter.states
+    inputs = LevelInputs(text_inputs, growth.last(), states, visible, drafter.offsets, depths, table, noise)
+    drafted: Drafted | None = graphs.run(
         levels,
         drafter.module,
         inputs,
@@ -157,8 +204,7 @@ def grow_captured(
         rehearsal=inputs,  # the passes can be repeated
         is_optional=True,
     )
-    if made is None:
-        return None
-    grown, states = made
-    growth.extend(grown, passes, width)
-    return (states,)
+    if drafted is not None:
+        growth.extend(drafted.grown, passes, width)
+        drafter.cache.set_lengths([start + count + passes * width for start, count in zip(starts, reads, strict=True)])
+    return drafted

@@ -30,7 +30,7 @@ from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import Fields, Source, read_tensors, tensor_infos
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
-from hf_specgen.targets.graphs import LevelPasses
+from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
@@ -121,11 +121,19 @@ class DraftRunner:
             self.reader.prefill()
             self._has_prompt = True
 
-    def first_logits(self, max_depths: Sequence[int]) -> torch.Tensor:
+    def first_logits(self, uncached: Sequence[list[int]]) -> torch.Tensor:
         """`[batch, vocab]` logits after the texts of the rows that draft."""
-        self.prefill()
-        uncached = self.uncached(max_depths)
         return last_of(self.extend(uncached), [len(tokens) for tokens in uncached])
+
+    def new_text(self, uncached: Sequence[list[int]]) -> NewText | None:
+        """Uncached tokens, for a captured function; None if they are too many, or if a row does not draft."""
+        return NewText.of(uncached) if all(self.drafts) and max(map(len, uncached)) <= MAX_CAPTURED else None
+
+    def after_text(self, uncached: Sequence[list[int]]) -> None:
+        """Count tokens that a captured function has processed."""
+        for row, tokens in enumerate(uncached):
+            self._count(row, len(tokens))
+        self.passes.append(len(uncached) * max(map(len, uncached)))
 
     def uncached(self, max_depths: Sequence[int]) -> list[list[int]]:
         """The tokens of each row that the draft model has not read, in the rows that draft; otherwise one token."""
@@ -209,9 +217,19 @@ class DraftModelSession(AutoregressiveSession):
 
     def first_scores(self) -> torch.Tensor:
         """Run the model on what was generated since the last draft, in the rows that draft now."""
-        logits = self._runner.first_logits(self.max_depths)
+        logits = self._runner.first_logits(self._uncached)
         self.passes += self._runner.passes
         return logits if self._shared is None else self._shared.target_logits(logits)
+
+    def first_levels(self) -> LevelPasses | None:
+        self._runner.prefill()
+        self._uncached = self._runner.uncached(self.max_depths)
+        text = self._runner.new_text(self._uncached)
+        return None if text is None else self.level_passes(text)
+
+    def after_text(self, *_: Any) -> None:
+        self._runner.after_text(self._uncached)
+        self.passes += self._runner.passes
 
     def next_scores(self, tree: GrownTree) -> torch.Tensor:
         if self._shared is not None:
@@ -219,8 +237,8 @@ class DraftModelSession(AutoregressiveSession):
         logits = self._runner.reader.grow(tree, tree.tokens.shape[1], self._runner.drafts)
         return logits if self._shared is None else self._shared.target_logits(logits)
 
-    def level_passes(self) -> LevelPasses | None:
-        return None if self._shared is not None else self._runner.reader.level_passes(self._k)
+    def level_passes(self, text: NewText | None = None) -> LevelPasses | None:
+        return None if self._shared is not None else self._runner.reader.level_passes(self._k, text)
 
     def after_levels(self, states: torch.Tensor | None, expanded: int) -> None:
         self._runner.reader.after_levels(1 + expanded)

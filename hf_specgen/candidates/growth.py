@@ -53,8 +53,8 @@ class _Expansion(NamedTuple):
 class Frontier(NamedTuple):
     """What the next passes of a growing tree read."""
 
-    tokens: Tensor
-    open: Tensor
+    tokens: Tensor | None
+    open: Tensor | None
     limits: Tensor | None
     ancestors: Tensor | None
 
@@ -92,6 +92,8 @@ class Growth:
     """
 
     _open: Tensor
+    _known = 0
+    """How many levels `packed` leaves out."""
 
     def __init__(self, depths: Sequence[int], children: int, last_tokens: Tensor):
         self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
@@ -116,7 +118,7 @@ class Growth:
     @property
     def frontier(self) -> int:
         """How many candidates of each row are in the last level."""
-        return self._open.shape[1]
+        return self.children * (self._widths[-1] if self._widths else 1)
 
     def add(self, tokens: Tensor, log_acceptance: Tensor, features: Tensor, expandable: Tensor | None = None) -> None:
         """Add the children of the nodes that were expanded last, at first of each row's last token.
@@ -190,6 +192,8 @@ class Growth:
 
     def last(self) -> Frontier:
         """What the next passes read."""
+        if not self._levels:
+            return Frontier(None, None, self._limits, None)
         if self._widths:
             self.structure(self.depths)
         return Frontier(self._levels[-1].tokens, self._open, self._limits, self._ancestors)
@@ -197,29 +201,32 @@ class Growth:
     def continued(self, last: Frontier) -> Growth:
         """A growing tree of this shape, whose earlier levels are not known."""
         growth = copy.copy(self)
-        growth._levels, growth._expansions, growth._above = [_Level(last.tokens, last.tokens, last.open)], [], []
-        growth._open, growth._limits, growth._ancestors = last.open, last.limits, last.ancestors
+        growth._levels, growth._expansions, growth._above, growth._limits = [], [], [], last.limits
+        if last.tokens is not None and last.open is not None:
+            growth._levels = [_Level(last.tokens, last.tokens, last.open)]
+            growth._open, growth._ancestors = last.open, last.ancestors
+        growth._known = len(growth._levels)
         return growth
 
     def packed(self) -> Grown:
         """What was added since `continued`, in as few tensors as possible."""
-        levels = self._levels[1:]
+        levels = self._levels[self._known :]
         paths = [*(level.paths for level in levels), *(one.reached for one in self._expansions), self._open]
         integers = [part for level in levels for part in (level.tokens, level.features)]
         integers += [one.chosen for one in self._expansions if one.chosen is not None]
         return Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), self._ancestors)
 
     def extend(self, grown: Grown, passes: int, width: int) -> None:
-        """Add the levels of so many passes that were made elsewhere."""
-        size = width * self.children
-        *paths, rest = grown.paths.split([size] * passes + [grown.paths.shape[1] - size * passes], dim=1)
-        *reached, self._open = rest.split([width] * passes + [size], dim=1)
-        parts = grown.integers[:, : 2 * size * passes].split(size, dim=1)
-        index = grown.integers[:, 2 * size * passes :].split(width, dim=1) if self.children > 1 else [None] * passes
-        self._levels += map(_Level, parts[::2], parts[1::2], paths)
-        self._expansions += map(_Expansion, reached, index)
+        """Add the levels of so many passes that were made elsewhere, and of one before if there was none yet."""
+        sizes = [self.children] * (not self.levels) + [width * self.children] * passes
+        *paths, rest = grown.paths.split([*sizes, grown.paths.shape[1] - sum(sizes)], dim=1)
+        *reached, self._open = rest.split([width] * passes + [sizes[-1]], dim=1)
+        pairs, chosen = [size for size in sizes for _ in range(2)], [width] * passes * (self.children > 1)
+        parts = grown.integers.split([*pairs, *chosen], dim=1)
+        self._levels += map(_Level, parts[: len(pairs) : 2], parts[1 : len(pairs) : 2], paths)
+        self._expansions += map(_Expansion, reached, parts[len(pairs) :] or [None] * passes)
         self._ancestors, self._above = grown.ancestors, []
-        self.levels, self.expanded = self.levels + passes, self.expanded + passes * width
+        self.levels, self.expanded = self.levels + len(sizes), self.expanded + passes * width
         self._widths += (width,) * passes
 
     def read(self) -> Snapshot:

@@ -216,11 +216,19 @@ class EagleSession(ReadsFeatures, AutoregressiveSession):
 
     def first_scores(self) -> torch.Tensor:
         """Process the text since the last draft with the target's features; rows that have ended are dropped."""
+        return cast(torch.Tensor, self.runner.first_logits(*self._new, self.queue.active_rows()))
+
+    def first_levels(self) -> LevelPasses | None:
         is_prefill = not self.queue.was_taken
-        features, tokens = self.queue.take()
+        self._new = self.queue.take()
         if not is_prefill:
-            self.passes.append(sum(map(len, tokens)))
-        return cast(torch.Tensor, self.runner.first_logits(features, tokens, self.queue.active_rows()))
+            self.passes.append(sum(map(len, self._new[1])))
+        passes = self.level_passes()
+        text = None if passes is None else self.runner.new_text(*self._new)
+        return None if passes is None or text is None else passes._replace(text=text)
+
+    def after_text(self, *results: Any) -> None:
+        self.runner.after_text(*results)
 
     def level_passes(self) -> LevelPasses | None:
         return self.runner.level_passes() if isinstance(self.runner, EagleRunner) else None

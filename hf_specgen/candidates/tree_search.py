@@ -65,22 +65,36 @@ class TreeSize:
         left = max(growth.limits) - growth.levels
         if left <= 0:
             return 0, 0
+        passes, width = (0, 0) if growth.expanded else self.first_plan(growth)
         if not self.is_fastest:
-            if self.children == 1:
-                return left, 1
+            if passes:
+                return passes, width
             since_read = growth.levels % growth.levels_per_read
             if not since_read and left > 1 and not growth.read().may_improve(self.max_nodes):
                 return 0, 0
             return min(growth.levels_per_read - since_read, left), min(isqrt(self.max_nodes), growth.frontier)
-        passes = 0
-        if not growth.expanded and growth.levels_per_read > 1:  # an accelerator would wait for the read
-            width = min(len(self._pass), growth.frontier)
-            passes = self._first_passes(min(left, growth.levels_per_read), width)
         if not passes:
             self._snapshot = growth.read()
             passes, width = self._fastest_passes(self._snapshot, growth)
-        self._spent += passes * float(self._pass[width - 1])
+        self.count(passes, width)
         return passes, width
+
+    def first_plan(self, growth: Growth) -> tuple[int, int]:
+        """The passes that follow the first level whatever it contains, 0 if it has to be read, and their width."""
+        left, most = max(growth.limits) - 1, growth.levels_per_read
+        if left <= 0:
+            return 0, 0
+        if self.is_fastest:
+            if most == 1:  # reading is free
+                return 0, 0
+            width = min(len(self._pass), growth.children)
+            return self._first_passes(min(left, most), width), width
+        return (left, 1) if self.children == 1 else (min(most - 1, left), min(isqrt(self.max_nodes), growth.children))
+
+    def count(self, passes: int, width: int) -> None:
+        """Count the time of passes."""
+        if self.is_fastest:
+            self._spent += passes * float(self._pass[width - 1])
 
     def _first_passes(self, limit: int, width: int) -> int:
         """How many passes of this width to make before the first read, by the assumed acceptance."""

@@ -23,12 +23,10 @@ from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache, padded_width
-from hf_specgen.targets.graphs import LevelPasses, captured_functions
+from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText, captured_functions
 from hf_specgen.targets.inputs import spread_rows
 
 T = TypeVar("T")
-MAX_CAPTURED = 64
-"""Longer passes run eagerly: those over a prompt."""
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
 
@@ -209,6 +207,21 @@ class EagleRunner(HeadRunner):
         level = EagleLevel(self.bound.weights, self.bound.of_head(None))
         return LevelPasses(self._graphs, self._mode, self.bound.head, self.cache, level, self._hidden)
 
+    def new_text(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> NewText | None:
+        """New accepted positions of every row, for a captured function; None if a row has none or too many."""
+        counts = [len(row) for row in next_tokens]
+        if not self.cache.lengths or not 0 < min(counts) <= max(counts) <= MAX_CAPTURED:
+            return None
+        self.cache.set_lengths(self.lengths)
+        states, rows = self._new(features, next_tokens)
+        self._read = counts
+        return NewText.of(rows, padded(states, [slice(0, count) for count in counts]))
+
+    def after_text(self, hidden: torch.Tensor, output: torch.Tensor) -> None:
+        """Go on after new positions that a captured function has processed."""
+        self.last = HeadOutput(output, hidden)
+        self.lengths = [length + count for length, count in zip(self.lengths, self._read, strict=True)]
+
     def after_levels(self, states: torch.Tensor) -> None:
         """Go on after passes that were made by a captured function."""
         self._hidden = states
@@ -238,11 +251,19 @@ class EagleLevel:
     bound: BoundHead = field(compare=False)
 
     def __call__(
-        self, head: Any, tokens: torch.Tensor, layout: masks.StepLayout, states: torch.Tensor, _: None, cache: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        head: Any,
+        tokens: torch.Tensor,
+        layout: masks.StepLayout,
+        states: torch.Tensor,
+        offsets: None,
+        cache: Any,
+        is_text: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         bound, positions = self.bound.of_head(head), layout.depths[:, -tokens.shape[1] :] + layout.starts
+        states = head.combine(states) if is_text else states
         output = run_head(head, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
-        return bound.target_logits(output.output), output.hidden
+        return bound.target_logits(output.output), output.hidden, output.output
 
 
 class ParallelRunner(HeadRunner):

@@ -188,6 +188,11 @@ class StepLayer(RaggedLayer):
         self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys, self.values
 
+    @property
+    def next_slots(self) -> torch.Tensor:
+        """`[batch, 1]` where the next token of each row is written."""
+        return self.slots[:, self._written : self._written + 1]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         assert self.keys is not None
         return self.keys.shape[2], 0

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from hf_specgen.call import Compile
-from hf_specgen.targets.cache import RaggedCache, StepLayer
+from hf_specgen.targets.cache import RaggedCache, StepLayer, padded_width
 from hf_specgen.targets.model_parts import fingerprint
 
 logger = logging.getLogger("hf_specgen")
@@ -35,6 +36,8 @@ EAGER_PASSES = 8
 CAPACITY_BLOCK = 1024
 """Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 8,192 on
 there are four between a length and its double. Captures take seconds, the attention to unused slots under 1%."""
+MAX_CAPTURED = 64
+"""Longer passes of drafters run eagerly: those over a prompt."""
 MAX_IDLE_BUFFERS = 2
 """Sets of buffers, with their graphs, that are kept for a module although no call uses them."""
 
@@ -365,11 +368,28 @@ class CapturedFunctions:
             self.buffers.release(cache)
 
 
+class NewText(NamedTuple):
+    """Tokens that a drafter has not processed, `counts` of each row."""
+
+    counts: Sequence[int]
+    tokens: torch.Tensor  # [batch, width], padded on the right
+    features: torch.Tensor | None = None  # [batch, width, …] what a head reads with them
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
+        """Of the tokens of each row, and features `[batch, longest, …]`; padded to a width of captured passes."""
+        counts = [len(text) for text in texts]
+        width = padded_width(max(counts))
+        tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
+        return cls(counts, tokens, None if features is None else pad(features, (0, 0, 0, width - features.shape[1])))
+
+
 class LevelPasses(NamedTuple):
     """What a drafter provides for passes over several levels of a draft tree in one captured function.
 
-    `level` receives the module, tokens `[batch, new]`, their `StepLayout`, the states of their parents, `offsets`, and
-    a cache; it returns logits and states.
+    `level` receives the module, tokens `[batch, new]`, their `StepLayout`, the states of their parents, `offsets`, a
+    cache, and whether the tokens are new text, with its features as states; it returns logits, states, and what else a
+    drafter wants to know of the last token of new text.
     """
 
     functions: CapturedFunctions
@@ -380,6 +400,11 @@ class LevelPasses(NamedTuple):
     states: torch.Tensor | None = None  # [batch, nodes, hidden] of the nodes of the last pass
     visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
     offsets: torch.Tensor | None = None  # [batch, 1] position minus slot
+    text: NewText | None = None  # what is processed before the levels
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.buffers()[0][0].device
 
 
 _functions: weakref.WeakKeyDictionary[nn.Module, CapturedFunctions] = weakref.WeakKeyDictionary()

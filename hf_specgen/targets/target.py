@@ -15,7 +15,7 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
 from hf_specgen.targets.cache import RaggedLayer, move_captured, padded_width
-from hf_specgen.targets.graphs import CapturedFunctions, LevelPasses, captured_functions, is_captured
+from hf_specgen.targets.graphs import CapturedFunctions, LevelPasses, NewText, captured_functions, is_captured
 from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, return_cache, takes_positions
 from hf_specgen.targets.masks import StepLayout, StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
@@ -46,7 +46,14 @@ class ModelLevel:
     masks: StepMasks = field(compare=False)
 
     def __call__(
-        self, model: Any, tokens: torch.Tensor, layout: StepLayout, _: None, offsets: torch.Tensor, cache: Any
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        layout: StepLayout,
+        states: None,
+        offsets: torch.Tensor,
+        cache: Any,
+        is_text: bool = False,
     ) -> tuple[torch.Tensor, None]:
         positions = layout.depths[:, -tokens.shape[1] :] + layout.starts + offsets
         mask = self.masks.of_layout(layout)
@@ -180,19 +187,20 @@ class Target:
         self._starts = tuple(length - cached for length in self.cache.lengths)
         return self._of_pass(self._run(self.model, tree, inputs, active, cached).logits, tree.batch, new)
 
-    def level_passes(self, levels: int) -> LevelPasses | None:
+    def level_passes(self, levels: int, text: NewText | None = None) -> LevelPasses | None:
         """What `grow` over so many levels in one captured function needs; None if it cannot be captured.
 
-        The function starts from a root that is cached, as `grow` does.
+        The function starts from a root that is cached, as `grow` does, or from text that is not.
         """
         graphs, places = self._active_graphs, zip(self.cache.lengths, self._layout.offsets, strict=True)
         if graphs is None or self.verifies_chains_only or not self._inputs.is_text(self.cache):
             return None
-        if len(self.rows) < self.batch or max(map(sum, places)) + levels > self.last_position:
+        most = levels + (0 if text is None else text.tokens.shape[1])
+        if len(self.rows) < self.batch or max(map(sum, places)) + most > self.last_position:
             return None
         level = ModelLevel(self._pass, StepMasks(self.model, None, required=True))
         offsets = torch.tensor(self._layout.offsets)[:, None]
-        return LevelPasses(graphs, self._mode, self.model, self.cache, level, None, self._masks.visible, offsets)
+        return LevelPasses(graphs, self._mode, self.model, self.cache, level, None, self._masks.visible, offsets, text)
 
     def after_levels(self, cached: int) -> None:
         """Go on after passes that were made by a captured function; the root and so many nodes are cached."""

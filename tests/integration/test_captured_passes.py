@@ -257,8 +257,8 @@ def test_captured_levels_same_drafts(
     made, grow = [], autoregressive.grow_captured
 
     def counted(*arguments: Any) -> Any:
-        made.append(grow(*arguments))
-        return made[-1]
+        made.append((grow(*arguments), arguments[3].text))
+        return made[-1][0]
 
     monkeypatch.setattr(autoregressive, "grow_captured", counted)
     if drafter == "EAGLE-3":
@@ -279,7 +279,9 @@ def test_captured_levels_same_drafts(
 
     eager = drafts(False)
     assert not made and drafts("graphs") == eager
-    assert sum(one is not None for one in made) >= 2 and any(step.accepted for row in eager[1] for step in row)
+    texts = [text for drafted, text in made if drafted is not None]
+    assert len(texts) >= 2 and any(step.accepted for row in eager[1] for step in row)
+    assert any(text is not None for text in texts), "none began with new text"
 
 
 def test_levels_that_cannot_be_captured_leave_captured_passes(captures: list[Any], monkeypatch: Any) -> None:
