@@ -23,6 +23,7 @@ import numpy as np
 from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.growth import Floats, Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
@@ -127,13 +128,14 @@ class TreeSize:
         most = 1 if growth.levels_per_read == 1 else max(growth.levels_per_read, 2 * growth.levels)
         return (min(1 + level, most), 1 + place) if expected[level, place] > rates[best] * (1 + MIN_GAIN) else (0, 0)
 
-    def nodes(self, growth: Growth) -> int:
+    def nodes(self, growth: Growth, target: Target | None = None) -> int:
         """How many nodes of each row are verified."""
         if not self.is_fastest:
             return self.max_nodes if self.children > 1 else max(1, *growth.limits)
         if self._snapshot is None or self._snapshot.probability.shape[1] < growth.candidates:
             self._snapshot = growth.read()
-        return self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
+        best = self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
+        return best if target is None else target.fitting_nodes(best, self.max_nodes)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
         """How many nodes of complete trees are verified.
@@ -276,6 +278,8 @@ def draft_rows(
     drafting = 0.0 if passes is None or limit.latency is None else limit.latency.drafter.draft(passes)
     probability = [[scale * value for value in tree.probability] for tree in trees]
     nodes = limit.best_size(probability, drafting) if limit.is_fastest else limits.nodes
+    if limit.is_fastest and call.target is not None:
+        nodes = call.target.fitting_nodes(nodes, limit.max_nodes)
     return draft_of(trees, nodes), trees
 
 
