@@ -252,7 +252,8 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     replaced: dict[str, Any] = {}
     if stop_strings is not None:
         criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        if not any(type(one) is StopStringCriteria for one in criteria):  # which `generate` would use instead
+            criteria.append(StopStringCriteria(tokenizer, stop_strings))
         replaced = {"stop_strings": None, "stopping_criteria": criteria}
     name = "inputs" if arguments.get("inputs") is not None else "input_ids"
     if token_healing and arguments.get(name) is not None:

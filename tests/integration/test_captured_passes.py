@@ -245,9 +245,22 @@ def test_captured_head_same_drafts(shape: Any, batch: int, sampling: str, head: 
         assert len(captures) > before
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
-@pytest.mark.parametrize("shape", [{"k": 5}, {"k": 6, "tree": 12}, {"k": 8, "tree": "auto"}], ids=str)
-@pytest.mark.parametrize("drafter", ["EAGLE-3", "draft model", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    ("drafter", "shape", "sampling"),
+    [
+        ("EAGLE-3", {"k": 5}, "sampled"),
+        ("EAGLE-3", {"k": 6, "tree": 12}, "greedy"),
+        ("EAGLE-3", {"k": 8, "tree": "auto"}, "sampled"),
+        ("draft model", {"k": 5}, "greedy"),
+        ("draft model", {"k": 6, "tree": 12}, "sampled"),
+        ("draft model", {"k": 8, "tree": "auto"}, "greedy"),
+        ("mistral", {"k": 5}, "sampled"),
+        ("mistral", {"k": 6, "tree": 12}, "greedy"),
+        ("gemma2", {"k": 5}, "greedy"),
+        ("gemma2", {"k": 6, "tree": 12}, "sampled"),
+    ],
+    ids=str,
+)
 def test_captured_levels_same_drafts(
     drafter: str, shape: Any, sampling: str, captures: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

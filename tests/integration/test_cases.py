@@ -60,13 +60,13 @@ CASES: dict[str, list[Case]] = {
         *every(
             replace(OUTPUTS, eos_ids=END, max_new_tokens=30, criteria=("all_scores",)),
             strategy=["oracle_tree", "draft", "skip", "medusa", "eagle1"],
-            seed=[1, 2, 3],
+            seed=[1, 2],
             lengths=BATCHES[1:],
         ),
         *every(
             replace(OUTPUTS, eos_ids=END, strategy="oracle", criteria=("all_scores",)),
             architecture=["lfm2", "gemma2", "gpt_neo"],
-            seed=[1, 2, 3],
+            seed=[1, 2],
             lengths=BATCHES[1:],
         ),
     ],
@@ -101,9 +101,10 @@ CASES: dict[str, list[Case]] = {
         replace(OUTPUTS, turns=3),
         cache=["none", "dynamic"],
         swap_caches=[False, True],
-        lengths=BATCHES,
+        lengths=BATCHES[1:],
         architecture=["llama", "gemma2", "mistral", "llama4_text"],
     )
+    + every(replace(OUTPUTS, turns=3), cache=["none", "dynamic"], lengths=BATCHES[:1], architecture=["gemma2"])
     + every(replace(OUTPUTS, strategy="oracle", turns=2), lengths=BATCHES, architecture=["lfm2", "falcon_h1"]),
     # A window that is counted in cache slots instead of positions: siblings of a tree share one.
     "window": every(
@@ -162,8 +163,9 @@ CASES: dict[str, list[Case]] = {
     # Noise drawn ahead that is not given back, a cache of the caller or a model that is left changed.
     "fault": [
         *every(
-            replace(SAMPLED, return_dict=True, streamer=True, turns=2), fault=FAULTS, fault_call=[1, 3], lengths=BATCHES
+            replace(SAMPLED, return_dict=True, streamer=True, turns=2), fault=FAULTS, fault_call=[3], lengths=BATCHES
         ),
+        *every(replace(SAMPLED, return_dict=True, streamer=True), fault=FAULTS, fault_call=[1], lengths=BATCHES[1:]),
         *every(SAMPLED, fault=["drafter", "model"], strategy=["skip", "draft", "eagle3"], interrupt=[True]),
     ],
 }

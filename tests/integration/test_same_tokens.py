@@ -26,9 +26,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stop string": {"stop_strings": ["!", "%", "0"]},
     "two tokens": {"max_new_tokens": 2, "prefill_chunk_size": 4},
 }
-CASES: list[tuple[str, Callable[[], Policy] | None, int]] = [
+EVERYWHERE: list[tuple[str, Callable[[], Policy] | None, int]] = [("greedy", None, 3), ("sampled", RandomDepths, 3)]
+"""Arguments, policy (None for that of the strategy), rows: those of every strategy."""
+IN_TURN: list[tuple[str, Callable[[], Policy] | None, int]] = [
     ("greedy", None, 1),
-    ("greedy", None, 3),
     ("sampled", None, 1),
     ("sampled", None, 3),
     ("sampled by text", None, 3),
@@ -36,12 +37,16 @@ CASES: list[tuple[str, Callable[[], Policy] | None, int]] = [
     ("EOS", None, 4),
     ("stop string", None, 3),
     ("greedy", RandomDepths, 1),
-    ("sampled", RandomDepths, 3),
     ("EOS", AdaptiveDepth, 3),
     ("sampled", AdaptiveDepth, 1),
     ("two tokens", None, 3),
 ]
-"""Arguments, policy (None for that of the strategy), rows."""
+"""Those of every third one, so that the forms of a strategy, which follow each other, have all of them together."""
+CASES = [
+    (strategy, *case)
+    for place, strategy in enumerate(STRATEGIES)
+    for case in EVERYWHERE + [case for number, case in enumerate(IN_TURN) if (place + number) % 3 == 0]
+]
 LEARN_FROM_CALLS = ("n-grams, history", "recycling", "recycling, tree", "combined")
 UNUSUAL_PROMPTS: dict[str, torch.Tensor] = {
     "one token": torch.tensor([[5]]),
@@ -50,8 +55,9 @@ UNUSUAL_PROMPTS: dict[str, torch.Tensor] = {
 }
 
 
-@pytest.mark.parametrize(("settings", "policy", "batch"), CASES, ids=lambda value: getattr(value, "__name__", None))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "settings", "policy", "batch"), CASES, ids=lambda value: getattr(value, "__name__", None)
+)
 def test_strategy_same_tokens(strategy: str, settings: str, policy: Any, batch: int, tokenizer: Any) -> None:
     """Would catch: a cache that is wrong behind accepted paths, states of a wrong row or step, tokens after EOS."""
     tokens = 12 if strategy not in PARTLY_RIGHT else TOKENS_WITH_POLICY if policy else TOKENS
@@ -104,11 +110,10 @@ def test_strategy_other_verification_repeats_under_a_seed(strategy: str, verific
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize("tree", [None, 6])
-@pytest.mark.parametrize("name", FIXTURES)
-def test_head_of_every_format_same_tokens(name: str, tree: int | None) -> None:
+@pytest.mark.parametrize(("place", "name"), list(enumerate(FIXTURES)))
+def test_head_of_every_format_same_tokens(place: int, name: str) -> None:
     """Would catch: an option of a format that the loop does not know. Random heads, whose drafts are rejected."""
-    fixture = FIXTURES[name]
+    fixture, tree = FIXTURES[name], (None, 6)[place % 2]
     candidates = AutoCandidates.from_pretrained(fixture.checkpoint_folder, k=2, tree=tree)
     assert assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=6).drafted > 0
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from hf_specgen import Call, NgramCandidates, SpeculationMonitor
 from hf_specgen.verification import CoupledVerifier
@@ -75,6 +82,15 @@ def test_several_length_criteria_stop_at_the_shortest(lengths: tuple[int, int]) 
     arguments = {"max_new_tokens": 30, "stopping_criteria": criteria}
     plain, output = plain_and_speculative(tiny_model("llama"), prompts(2), partial(Oracle, accuracy=0.9), **arguments)
     assert plain.shape[1] == 17 and torch.equal(output.sequences, plain)
+
+
+def test_criterion_with_stop_strings_replaces_those_of_the_call(tokenizer: Any) -> None:
+    """Plain `generate` takes the given one of two criteria of a type. Would catch: a stop at either's strings."""
+    arguments: dict[str, Any] = {"max_new_tokens": 24, "stop_strings": ["!", "%", "0"], "tokenizer": tokenizer}
+    assert plain_output(tiny_model("llama"), prompts(2), **arguments)[0].shape[1] < 12 + 24
+    arguments["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, ["no such text"])])
+    oracle = partial(Oracle, accuracy=0.9)
+    assert assert_same_tokens(tiny_model("llama"), prompts(2), oracle, **arguments).lengths == [24, 24]
 
 
 def test_end_tokens_of_a_criterion_without_padding_raise() -> None:
