@@ -52,12 +52,12 @@ def alone(model: Any, prompt: list[int], settings: Any, seed: int = 0, **specula
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_greedy_requests_same_tokens(attention: str) -> None:
     """Would catch: a logit of another position, a rejected token that stays in the cache, a text beyond EOS."""
-    model, prompts = fresh_model("llama"), requests(24)
+    model, prompts = fresh_model("llama"), requests(16)
     model.set_attn_implementation(attention)
     plain = run(model, prompts)
     assert plain == [alone(model, prompt, config()) for prompt in prompts]
     assert len({len(tokens) for tokens in plain}) > 3, "some requests end early"
-    for name in STRATEGIES if attention == "sdpa" else ("trees", "draft model"):  # which differ in their masks
+    for name in STRATEGIES if attention == "sdpa" else ("trees",):  # which differ in their masks
         candidates = STRATEGIES[name](model)
         assert run(model, prompts, candidate_generator=candidates) == plain, name
         statistics = candidates.speculation
@@ -65,8 +65,7 @@ def test_greedy_requests_same_tokens(attention: str) -> None:
     assert model.config._attn_implementation == attention
 
 
-@pytest.mark.parametrize("per_request", [False, True])
-@pytest.mark.parametrize("strategy", ["ngram", "draft model", "trees"])
+@pytest.mark.parametrize(("strategy", "per_request"), [("ngram", True), ("draft model", False), ("trees", True)])
 def test_sampled_requests_same_tokens_as_alone_with_their_seed(strategy: str, per_request: bool) -> None:
     """Would catch: noise that depends on other requests, or temperatures given to the rows of another request."""
     model, prompts = tiny_model("llama"), requests(8)
@@ -113,8 +112,8 @@ def test_sliding_windows_are_drafted_until_they_are_full(architecture: str) -> N
 )
 def test_scarce_resources_same_tokens(batching: dict[str, Any]) -> None:
     """Would catch: blocks shared with rejected tokens in them, drafts that push out prompts, a lost request."""
-    model, prompts = tiny_model("llama"), requests(16)
-    prompts += prompts[:8]
+    model, prompts = tiny_model("llama"), requests(10)
+    prompts += prompts[:6]
     expected = run(model, prompts)
     candidates = STRATEGIES["trees"](model)
     assert run(model, prompts, batching, candidate_generator=candidates) == expected

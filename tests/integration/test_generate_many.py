@@ -65,8 +65,8 @@ def many(model: Any, prompts: list[list[int]], strategy: Any, max_rows: int = 4,
 
 
 ARCHITECTURES: list[tuple[str, int, list[str], dict[str, Any]]] = [
-    ("llama", 29, list(STRATEGIES), GREEDY),
-    ("llama", 29, list(STRATEGIES), SAMPLED),
+    ("llama", 29, ["ngram", "recycling", "layer skip"], GREEDY),
+    ("llama", 29, ["auto", "draft trees", "llama draft"], SAMPLED),
     ("gemma3_text", 120, ["auto", "draft trees"], GREEDY),  # rows that have dropped slots outside the window
     ("gpt2", 29, ["auto", "draft trees"], SAMPLED),
     ("qwen3_next", 29, ["ngram", "llama draft"], SAMPLED),

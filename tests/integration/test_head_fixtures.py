@@ -129,15 +129,16 @@ def partly_right(name: str, batch: int, new: int, sampling: Any = None, **settin
     return steered(AutoCandidates.from_pretrained(fixture.checkpoint_folder, **settings), texts.tolist())
 
 
-@pytest.mark.parametrize("shape", [{"k": 3}, {"k": 3, "tree": 8}], ids=["chain", "tree"])
-@pytest.mark.parametrize("case", ["drafts", "plain steps first", "chunks"])
+@pytest.mark.parametrize(
+    ("case", "tree"), [("drafts", None), ("drafts", 8), ("plain steps first", None), ("chunks", 8)]
+)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_committed_cache_equals_reading_from_scratch(name: str, case: str, shape: Any, monkeypatch: Any) -> None:
+def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree: Any, monkeypatch: Any) -> None:
     """Would catch: features of rejected nodes or of the head itself, a shift by one, states of plain steps left out."""
     if case == "chunks":
         monkeypatch.setattr("hf_specgen.heads.runner.PREFILL_CHUNK", 5)
     policy = AfterPlainSteps(3) if case == "plain steps first" else FixedDepth()
-    candidates = partly_right(name, 3, 16, **shape, policy=policy)
+    candidates = partly_right(name, 3, 16, k=3, tree=tree, policy=policy)
     arguments = {"max_new_tokens": 16, "prefill_chunk_size": 7 if case == "chunks" else None}
     statistics = assert_same_tokens(FIXTURES[name].target, prompts(3), candidates, **arguments)
     assert 0 < statistics.accepted < statistics.drafted

@@ -30,10 +30,10 @@ from tests.helpers.oracle import ORACLES
 @pytest.mark.parametrize("kind", [*SPEC["convolutional"], *SPEC["recurrent"]])
 def test_state_after_partial_acceptance_and_plain_steps_same_tokens(kind: str, batch: int) -> None:
     """Would catch: a state that has read rejected tokens or padding, misses tokens, or is overwritten too early."""
-    for policy in (None, RandomDepths()):
-        oracle, sampling = partial(Oracle, accuracy=0.6, policy=policy), SAMPLING["sampled" if batch == 1 else "greedy"]
-        statistics = assert_same_tokens(stateful_model(kind), prompts(batch), oracle, max_new_tokens=14, **sampling)
-        assert 0 < statistics.accepted < statistics.drafted
+    policy, sampling = (None, "sampled") if batch == 1 else (RandomDepths(), "greedy")
+    oracle, arguments = partial(Oracle, accuracy=0.6, policy=policy), {"max_new_tokens": 14, **SAMPLING[sampling]}
+    statistics = assert_same_tokens(stateful_model(kind), prompts(batch), oracle, **arguments)
+    assert 0 < statistics.accepted < statistics.drafted
 
 
 @pytest.mark.parametrize("kind", SPEC["counting_slots"])

@@ -52,28 +52,23 @@ def test_wheel_contains_the_package_and_its_type_marker(site_packages: Path) -> 
     assert {path.name for path in site_packages.iterdir() if not path.name.endswith(".dist-info")} == {"hf_specgen"}
 
 
-def test_first_example_of_the_readme_runs_from_the_wheel(site_packages: Path, tmp_path: Path) -> None:
-    """Would catch: an example, or an import of the package, that needs a file of the clone."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+def test_first_example_and_command_of_the_readme_run_from_the_wheel(site_packages: Path, tmp_path: Path) -> None:
+    """One after the other in a new process, whose folder is another one.
+
+    Would catch: an example, a command or an import of the package that needs a file of the clone, or benchmarks; an
+    entry point that names no function.
+    """
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks, commands = (
+        re.findall(r"```python\n(.*?)```", readme, flags=re.S),
+        re.findall(r"^hf-specgen (.*)$", readme, re.M),
+    )
     code = MODEL.sub(f'name = "{REFERENCE_LM}"', blocks[0])
     code += f"\nimport hf_specgen\nassert hf_specgen.__file__.startswith({str(site_packages)!r})\n"
-    run_from_wheel(site_packages, tmp_path, code)
-
-
-def test_command_of_the_readme_runs_from_the_wheel(site_packages: Path, tmp_path: Path) -> None:
-    """Would catch: an entry point that names no function, a command that imports benchmarks or reads the clone."""
-    commands = re.findall(r"^hf-specgen (.*)$", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M)
-    assert commands
-    for command in commands:
-        arguments = [MODELS.get(word, word) for word in shlex.split(command)]
-        arguments += ["--rounds", "1", "--max-new-tokens", "4"]
-        assert "model.generate(**inputs" in run_from_wheel(site_packages, tmp_path, CONSOLE_SCRIPT, *arguments)
-
-
-def run_from_wheel(site_packages: Path, folder: Path, code: str, *arguments: str) -> str:
-    """The output of Python code that imports the package from the wheel, in another folder than the clone's."""
     environment = {"PYTHONPATH": str(site_packages), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *arguments]
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    [command] = commands
+    arguments = [*(MODELS.get(word, word) for word in shlex.split(command)), "--rounds", "1", "--max-new-tokens", "4"]
+    process = [sys.executable, "-c", code + CONSOLE_SCRIPT, *arguments]
+    run = subprocess.run(process, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    return run.stdout
+    assert "model.generate(**inputs" in run.stdout
