@@ -75,6 +75,8 @@ class RaggedLayer(CacheLayerMixin):
         self.reserve(width)
         self._leave_inference_mode()
         assert self.keys is not None and self.values is not None
+        self.keys, key_states = _promoted(self.keys, key_states)
+        self.values, value_states = _promoted(self.values, value_states)
         if len(set(starts)) == 1:
             self.keys[:, :, starts[0] : width] = key_states
             self.values[:, :, starts[0] : width] = value_states
@@ -390,6 +392,12 @@ def _resized(buffer: torch.Tensor, dropped: int, capacity: int) -> torch.Tensor:
     resized = buffer.new_zeros(batch, heads, capacity, head_dim)
     resized[:, :, :kept] = buffer[:, :, dropped : dropped + kept]
     return resized
+
+
+def _promoted(buffer: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in the dtype that a `DynamicCache` has after joining them; they differ where autocast begins or ends."""
+    dtype = torch.promote_types(buffer.dtype, states.dtype)
+    return buffer.to(dtype), states.to(dtype)
 
 
 @lru_cache(maxsize=8)

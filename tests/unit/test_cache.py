@@ -51,6 +51,16 @@ def filled(text: Text) -> RaggedCache:
     return cache
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_states_of_another_dtype_are_promoted_as_in_a_dynamic_cache(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """As where `torch.autocast` begins or ends between two turns. Would catch: an error, or states that are rounded."""
+    ours, plain = RaggedCache(), DynamicCache()
+    for dtype in dtypes:
+        keys, values = torch.randn(2, 2, 1, 3, 4, dtype=dtype)
+        for mine, expected in zip(ours.update(keys, values, 0), plain.update(keys, values, 0), strict=True):
+            assert mine.dtype == expected.dtype and torch.equal(mine, expected)
+
+
 @thorough
 @given(st.data())
 def test_ragged_cache_agrees_with_lists(data: st.DataObject) -> None:
