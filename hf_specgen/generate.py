@@ -311,7 +311,7 @@ def _check_mask(mask: Any, tokens: int, cache: Any) -> None:
         raise ValueError(
             f"the attention mask has {mask.shape[1]} columns for a prompt of {tokens} tokens; give one for each token"
         )
-    if mask.shape[1] == tokens <= cached:  # plain `generate` takes cached slots for the prompt then, and masks others
+    if mask.shape[1] == tokens <= cached and not bool(mask.all()):  # plain `generate` then masks cached slots by it
         raise ValueError(
             f"the cache holds {cached} tokens already, so a prompt of {tokens} cannot be the whole text; give the "
             f"whole text, or an attention mask with a column for each of the {cached + tokens} tokens"

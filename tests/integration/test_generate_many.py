@@ -41,7 +41,7 @@ STRATEGIES = {
 }
 
 
-def some_prompts(count: int = 13, longest: int = 29) -> list[list[int]]:
+def some_prompts(count: int = 9, longest: int = 29) -> list[list[int]]:
     """Random prompts of different lengths that repeat themselves."""
     generator = torch.Generator().manual_seed(1)
     sizes = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
