@@ -96,6 +96,15 @@ def test_tables_are_those_of_the_records(page: str, folder: str) -> None:
     assert shown.strip() == collect(ROOT / "benchmarks" / "results" / folder).strip()
 
 
+def test_make_bench_repeats_the_recorded_suites() -> None:
+    """Would catch: tables that the command which is said to make them does not make."""
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ").split("\n")
+    suites = [shlex.split(line)[3:] for line in lines if "-m benchmarks suite" in line]
+    recorded = (json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("*/report.json"))
+    commands = [record["provenance"]["argv"][1:] for record in recorded]
+    assert sorted(map(sorted, suites)) == sorted(map(sorted, commands))
+
+
 RESULTS = ROOT / "benchmarks" / "results"
 DOMAINS = ("over plain", "math", "code", "edit", "json", "prose")
 COPIED = [
