@@ -20,6 +20,7 @@ from benchmarks.harness.loading import build
 from benchmarks.harness.memory import measure_memory
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.projection import latency_for, project
+from benchmarks.harness.rounds import measure_round
 from benchmarks.harness.units import Unit, load_domains, measured_units, mixed_prompts, tuning_units
 from benchmarks.harness.variants import PLAIN, Family, captured, check_level
 from benchmarks.workloads.domains import Domain
@@ -27,7 +28,7 @@ from benchmarks.workloads.prompts import first_turns
 from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
-from hf_specgen.evaluation.measure import Sample, Variant, first_difference, measure_round
+from hf_specgen.evaluation.measure import Sample, Variant, first_difference
 from hf_specgen.evaluation.workloads import load, maybe_prepacked
 
 DEFAULT_PLAIN = "plain, default"
@@ -137,7 +138,7 @@ class Bench:
         found["sampled"] = bool(unit.generation.get("do_sample"))
         found["identical"] = torch.equal(plain.ids, sample.ids)
         if sample.speculation is not None and not variant.name.startswith(PLAIN.name):
-            # The noise of a later turn follows that of the turns before.
+            # Which turn of a chat differs first is not recorded.
             inputs = None if unit.followups else unit.inputs
             found["difference"] = first_difference(self.model, plain, sample, unit.generation, seed, inputs)
             rows = sample.speculation.rows

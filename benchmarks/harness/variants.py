@@ -38,7 +38,7 @@ class Family:
 
     def variant(self, setting: str) -> Variant:
         """The family with one of its settings."""
-        return Variant(f"{self.name} {setting}", self.settings[setting], batched=bool(self.code))
+        return Variant(f"{self.name} {setting}", self.settings[setting])
 
     def code_of(self, setting: str) -> str:
         """The expression that builds the strategy with one of its settings."""

@@ -19,7 +19,7 @@ from hf_specgen.cli.doctor import SIGNS, judge, ranking, recommend
 from hf_specgen.cli.settings import DemoSettings, terminal
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import fast_dtype, widen
-from hf_specgen.evaluation.measure import Comparison, Variant, measure_round
+from hf_specgen.evaluation.measure import Comparison, Variant, measure_call
 from hf_specgen.evaluation.workloads import DEFAULT, PEER, PLAIN, Strategy, encode
 
 FIRST_SHARE = 0.3
@@ -65,7 +65,8 @@ def measure_target(
     with Live(console=console, auto_refresh=False, transient=True) as live:
         live.update(f"{title}: loading drafts, checking the target, warming up", refresh=True)
         (inputs,) = encode(tokenizer, ["Write a function that adds two numbers."], 1)
-        plain = measure_round(model, inputs, measured.variants, {"max_new_tokens": 8, "do_sample": False}, 0)[PLAIN]
+        warm_up = {"max_new_tokens": 8, "do_sample": False}
+        plain, *_ = [measure_call(model, inputs, variant, warm_up, 0) for variant in measured.variants]
         speed = max(1, plain.tokens - 1) / max(1e-3, plain.seconds - plain.first_token)
         domains, slowest = workloads.domain_prompts(), 0.0
         fitting = (deadline - perf_counter()) * speed / (len(measured.variants) * len(domains))
@@ -82,7 +83,7 @@ def measure_target(
             slowest = max(slowest, perf_counter() - started)
     console.print(ranking(measured, title))
     ours = [name for name in measured.samples if name not in (PLAIN, PEER)]
-    best, reason = recommend({name: measured.speed(name) for name in ours})
+    best, reason = recommend(measured, ours)
     count = len(measured.plain)
     prompts = "1 prompt" if count == 1 else f"{count} prompts"
     console.print(f"[bold green]{best}[/]: {reason} ({prompts}, up to {length} new tokens each)", highlight=False)

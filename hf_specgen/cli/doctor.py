@@ -24,17 +24,20 @@ from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli import checkpoints
 from hf_specgen.cli.checkpoints import BAD, GOOD, WARNING, Finding
 from hf_specgen.cli.settings import DoctorSettings, TuneSettings, terminal
+from hf_specgen.counters import Statistics
 from hf_specgen.depth import CostCurve, FixedDepth
 from hf_specgen.depth.latency import ANY_DRAFTER
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.cost import measure_cost_curve, measure_latency
-from hf_specgen.evaluation.measure import Comparison, Speed, Variant, measure_round, throughput, total_counts
+from hf_specgen.evaluation.measure import Comparison, Interval, Variant, measure_call, total_counts
 from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
 
 LINE = "model.generate(**inputs, candidate_generator={})"
 SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
 BAR = 15
 """Width of the longest bar, in columns of the terminal."""
+TIE = 0.97
+"""Smallest speed over that of the fastest variant at which a simpler one is recommended."""
 
 
 @dataclass
@@ -74,14 +77,14 @@ def show(settings: DoctorSettings) -> bool:
 
 def ranking(measured: Comparison, title: str = "", texts: Mapping[str, str] = {}) -> Table:
     """The variants that were measured, fastest first, with a text for each, such as its code."""
-    speeds = {name: throughput(samples) for name, samples in measured.samples.items() if samples}
+    speeds = {name: measured.tokens_per_second(name) for name, samples in measured.samples.items() if samples}
     view = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
     for column in ("", "tokens/s", "", "over plain", "tokens per step", "accepted"):
         view.add_column(column, justify="right" if column else "left", no_wrap=True)
     if texts:
         view.add_column("candidate_generator=")
     for name in sorted(speeds, key=speeds.__getitem__, reverse=True):
-        counts, speedup = total_counts(measured.samples[name]), speeds[name] / throughput(measured.plain)
+        counts, speedup = total_counts(measured.samples[name]), speeds[name] / speeds[PLAIN]
         bar = Bar(max(speeds.values()), 0, speeds[name], width=BAR, color="green" if speedup > 1 else "yellow")
         steps = (f"{counts.tokens_per_step:.2f}", f"{counts.acceptance_rate:.0%}") if counts.steps else ("", "")
         view.add_row(name, f"{speeds[name]:.1f}", bar, f"{speedup:.2f}", *steps, *filter(None, [texts.get(name)]))
@@ -123,29 +126,30 @@ def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: l
     prompts = list(settings.prompt or checkpoints.PROMPTS)
     texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
     batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
-    measure_round(model, batches[0], variants, generation, 0)  # not counted: it loads models and prepares kernels
-    measured = Comparison(variants)
+    for variant in variants:  # not counted: this loads models and prepares kernels
+        measure_call(model, batches[0], variant, generation, 0)
+    measured = Comparison(variants, len(batches))
     for inputs in batches * settings.rounds:
         for _ in measured.measure(model, inputs, generation):
             pass  # the names of the variants, for a display of progress
     report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
-    speeds = {variant.name: measured.speed(variant.name) for variant in variants}
     about = {}
-    for name, speed in speeds.items():
-        code, reason = codes.get(name, ""), "" if name == PLAIN else note(speed)
+    for name, samples in measured.samples.items():
+        speed, counts = measured.speed(name), total_counts(samples)
+        code, reason = codes.get(name, ""), "" if name == PLAIN else note(speed, counts)
         about[name] = f"{code}\n[dim]{reason}[/]" if reason else code
         report.measured[name] = {
-            "tokens_per_second": throughput(measured.samples[name]),
+            "tokens_per_second": measured.tokens_per_second(name),
             "speedup": speed.value,
             "speedup_low": speed.low,
             "speedup_high": speed.high,
-            "tokens_per_step": speed.counts.tokens_per_step,
-            "acceptance_rate": speed.counts.acceptance_rate,
+            "tokens_per_step": counts.tokens_per_step,
+            "acceptance_rate": counts.acceptance_rate,
             "code": code,
             "note": reason,
         }
     report.ranking = ranking(measured, texts=about)
-    best, report.reason = recommend({name: speeds[name] for name in codes})
+    best, report.reason = recommend(measured, list(codes))
     report.recommendation = LINE.format(codes[best]) if best != PLAIN else "model.generate(**inputs)"
 
 
@@ -183,15 +187,13 @@ def verification_cost(curve: CostCurve) -> Finding:
     return Finding("verification", WARNING, found, f"draft tokens take time: {meaning}")
 
 
-def note(measured: Speed) -> str:
+def note(speed: Interval, counts: Statistics) -> str:
     """Why a strategy is not clearly faster than plain `generate`; empty if it is."""
-    if measured.faster:
+    if speed.is_faster:
         return ""
-    if not measured.plausible:
-        return "not possible: another process used the machine meanwhile; measure again"
-    if measured.counts.drafted == 0:
+    if counts.drafted == 0:
         return "nothing was drafted"
-    if not measured.differs:
+    if not speed.differs:
         return "no difference was shown; more --rounds make the interval smaller"
     return "too few draft tokens are accepted for the time that drafting and verifying them takes"
 
@@ -208,19 +210,22 @@ def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[F
         yield Finding("times", WARNING, load, "measure again when nothing else runs")
 
 
-def recommend(speeds: Mapping[str, Speed]) -> tuple[str, str]:
-    """The fastest variant, plain `generate` included, and the reason."""
-    possible = {name: measured.value for name, measured in speeds.items() if measured.plausible}
-    best = max(possible, key=possible.__getitem__, default=PLAIN)
-    if possible.get(best, 0.0) <= 1:
-        unreliable = (
-            "; speedups above the tokens per step are those of a busy machine" if len(possible) < len(speeds) else ""
-        )
-        return PLAIN, f"no strategy was faster than plain generate on these prompts{unreliable}"
-    doubt = "" if speeds[best].faster else "; not certain yet, a longer measurement makes the interval smaller"
-    found = speeds[best]
-    interval = f"{found.value:.2f}x plain ({found.low:.2f}-{found.high:.2f})"
-    return best, f"the fastest of what was measured: {interval}{doubt}"
+def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
+    """The fastest of plain `generate` and these variants, which begin with the simplest one, and the reason.
+
+    Of variants that are at most 3% slower, by a difference within its interval, the first one.
+    """
+    speeds = {name: measured.speed(name) for name in (PLAIN, *names)}
+    fastest = max(speeds, key=lambda name: speeds[name].value)
+    over_fastest = ((name, measured.speed(name, fastest)) for name in speeds)
+    best = next(name for name, speed in over_fastest if speed.value >= TIE and not speed.differs)
+    if best == PLAIN:
+        return PLAIN, "no strategy was clearly faster than plain generate on these prompts"
+    found, rank = speeds[best], "the fastest of what was measured"
+    if best != fastest:
+        rank = f"as fast as {fastest} and simpler"
+    doubt = "" if found.is_faster else "; not certain yet, a longer measurement makes the interval smaller"
+    return best, f"{rank}: {found.value:.2f}x plain ({found.low:.2f}-{found.high:.2f}){doubt}"
 
 
 def tune(settings: TuneSettings) -> None:

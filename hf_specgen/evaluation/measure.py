@@ -23,7 +23,7 @@ from hf_specgen.depth.calibrate import wait as wait
 from hf_specgen.targets.support import is_rounding
 
 MARGIN = 1.05
-"""Smallest ratio that counts: of speeds, of a speed to its tokens per step, of tokens per step."""
+"""Smallest speedup that counts."""
 BUSY = 1.3
 """Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
 ROUNDING, UNEXPLAINED = "rounding", "NO"
@@ -37,14 +37,13 @@ class Variant:
 
     name: str
     arguments: Callable[[], dict[str, Any]]
-    batched: bool = True
 
 
 @dataclass
 class Sample:
     """One variant on one batch of prompts; `ids` are `[batch, prompt + generated]`.
 
-    `thread_seconds` are those in which the calling thread ran.
+    `thread_seconds` are those in which the calling thread ran; `cache` is kept if the generation returns it.
     """
 
     tokens: int
@@ -53,11 +52,7 @@ class Sample:
     speculation: Statistics | None
     first_token: float = 0.0
     thread_seconds: float = 0.0
-
-
-def throughput(samples: Sequence[Sample]) -> float:
-    """Tokens per second: the sum of tokens divided by the sum of time, never a mean of rates; 0 without samples."""
-    return sum(one.tokens for one in samples) / sum(one.seconds for one in samples) if samples else 0.0
+    cache: Any = None
 
 
 def total_counts(samples: Sequence[Sample]) -> Statistics:
@@ -65,67 +60,29 @@ def total_counts(samples: Sequence[Sample]) -> Statistics:
     return sum((one.speculation for one in samples if one.speculation is not None), Statistics([]))
 
 
-def measure_round(
-    model: PreTrainedModel,
-    inputs: dict[str, torch.Tensor],
-    variants: Sequence[Variant],
-    settings: dict[str, Any],
-    seed: int,
-    *,
-    first: int = 0,
-    followups: Sequence[torch.Tensor] = (),
-) -> dict[str, Sample]:
-    """Run every variant once on the same inputs.
+def measure_call(
+    model: PreTrainedModel, inputs: dict[str, Any], variant: Variant, generation: dict[str, Any], seed: int
+) -> Sample:
+    """Run a variant once.
 
     Args:
         inputs: `input_ids` and `attention_mask` `[batch, prompt]`.
-        followups: for a chat (one row) the tokens `[1, length]` of every further turn, starting at the end of the
-            previous answer; each turn continues from the cache of the previous one.
+        generation: arguments of `generate` that all variants share; `return_dict_in_generate` keeps the cache.
     """
-    device = compat.input_device(model)
-    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-    able = [variant for variant in variants if variant.batched or len(inputs["input_ids"]) == 1]
-    order = able[first % len(able) :] + able[: first % len(able)]
-    samples = {v.name: _run(model, inputs, followups, {**settings, **v.arguments()}, seed) for v in order}
-    return {variant.name: samples[variant.name] for variant in able}
-
-
-def _run(
-    model: PreTrainedModel,
-    inputs: dict[str, torch.Tensor],
-    followups: Sequence[torch.Tensor],
-    arguments: dict[str, Any],
-    seed: int,
-) -> Sample:
-    torch.manual_seed(seed)
-    device, clock, tokens = compat.input_device(model), _FirstToken(), 0
+    device, clock = compat.input_device(model), _FirstToken()
+    inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    arguments = {**generation, **variant.arguments(), "streamer": clock}
     generator = arguments.get("candidate_generator")
-    arguments = {**arguments, "streamer": clock, "return_dict_in_generate": bool(followups)}
-    statistics = list[Statistics]()
+    torch.manual_seed(seed)
     wait(device)
     thread_begin, clock.begin = thread_time(), perf_counter()
-    output: Any = None
-    for followup in [None, *followups]:
-        if followup is not None:
-            inputs = _next_turn(output, followup.to(device))
-        output = cast(Any, model).generate(**inputs, **arguments)
-        ids = output.sequences if followups else output
-        tokens += _count(model, ids[:, _prompt_length(model, inputs) :])
-        if generator is not None:
-            statistics.append(generator.speculation)
+    output = cast(Any, model).generate(**inputs, **arguments)
     wait(device)
     seconds, thread_seconds = perf_counter() - clock.begin, thread_time() - thread_begin
-    speculation = sum(statistics[1:], statistics[0]) if statistics else None
-    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, thread_seconds)
-
-
-def _next_turn(output: Any, followup: torch.Tensor) -> dict[str, Any]:
-    """The inputs of the next turn of a chat; an EOS token at the end of the answer is not repeated."""
-    text = output.sequences
-    if int(text[0, -1]) == int(followup[0, 0]):
-        followup = followup[:, 1:]
-    ids = torch.cat([text, followup], dim=1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), compat.CACHE: output[compat.CACHE]}
+    ids, cache = (output, None) if isinstance(output, torch.Tensor) else (output.sequences, output[compat.CACHE])
+    tokens = _count(model, ids[:, _prompt_length(model, inputs) :])
+    speculation = None if generator is None else generator.speculation
+    return Sample(tokens, seconds, ids.cpu(), speculation, clock.seconds, thread_seconds, cache=cache)
 
 
 class _FirstToken(BaseStreamer):
@@ -172,52 +129,39 @@ class Interval:
         """False if the interval includes 1: the measurement shows no difference."""
         return not self.low <= 1 <= self.high
 
+    @property
+    def is_faster(self) -> bool:
+        """Whether a speedup is clearly above 1."""
+        return self.low > 1 and self.value >= MARGIN
 
-def speedup_interval(
-    tokens: Sequence[float],
-    seconds: Sequence[float],
-    plain_tokens: Sequence[float],
-    plain_seconds: Sequence[float],
-) -> Interval:
+
+def speedup_interval(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Interval:
     """Ratio of two throughputs, each the sum of tokens divided by the sum of time, with its 95% confidence interval.
 
-    The bootstrap is paired: it resamples requests with the times of both sides together. Both ran on the same prompts
-    at the same time, so variation that affects both sides alike does not widen the interval.
+    Both sides ran on the same prompts at the same time, so the bootstrap resamples them together: variation that
+    affects both alike does not widen the interval. It resamples requests; where these were repeated, `[repeats,
+    requests]`, it resamples the repeats, and the median time of each request counts.
     """
     columns = [np.asarray(column, dtype=float) for column in (tokens, seconds, plain_tokens, plain_seconds)]
-    sizes = {len(column) for column in columns}
-    if len(sizes) != 1 or sizes == {0}:
-        raise ValueError(f"need the same number of requests on both sides, at least 1, got {sorted(sizes)}")
-    value = float(_ratio(*columns))
-    if sizes == {1}:
+    shapes = {column.shape for column in columns}
+    if len(shapes) != 1 or 0 in columns[0].shape:
+        raise ValueError(f"need the same number of requests on both sides, at least 1, got {sorted(shapes)}")
+
+    def ratio(numbers: np.ndarray, axis: int = -1) -> np.ndarray:
+        drawn = (column[numbers] for column in columns)
+        requests = (np.median(one, axis=-2) for one in drawn) if columns[0].ndim == 2 else drawn
+        tokens, seconds, plain_tokens, plain_seconds = (one.sum(axis=-1) for one in requests)
+        return (tokens / seconds) / (plain_tokens / plain_seconds)
+
+    numbers = np.arange(len(columns[0]))
+    value = float(ratio(numbers))
+    if len(numbers) == 1:
         return Interval(value, value, value)
     from scipy.stats import bootstrap  # takes half a second to import
 
-    settings: dict[str, Any] = {"paired": True, "vectorized": True, "method": "percentile", "rng": 0}
-    low, high = bootstrap(columns, _ratio, n_resamples=2000, **settings).confidence_interval
+    settings: dict[str, Any] = {"vectorized": True, "method": "percentile", "rng": 0}
+    low, high = bootstrap([numbers], ratio, n_resamples=2000, **settings).confidence_interval
     return Interval(value, float(low), float(high))
-
-
-def _ratio(*columns: np.ndarray, axis: int = -1) -> np.ndarray:
-    tokens, seconds, plain_tokens, plain_seconds = (column.sum(axis=axis) for column in columns)
-    return (tokens / seconds) / (plain_tokens / plain_seconds)
-
-
-@dataclass(frozen=True)
-class Speed(Interval):
-    """The speedup of a strategy over plain `generate`, with what was drafted and accepted."""
-
-    counts: Statistics
-
-    @property
-    def plausible(self) -> bool:
-        """Whether the speedup is possible: a step takes no less than a plain one, so it is at most tokens per step."""
-        return self.value <= MARGIN * max(1.0, self.counts.tokens_per_step)
-
-    @property
-    def faster(self) -> bool:
-        """Whether the strategy was clearly faster than plain `generate`."""
-        return self.plausible and self.low > 1 and self.value >= MARGIN
 
 
 def first_difference(
@@ -284,13 +228,18 @@ def _logits_after(
 class Comparison:
     """The samples of plain `generate`, the first variant, and of others on the same batches.
 
+    Args:
+        variants: plain `generate` first.
+        requests: number of batches that are measured again and again, in the same order, with the seed of each; 0 if
+            each is measured once.
+
     Attributes:
         different, unexplained: by variant, how many answers differ from those of plain `generate`, and for how many of
             them rounding is no explanation.
     """
 
-    def __init__(self, variants: Sequence[Variant]):
-        self.variants = variants
+    def __init__(self, variants: Sequence[Variant], requests: int = 0):
+        self.variants, self.requests = variants, requests
         self.samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
         self.different, self.unexplained = Counter[str](), Counter[str]()
         self.device = ""
@@ -306,20 +255,34 @@ class Comparison:
         """Run plain `generate`, then the other variants in turns; yields the name of each before it runs."""
         number, self.device = len(self.plain), compat.input_device(model).type
         plain, *others = self.variants
-        first = number % max(1, len(others))
+        first, seed = number % max(1, len(others)), number % self.requests if self.requests else number
         for variant in (plain, *others[first:], *others[:first]):
             yield variant.name
-            sample = measure_round(model, inputs, [variant], generation, number)[variant.name]
+            sample = measure_call(model, inputs, variant, generation, seed)
             self.samples[variant.name].append(sample)
-            if difference := first_difference(model, self.plain[-1], sample, generation, number, inputs):
+            if difference := first_difference(model, self.plain[-1], sample, generation, seed, inputs):
                 self.different[variant.name] += 1
                 self.unexplained[variant.name] += difference["explained"] != ROUNDING
 
-    def speed(self, name: str) -> Speed:
-        """The speedup of a variant, with its confidence interval."""
-        ours, plain = ([(one.tokens, one.seconds) for one in side] for side in (self.samples[name], self.plain))
-        found = speedup_interval(*zip(*ours, strict=True), *zip(*plain, strict=True))
-        return Speed(found.value, found.low, found.high, total_counts(self.samples[name]))
+    def _times(self, name: str) -> np.ndarray:
+        """`[2, requests]` or `[2, repeats, requests]` tokens and seconds of a variant.
+
+        On a CPU they are the seconds in which the thread ran, which other processes do not prolong.
+        """
+        is_cpu = self.device == "cpu"
+        times = [(one.tokens, one.thread_seconds if is_cpu else one.seconds) for one in self.samples[name]]
+        columns = np.array(times, dtype=float).T
+        return columns.reshape(2, -1, self.requests) if 0 < self.requests < len(times) else columns
+
+    def tokens_per_second(self, name: str) -> float:
+        """The throughput of a variant, by the median time of each request."""
+        times = self._times(name)
+        tokens, seconds = np.median(times, axis=1) if times.ndim == 3 else times
+        return float(tokens.sum() / seconds.sum())
+
+    def speed(self, name: str, over: str = "") -> Interval:
+        """The speedup of a variant over plain `generate` or another variant."""
+        return speedup_interval(*self._times(name), *self._times(over or self.variants[0].name))
 
     def describe_differences(self, names: Sequence[str]) -> str:
         """One clause about the answers of these variants that differ from plain `generate`; empty if none does."""
@@ -334,11 +297,11 @@ class Comparison:
         )
 
     def describe_load(self) -> str:
-        """One clause if other processes delay the passes on a CPU, so that times are not reliable; else empty."""
+        """One clause if other processes delay the passes on a CPU, so that times are less reliable; else empty."""
         waited = sum(one.seconds for one in self.plain) / max(sum(one.thread_seconds for one in self.plain), 1e-9)
         if self.device != "cpu" or waited <= BUSY:
             return ""
         return (
-            f"plain generate took {waited:.1f} times as long as it ran; something else uses the processor, so these "
-            "figures are not reliable"
+            f"plain generate took {waited:.1f} times as long as it ran; something else uses the processor. These "
+            "figures count the time in which it ran, and are less reliable"
         )

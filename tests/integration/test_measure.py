@@ -10,6 +10,7 @@ import yaml
 
 from benchmarks.harness.loading import StrategyError, build
 from benchmarks.harness.projection import Projection, latency_for, project
+from benchmarks.harness.rounds import measure_round
 from benchmarks.harness.variants import PLAIN
 from benchmarks.workloads.domains import CATALOGUE, DomainError, load_domain, names_of
 from benchmarks.workloads.prompts import first_turns, followups
@@ -18,7 +19,7 @@ from hf_specgen.call import memory
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import Bucket, DraftLatency
 from hf_specgen.evaluation.cost import measure_cost_curve
-from hf_specgen.evaluation.measure import Variant, first_difference, measure_round
+from hf_specgen.evaluation.measure import Variant, first_difference
 from hf_specgen.evaluation.workloads import domain_prompts, encode
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
