@@ -163,13 +163,20 @@ def best_first(found: Iterable[Draft]) -> list[Draft]:
 
 
 def find(settings: FindSettings) -> bool:
-    """Print what was found on the Hub, or else in the local cache, best first; returns False if that is nothing."""
-    console, place, source = terminal(), "the Hub", settings.target
-    try:
-        found = on_hub(source, settings.limit)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:  # no connection, HF_HUB_OFFLINE=1, a folder
-        console.print(f"not found on the Hub ({type(error).__name__}); looking in the local cache")
-        place, found = "the local cache", in_cache(source)
+    """Print what was found on the Hub, or else in the local cache, best first; returns False if that is nothing.
+
+    Of a local folder the Hub knows nothing.
+    """
+    console, place, source = terminal(), "the local cache", settings.target
+    if Path(source.path_or_id).is_dir():
+        console.print(f"{settings.model} is a folder: looking in the local cache", highlight=False)
+        found = in_cache(source)
+    else:
+        try:
+            place, found = "the Hub", on_hub(source, settings.limit)
+        except (HfHubHTTPError, HFValidationError, OSError) as error:  # no such id, no connection, HF_HUB_OFFLINE=1
+            console.print(f"the Hub cannot be searched ({type(error).__name__}): looking in the local cache")
+            found = in_cache(source)
     if not found:
         console.print(f"nothing was found for {settings.model!r} in {place}; the presets need no checkpoint")
         return False

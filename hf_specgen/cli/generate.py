@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from zlib import crc32
 
 import torch
 from accelerate import PartialState
@@ -32,10 +33,7 @@ def show(settings: GenerateSettings) -> None:
     if settings.output.exists():
         raise ValueError(f"{settings.output} exists already; delete it or name another file")
     rows = rows_of(settings)
-    parts = settings.output.with_name(settings.output.name + ".parts")
-    if processes.is_main_process:
-        _begin(parts, settings)
-    processes.wait_for_everyone()
+    parts = parts_of(settings)
     device = settings.device or str(processes.device)
     model, tokenizer = workloads.load(settings.target, settings.dtype, device)
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
@@ -138,15 +136,11 @@ def _problem(row: Row, settings: GenerateSettings) -> str:
     return ""
 
 
-def _begin(parts: Path, settings: GenerateSettings) -> None:
-    """Create the folder of partial answers, or raise a `ValueError` unless it belongs to the same run."""
-    parts.mkdir(parents=True, exist_ok=True)
+def parts_of(settings: GenerateSettings) -> Path:
+    """The folder of partial answers: each run has its own, by the settings that decide its answers."""
     run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
-    file = parts / "settings.json"
-    if not file.exists():
-        file.write_text(json.dumps(run, indent=2), encoding="utf-8")
-    elif (before := file.read_text(encoding="utf-8")) != json.dumps(run, indent=2):
-        raise ValueError(f"{parts} belongs to a run with other settings, {before}; delete the folder to begin anew")
+    number = crc32(json.dumps(run, sort_keys=True).encode())
+    return settings.output.with_name(f"{settings.output.name}.{number:08x}.parts")
 
 
 def _dataset(settings: GenerateSettings) -> list[Row]:

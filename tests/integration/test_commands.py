@@ -180,7 +180,10 @@ def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pyt
     monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
     assert [one.kind for one in checkpoints.in_cache(Source(str(REFERENCE_LM)))] == ["EAGLE"]
     monkeypatch.setattr(checkpoints, "MAX_RATIO", 0.9)
-    assert run("find", str(REFERENCE_LM)).endswith(f"--draft {EAGLE_HEAD} --draft {DRAFT_LM}")
+    monkeypatch.setattr(checkpoints, "HfApi", lambda: pytest.fail("a folder was looked up on the Hub"))
+    printed = run("find", str(REFERENCE_LM))
+    assert "is a folder: looking in the local cache" in printed and "Hub" not in printed
+    assert printed.endswith(f"--draft {EAGLE_HEAD} --draft {DRAFT_LM}")
 
 
 # `hf-specgen generate`: the answers of plain generation, resumable, in the order of the source
@@ -242,11 +245,12 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(command, "generate_many", failing)
     assert "no power" in generate_rows(source, resumed, "--temperature", "0.8", exit_code=2)
     assert not resumed.exists()
-    part = next(source.parent.glob("resumed.jsonl.parts/process-0.jsonl"))
+    part = next(source.parent.glob("resumed.jsonl.*.parts/process-0.jsonl"))
     part.write_text(part.read_text() + '[3, "cut o')
-    assert "belongs to a run with other settings" in generate_rows(source, resumed, exit_code=2)
+    assert "0 answered already" in generate_rows(source, resumed), "answers of other settings are not used"
+    resumed.unlink()
     assert "2 answered already" in generate_rows(source, resumed, "--temperature", "0.8")
-    assert rows(resumed) == rows(complete) and calls == [5, 3]
+    assert rows(resumed) == rows(complete) and calls == [5, 5, 3]
 
 
 def test_messages_and_other_columns_are_read(source: Path) -> None:
