@@ -49,15 +49,7 @@ docs: .venv/installed-dev
 	$(BIN)/zensical build --clean --strict
 
 bench: .venv/installed-dev
-	$(BIN)/python -m benchmarks suite domains --default-settings --prompts 4 --repeats 1 --max-new-tokens 64 \
-		--strategies ngram,auto,eagle,draft,ngram+eagle,ngram+draft --out benchmarks/results/domains
-	$(BIN)/python -m benchmarks suite --wide --max-new-tokens 64 --domains embedded --prompts 2 --repeats 1 \
-		--strategies ngram,auto,eagle,draft,ngram+eagle --default-settings \
-		--batches '' --temperatures '' --contexts '' --out benchmarks/results/wide
-	$(BIN)/python -m benchmarks suite memory --strategies ngram,auto,draft,eagle --out benchmarks/results/memory
-	$(BIN)/python -m benchmarks suite batches --out benchmarks/results/batches
-	$(BIN)/python -m benchmarks micro
-	$(BIN)/python -m benchmarks suite projected --out benchmarks/results/projected
+	$(BIN)/python -m benchmarks records
 	$(BIN)/python -m benchmarks tables benchmarks/results --write benchmarks/README.md
 	$(BIN)/python -m benchmarks tables benchmarks/results/projected --write docs/benchmarks.md
 

@@ -2,23 +2,29 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from benchmarks.__main__ import main
+from benchmarks import records
+from benchmarks.__main__ import app, main
 from benchmarks.harness import memory, runner
 from benchmarks.harness.journal import Journal, JournalError
 from benchmarks.harness.plan import Plan
 from benchmarks.harness.runner import Outcome, run
+from benchmarks.micro import MICRO
 from benchmarks.report import page as report
 from benchmarks.report.results import differing, result
 from benchmarks.report.tables import cell
+from benchmarks.suites import SUITES
 from hf_specgen.depth import CostCurve
 from hf_specgen.heads import save_head
 from tests.helpers.medusa import random_heads
@@ -26,6 +32,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.processes import run_in_ranks
 
 QUIET = Console(quiet=True)
+commands: Any = typer.main.get_command(app)
 COUNTS = {"prompts": 1, "tuning_prompts": 1, "max_new_tokens": 5, "repeats": 2, "sweep_prompts": 1}
 SWEEPS: dict[str, Any] = {"batches": (3,), "temperatures": (1.3,), "contexts": (64,)}
 SMALL = Plan(strategies=("ngram", "layerskip", "medusa"), domains=("edit", "chat"), **COUNTS, **SWEEPS)
@@ -123,10 +130,7 @@ BAD_ARGUMENTS: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
 def test_bad_arguments(arguments: str, message: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
-    try:
-        exit_code = main(["suite", *arguments.split(), "--out", str(tmp_path / "out")])
-    except SystemExit as ended:  # of argparse
-        exit_code = int(ended.code or 0)
+    exit_code = main(["suite", *arguments.split(), "--out", str(tmp_path / "out")])
     assert exit_code == 2 and message in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
@@ -137,6 +141,43 @@ def test_measurement_without_its_libraries_keeps_the_record(tmp_path: Path, monk
         (tmp_path / f"{name}.json").write_text("recorded")
         assert main(["micro", name, "--quick", "--out", str(tmp_path)]) == 0
         assert (tmp_path / f"{name}.json").read_text() == "recorded"
+
+
+@pytest.mark.parametrize("name", records.RECORDS)
+def test_command_of_a_record_is_understood(name: str) -> None:
+    """Would catch: a record whose suite, measurement or option is gone."""
+    kind, *arguments = shlex.split(records.RECORDS[name].arguments)
+    context = commands.commands[kind].make_context(kind, arguments)
+    named = [context.params["name"]] if kind == "suite" else context.params["names"]
+    assert set(named) <= set(SUITES if kind == "suite" else MICRO)
+
+
+def test_records_of_a_clean_clone_replace_the_old_ones_without_paths(tmp_path: Path, monkeypatch: Any) -> None:
+    """Would catch: a record of uncommitted code or of a failed run, one that names folders of the machine."""
+    (tmp_path / "grammar-drafts.json").write_text("recorded")
+    ran: list[Any] = []
+
+    def finish(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        folder = Path(command[-1])
+        folder.mkdir(exist_ok=True)
+        (folder / "records-0.jsonl").touch()
+        (folder / "report.json").write_text(json.dumps({"argv": command, "file": str(ROOT / "benchmarks")}))
+        ran.append((command[3:-2], env["OMP_NUM_THREADS"]))
+        return SimpleNamespace(returncode=int("batches" in command))
+
+    monkeypatch.setattr(records.subprocess, "run", finish)
+    monkeypatch.setattr(records, "find_spec", lambda name: None)
+    for commit in (None, "abc+changes"):
+        monkeypatch.setattr(records, "provenance", lambda commit=commit: {"commit": commit})
+        assert main(["records", "memory", "--out", str(tmp_path)]) == 2 and not ran
+    monkeypatch.setattr(records, "provenance", lambda: {"commit": "abc"})
+    assert main(["records", "memory", "batches", "grammar-drafts", "--out", str(tmp_path)]) == 1
+    memory = ["suite", "memory", "--strategies", "ngram,auto,draft,eagle"]
+    assert ran == [(memory, "1"), (["suite", "batches"], "2")]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["grammar-drafts.json", "memory", "report.json"]
+    written = json.loads((tmp_path / "memory" / "report.json").read_text())
+    assert written["argv"][-2:] == ["--out", "benchmarks/results/memory"] and written["file"] == "benchmarks"
+    assert main(["records", "none"]) == 2
 
 
 def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:

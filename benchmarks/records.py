@@ -1,0 +1,95 @@
+"""Renews recorded results: `python -m benchmarks records`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import split
+from shutil import copytree, ignore_patterns
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import NamedTuple
+
+from benchmarks.harness.provenance import provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+GRAMMAR_LIBRARIES = ("xgrammar", "llguidance", "outlines")
+
+
+class Record(NamedTuple):
+    """A command of `python -m benchmarks` without `--out`, its threads, about how long it takes, what it needs."""
+
+    arguments: str
+    threads: int
+    minutes: int
+    libraries: tuple[str, ...] = ()
+
+
+NO_SWEEPS = "--batches '' --temperatures '' --contexts ''"
+RECORDS = {
+    "domains": Record(
+        "suite domains --default-settings --strategies ngram,auto,eagle,draft,ngram+eagle,ngram+draft --prompts 4 "
+        "--repeats 1 --max-new-tokens 64", 2, 4,
+    ),
+    "projected": Record("suite projected", 1, 10),
+    "wide": Record(
+        "suite --wide --max-new-tokens 64 --strategies ngram,auto,eagle,draft,ngram+eagle --domains embedded "
+        f"--prompts 2 --repeats 1 --default-settings {NO_SWEEPS}", 2, 6,
+    ),
+    "packed-passes": Record("micro packed-passes", 1, 3),
+    "generate-batch": Record("micro generate-batch --repeats 1", 2, 3),
+    "generate-many": Record("micro generate-many", 2, 5),
+    "batches": Record("suite batches", 2, 4),
+    "rollouts": Record("micro rollouts", 2, 6),
+    "memory": Record("suite memory --strategies ngram,auto,draft,eagle", 1, 3),
+    "batch-of-eight": Record("micro batch-of-eight --repeats 2", 2, 1),
+    "block-verification": Record("micro block-verification", 1, 2),
+    "draft-window": Record("micro draft-window", 1, 4),
+    "grammar-verification": Record("micro grammar-verification --repeats 2", 2, 1, GRAMMAR_LIBRARIES),
+    "grammar-drafts": Record("micro grammar-drafts", 1, 7, GRAMMAR_LIBRARIES),
+    "step-operations": Record("micro step-operations ngram-lookup", 2, 2),
+    "other-tokenizer": Record("micro other-tokenizer --repeats 1", 2, 3),
+    "trace-replay": Record("micro trace-replay", 2, 2),
+}  # fmt: skip
+"""The most important ones first."""
+
+
+def renew(names: Sequence[str], out: Path) -> list[str]:
+    """Run the commands of these records, or of all, and replace their files in a folder; returns those that failed."""
+    if unknown := sorted(set(names) - set(RECORDS)):
+        raise ValueError(f"unknown record {unknown[0]!r}; there are {', '.join(RECORDS)}")
+    commit = provenance()["commit"]
+    if commit is None or commit.endswith("+changes"):
+        raise ValueError("records are made in a clone of the repository without changes; commit them first")
+    failed = []
+    for name in names or RECORDS:
+        if missing := [library for library in RECORDS[name].libraries if find_spec(library) is None]:
+            print(f"{name}: left out; pip install {' '.join(missing)} first")
+        elif not run(name, RECORDS[name], out):
+            failed.append(name)
+    return failed
+
+
+def run(name: str, record: Record, out: Path) -> bool:
+    """Run the command of a record in a new process; only if it succeeds, what it wrote goes to the folder.
+
+    In that the temporary folder is called `benchmarks/results`, and files of the clone are named by their paths in it.
+    """
+    print(f"{name}: about {record.minutes} minutes", flush=True)
+    begin, (kind, *arguments) = perf_counter(), split(record.arguments)
+    environment = {"OMP_NUM_THREADS": str(record.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with TemporaryDirectory() as folder:
+        written = Path(folder) / name if kind == "suite" else Path(folder)
+        command = [sys.executable, "-m", "benchmarks", kind, *arguments, "--out", str(written)]
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}).returncode
+        print(f"{name}: exit code {code} after {perf_counter() - begin:.0f} s", flush=True)
+        if code == 0:
+            for file in (path for path in Path(folder).rglob("*") if path.suffix in (".json", ".html", ".svg")):
+                text = file.read_text(encoding="utf-8").replace(folder, "benchmarks/results").replace(f"{ROOT}/", "")
+                file.write_text(text, encoding="utf-8")
+            copytree(folder, out, ignore=ignore_patterns("records-*.jsonl"), dirs_exist_ok=True)
+    return code == 0
