@@ -183,8 +183,10 @@ class AdaptiveSession(PolicySession):
         drafted = [row for row in rows if row.drafted]
         if drafted or step.passes:
             self._uncached, self._has_drafted = 0, True
-        if self._timer is not None and self._timer.observe(step):
-            self.known = self._timer.latency()
+        if self._timer is not None:
+            self._timer.check(step)
+            if self._timer.observe(step):
+                self.known = self._timer.latency()
         if not self._has_common_loss:
             self._loss.count(step, self._at(step.batch))
             memory.store(self._model, self._key, self._loss)

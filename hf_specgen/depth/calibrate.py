@@ -9,8 +9,9 @@ tensor-parallel model use what the first rank measured.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from itertools import cycle
-from math import sqrt
+from math import inf, sqrt
 from statistics import median
 from time import perf_counter, thread_time
 from typing import Any, TypeVar
@@ -44,7 +45,10 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
     """T(q) of the target, measured now and kept; None near the end of its position table."""
     if max(target.first_positions, default=0) + QUERIES[1] > target.last_position:
         return None
-    curve = _measure(call, target)
+    curve, delayed = _measure(call, target), memory.recall(call.model, ("delayed", *_key(call)), lambda: None)
+    if delayed is not None:
+        seconds = [min(measured, delayed(q)) for q, measured in zip(curve.queries, curve.seconds, strict=True)]
+        curve = replace(curve, seconds=tuple(seconds))
     memory.store(call.model, _key(call), curve)
     return curve
 
@@ -152,6 +156,17 @@ class DrafterTimer:
         if self._without_passes:
             drafter = DraftLatency(overhead=self.fraction * curve.seconds[0])
         return LatencyModel((Bucket(curve, {ANY_DRAFTER: drafter}),))
+
+    def check(self, step: StepRecord) -> None:
+        """Have the next call measure T(q) again, where a pass on a CPU takes less than half of it.
+
+        Then other processes delayed the measurement: the threads of a pass wait for each other.
+        """
+        queries = (step.batch + self._call.state.other_rows) * step.tokens_per_row / self._curve.batch
+        seconds = step.seconds.get("forward", inf) if self._is_cpu and self._group is None else inf
+        if 1 <= queries <= QUERIES[1] and 2 * seconds < self._curve(queries):
+            memory.store(self._model, ("delayed", *self._key[:-1]), self._curve)
+            memory.store(self._model, self._key[:-1], None)
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a draft; returns whether the latencies have changed by it.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_specgen.call import memory
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, calibrate
 from hf_specgen.depth.latency import FORMAT
@@ -227,6 +228,22 @@ def test_drafter_timer_of_an_accelerator_takes_the_fastest_draft() -> None:
         assert timer.observe(draft_record(3.0 * fraction))
         assert timer.fraction == pytest.approx(fastest)
     assert timer.is_known and not timer.observe(draft_record(0.0))
+
+
+def test_target_curve_that_was_delayed_is_measured_again(clock: Clock) -> None:
+    """Would catch: T(q) of a moment at which other processes ran, kept as long as the model."""
+    call, delayed = depth_call(model=Model()), CostCurve((1, 8), (0.1, 0.04), 8, 1)
+    key = calibrate._key(call)
+    memory.store(call.model, key, delayed)
+    timer = calibrate.DrafterTimer(call, delayed)
+    for tokens, seconds in ((8, 0.05), (8, 0.021), (64, 0.001), (1, 0.06)):
+        timer.check(StepRecord([7], [RowStep(7, 7, 0, 1)], tokens, {"forward": seconds}, (), 8))
+        assert calibrate.known_curve(call) == delayed, "no proof: at least half of the time, or another size"
+    timer.check(StepRecord([7], [RowStep(7, 7, 0, 1)], 8, {"forward": 0.019}, (), 8))
+    assert calibrate.known_curve(call) is None
+    target = Target(clock, lambda q: 0.05)
+    curve = calibrate.target_curve(call, target)
+    assert curve is not None and curve(1) == pytest.approx(0.05) and curve(8) == pytest.approx(0.04)
 
 
 def test_drafter_timer_without_passes_takes_the_time_of_a_draft() -> None:
