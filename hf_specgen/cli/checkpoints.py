@@ -163,10 +163,7 @@ def best_first(found: Iterable[Draft]) -> list[Draft]:
 
 
 def find(settings: FindSettings) -> bool:
-    """Print what was found on the Hub, or else in the local cache, best first; returns False if that is nothing.
-
-    Of a local folder the Hub knows nothing.
-    """
+    """Print what was found on the Hub, or else in the local cache, best first; returns False if that is nothing."""
     console, place, source = terminal(), "the local cache", settings.target
     if Path(source.path_or_id).is_dir():
         console.print(f"{settings.model} is a folder: looking in the local cache", highlight=False)

@@ -124,14 +124,13 @@ def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: l
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     codes, variants = _variants([*_presets(model), *named], device)
     prompts = list(settings.prompt or checkpoints.PROMPTS)
-    texts = prompts if settings.batch_size == 1 else prompts * (-(-settings.batch_size // len(prompts)))
-    batches = list(workloads.encode(tokenizer, texts, settings.batch_size))
+    repeats = -(-settings.batch_size // len(prompts))  # to fill a batch
+    batches = list(workloads.encode(tokenizer, prompts * repeats, settings.batch_size))
     for variant in variants:  # not counted: this loads models and prepares kernels
         measure_call(model, batches[0], variant, generation, 0)
     measured = Comparison(variants, len(batches))
     for inputs in batches * settings.rounds:
-        for _ in measured.measure(model, inputs, generation):
-            pass  # the names of the variants, for a display of progress
+        list(measured.measure(model, inputs, generation))
     report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
     about = {}
     for name, samples in measured.samples.items():
@@ -189,7 +188,7 @@ def verification_cost(curve: CostCurve) -> Finding:
 
 def note(speed: Interval, counts: Statistics) -> str:
     """Why a strategy is not clearly faster than plain `generate`; empty if it is."""
-    if speed.is_faster:
+    if speed.low > 1:
         return ""
     if counts.drafted == 0:
         return "nothing was drafted"
@@ -224,7 +223,7 @@ def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     found, rank = speeds[best], "the fastest of what was measured"
     if best != fastest:
         rank = f"as fast as {fastest} and simpler"
-    doubt = "" if found.is_faster else "; not certain yet, a longer measurement makes the interval smaller"
+    doubt = "" if found.low > 1 else "; not certain yet, a longer measurement makes the interval smaller"
     return best, f"{rank}: {found.value:.2f}x plain ({found.low:.2f}-{found.high:.2f}){doubt}"
 
 

@@ -22,8 +22,6 @@ from hf_specgen.counters import Statistics
 from hf_specgen.depth.calibrate import wait as wait
 from hf_specgen.targets.support import is_rounding
 
-MARGIN = 1.05
-"""Smallest speedup that counts."""
 BUSY = 1.3
 """Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
 ROUNDING, UNEXPLAINED = "rounding", "NO"
@@ -128,11 +126,6 @@ class Interval:
     def differs(self) -> bool:
         """False if the interval includes 1: the measurement shows no difference."""
         return not self.low <= 1 <= self.high
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether a speedup is clearly above 1."""
-        return self.low > 1 and self.value >= MARGIN
 
 
 def speedup_interval(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Interval:
