@@ -330,35 +330,23 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-FAST = ["--device", "cpu", "--max-new-tokens", "2"]
-HEADS, OWN = "org/heads@v1", ["org/own", "--trust-remote-code"]
+FAST = "--device cpu --max-new-tokens 2"
+OWN = "org/own --trust-remote-code"
 OF_THE_HUB = [
-    [
-        "doctor",
-        "org/target",
-        "--revision",
-        "v1",
-        "--draft",
-        HEADS,
-        "--draft",
-        "org/own",
-        "--trust-remote-code",
-        "--no-run",
-    ],
-    ["doctor", *OWN, "--draft", "org/target@v1", *FAST, "--rounds", "1", "--prompt", "a"],
-    ["generate", *OWN, "prompts.jsonl", "answers.jsonl", "--draft", "org/target@v1", *FAST],
-    ["chat", "org/target@v1", "--draft", "org/own", "--trust-remote-code", *FAST],
-    ["tune", "org/target@v1", "--draft", HEADS, "--context", "8", "--device", "cpu"],
-    ["export", "org/heads", "--revision", "v1", "--target", "org/target@v1", "--to", "tgi", "--output", "out"],
+    f"doctor org/target --revision v1 --draft org/heads@v1 --draft {OWN} --no-run",
+    f"doctor {OWN} --draft org/target@v1 {FAST} --rounds 1 --prompt a",
+    f"generate {OWN} prompts.jsonl answers.jsonl --draft org/target@v1 {FAST}",
+    f"chat org/target@v1 --draft {OWN} {FAST}",
+    "tune org/target@v1 --draft org/heads@v1 --context 8 --device cpu",
+    "export org/heads --revision v1 --target org/target@v1 --to tgi --output out",
 ]
 
 
-@pytest.mark.parametrize("arguments", OF_THE_HUB, ids=lambda arguments: arguments[0])
-def test_command_loads_a_revision_and_code_of_the_hub(hub: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize("line", OF_THE_HUB)
+def test_command_loads_a_revision_and_code_of_the_hub(hub: Path, line: str) -> None:
     """Would catch: a command that reads `main`, which is not cached here, or a draft without its own code."""
-    assert "error" not in run(*arguments)
-    code = "AutoCandidates.from_pretrained('org/own', trust_remote_code=True)"
-    assert arguments != OF_THE_HUB[0] or code in run(*arguments)
+    output, code = run(*line.split()), "AutoCandidates.from_pretrained('org/own', trust_remote_code=True)"
+    assert "error" not in output and (line != OF_THE_HUB[0] or code in output)
 
 
 @pytest.mark.parametrize(
