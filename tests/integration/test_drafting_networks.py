@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.acceptance import CENTERS, RANKS, Calibration
@@ -24,7 +24,7 @@ from tests.helpers.comparison import plain_output
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import recorded_inputs, small_llama, width
-from tests.helpers.paths import DRAFT_LM
+from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
 from tests.helpers.policies import AfterPlainSteps
 
 KINDS = ["draft", "skip"]
@@ -143,6 +143,17 @@ def test_draft_model_loaded_in_int8_same_tokens(reference_model: Any, tokenizer:
     candidates = DraftModelCandidates(str(DRAFT_LM), dtype="bfloat16", quantization_config=config)
     inputs = tokenizer("def add(x, y):", return_tensors="pt")
     assert assert_same_tokens(reference_model, inputs, candidates, max_new_tokens=30).accepted > 0
+
+
+def test_target_loaded_in_int8_same_tokens(tokenizer: Any) -> None:
+    """Would catch: a drafter that reads the target's quantised weights as ordinary ones."""
+    torchao = pytest.importorskip("torchao.quantization")
+    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    target = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32, quantization_config=config)
+    inputs = tokenizer(["def add(x, y):", "The quick"], return_tensors="pt", padding=True)
+    heads = MedusaCandidates(random_heads(target), k=3)
+    for candidates in (DraftModelCandidates(str(DRAFT_LM), k=3), LayerSkipCandidates(4, k=3), heads):
+        assert assert_same_tokens(target, inputs, candidates, max_new_tokens=12).drafted > 0
 
 
 def test_quantised_copy_of_the_target_drafts_for_it_and_shares_its_other_weights(reference_model: Any) -> None:
