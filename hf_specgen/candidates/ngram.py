@@ -67,8 +67,8 @@ class NgramCandidates(Candidates):
 
     With an encoder-decoder, the text that the encoder reads counts as the beginning of the row's own.
 
-    Needs no model and no training. The speedup is largest where output repeats input: editing, summaries, retrieval,
-    code, JSON.
+    Needs no model and no training. The speedup is largest where output repeats the prompt or itself: editing,
+    summaries, retrieval, code.
 
     Args:
         k: maximum depth of a draft, in tokens; "auto" for as many as are expected to be faster.
