@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from time import perf_counter
 from typing import Any, cast
 
@@ -98,8 +97,10 @@ def _groups(model: nn.Module) -> list[list[nn.Module]]:
             weight = _matrix(module)
             groups.setdefault((*weight.shape, weight.dtype), []).append(module)
     if not groups and not any(isinstance(vars(one).get("forward"), _PrepackedLayer) for one in model.modules()):
-        _warn_once(f"prepacked() does nothing for {type(model).__name__}: it works with linear layers on a CPU, in "
-                   "float32 or, with AVX-512, in bfloat16")  # fmt: skip
+        logger.warning_once(  # type: ignore[attr-defined]  # of Transformers
+            f"prepacked() does nothing for {type(model).__name__}: it works with linear layers on a CPU, in float32 "
+            "or, with AVX-512, in bfloat16"
+        )
     return list(groups.values())
 
 
@@ -124,18 +125,13 @@ def _matrix(module: nn.Module) -> torch.Tensor:
 
 
 def _prepacked_layers(modules: Sequence[nn.Module]) -> list[_PrepackedLayer]:
-    """Layers of one shape with prepacked weights; none if that is slower. Modules share the copy of shared weights."""
+    """Layers of one shape with prepacked weights; none if that is slower."""
     weight = _matrix(modules[0])
     key = (*weight.shape, weight.dtype, type(modules[0]), torch.get_num_threads())
     if _decisions.get(key) is False:
         return []
-    copies: dict[int, torch.Tensor] = {}
-    layers = []
-    for module in modules:
-        if id(module.weight) not in copies:
-            matrix = _matrix(module).contiguous()
-            copies[id(module.weight)] = torch.ops.mkldnn._reorder_linear_weight(matrix, TOKENS[-1])
-        layers.append(_PrepackedLayer(module, copies[id(module.weight)]))
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    layers = [_PrepackedLayer(module, reorder(_matrix(module).contiguous(), TOKENS[-1])) for module in modules]
     if key not in _decisions:
         _decisions[key] = _is_faster(layers)
     return layers if _decisions[key] else []
@@ -161,8 +157,3 @@ def _is_faster(layers: Sequence[_PrepackedLayer]) -> bool:
     expected = type(layers[0].module).forward(layers[0].module, x).float()
     is_same = (layers[0].multiply(x).float() - expected).norm() <= 0.02 * expected.norm()
     return bool(is_same) and ours < ordinary and best[1, True] <= 1.05 * best[1, False]
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)

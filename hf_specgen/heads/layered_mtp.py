@@ -37,7 +37,6 @@ class LayeredRunner(HeadRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         self._drop(needed)
         pairs = list(zip(self._again, *self._new(features, next_tokens), strict=True))
         states = [torch.cat([before, new]) for (before, _), new, _ in pairs]
@@ -72,10 +71,6 @@ class LayeredRunner(HeadRunner):
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
         super().keep_rows(kept, new)
         self._again[len(kept) :] = [self._nothing] * new
-
-    def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
-        self._again = [self._nothing] * len(features)
-        self.first_logits(features, next_tokens, [True] * len(features))
 
     def _put_last(self, other: Self) -> None:
         super()._put_last(other)

@@ -137,7 +137,6 @@ class PathRunner(BlockRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        """`[batch, vocab]` logits of the first draft token; arguments as for `EagleRunner.first_logits`."""
         self._drop(needed)
         block = self._run_block(*self._new(features, next_tokens))
         state = self._head.first_state(block, self._anchor, self.bound.embed, self.first)

@@ -6,7 +6,6 @@ dropped before the next accepted tokens are processed with the features that the
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,14 +58,21 @@ class HeadRunner:
 
     def read_prompts(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
         """Process the prompts of the last rows, for which nothing was computed yet, without the other rows."""
-        other = copy.copy(self)
-        HeadRunner.__init__(other, self.bound, len(features))
-        other._process(features, next_tokens)
+        other = type(self)(self.bound, len(features))
+        other.first_logits(features, next_tokens, [True] * len(features))
         self._put_last(other)
 
     @abstractmethod
-    def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
-        """Process new accepted positions of all rows, without a draft."""
+    def first_logits(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
+    ) -> torch.Tensor:
+        """`[batch, vocab]` logits of the first draft token after new accepted positions.
+
+        Args:
+            features: of each row `[new, layers * target_hidden]`.
+            next_tokens: of each row the tokens after these positions.
+            needed: rows that are not needed any more are dropped, unless passes are captured.
+        """
 
     def _put_last(self, other: Self) -> None:
         """Use what another runner has computed for the last rows."""
@@ -137,13 +143,6 @@ class EagleRunner(HeadRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        """`[batch, vocab]` logits of the first draft token after new accepted positions.
-
-        Args:
-            features: of each row `[new, layers * target_hidden]`.
-            next_tokens: of each row the tokens after these positions.
-            needed: rows that are not needed any more are dropped, unless passes are captured.
-        """
         if self._graphs is None:  # another number of rows would be captured anew
             self._drop(needed)
         self.cache.set_lengths(self.lengths)
@@ -157,9 +156,6 @@ class EagleRunner(HeadRunner):
         self._keep_last(output, counts)
         self._hidden = self.last.hidden
         return self._scatter(self.bound.target_logits(self.last.output)[:, 0])
-
-    def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
-        self.first_logits(features, next_tokens, [True] * len(features))
 
     def _select(self, rows: list[int]) -> None:
         super()._select(rows)
@@ -272,13 +268,15 @@ class ParallelRunner(HeadRunner):
     def draft(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool], depth: int
     ) -> torch.Tensor:
-        """Process new accepted positions, as `EagleRunner.first_logits`, and draft: `[batch, depth, vocab]`."""
+        """Process new accepted positions, as `first_logits`, and draft: `[batch, depth, vocab]`."""
         self._drop(needed)
         output = self._outputs(*self._new(features, next_tokens), depth)
         return self._scatter(self.bound.target_logits(output))
 
-    def _process(self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]) -> None:
-        self.draft(features, next_tokens, [True] * len(features), 1)
+    def first_logits(
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
+    ) -> torch.Tensor:
+        return self.draft(features, next_tokens, needed, 1)[:, 0]
 
     @abstractmethod
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
