@@ -56,8 +56,6 @@ class BlockConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.attention:
-            raise ValueError("a block head has at least one layer, got none")
         if not 2 <= self.block_size <= 1024:  # rejects damaged configs; published heads have blocks of 8 to 16 tokens
             raise ValueError(f"block_size must be between 2 and 1024, got {self.block_size}")
 

@@ -66,12 +66,6 @@ def source_errors(source: str) -> Iterator[None]:
         raise ValueError(f"cannot load {source!r}: {reason}; give a language model with its tokenizer") from error
 
 
-def offline_hint(source: str) -> str:
-    """The end of a message about a file that was not found."""
-    local = Path(source).is_dir() or not constants.HF_HUB_OFFLINE
-    return "" if local else "; HF_HUB_OFFLINE is set, so only files in the local cache are found"
-
-
 @dataclass(frozen=True)
 class Source:
     """Where a checkpoint lies, in the terms of `from_pretrained`."""
@@ -133,7 +127,9 @@ class Source:
         """As `file`, but raises `FileNotFoundError` with a remedy if there is no such file."""
         path = self.file(name)
         if path is None:
-            raise FileNotFoundError(f"{self} has no {name}{remedy}{offline_hint(self.path_or_id)}")
+            is_offline = constants.HF_HUB_OFFLINE and not Path(self.path_or_id).is_dir()
+            hint = "; HF_HUB_OFFLINE is set, so only files in the local cache are found" if is_offline else ""
+            raise FileNotFoundError(f"{self} has no {name}{remedy}{hint}")
         return path
 
 
@@ -316,10 +312,8 @@ def _tensors(source: Source, single: str | None, wanted: Callable[[str], bool]) 
     if index is None:
         names = [single] if single else [name for name in (SINGLE, PICKLED) if source.file(name) is not None][:1]
     else:
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise ValueError(f"{source}: {INDEX} has no weight_map of file names")
-        names = sorted({file for name, file in files.items() if wanted(name)})
+        files = Fields(read_json(index)).nested("weight_map").values
+        names = sorted({str(file) for name, file in files.items() if wanted(name)})
     infos: dict[str, TensorInfo] = {}
     for name in names:
         if Path(name).name != name:

@@ -41,8 +41,6 @@ class EagleConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_layers < 1:
-            raise ValueError(f"an EAGLE head has at least one layer, got num_layers={self.num_layers}")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other; a head has one of them at most")
         width = self.target_hidden_size * self.num_aux_hidden_states

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from hf_specgen.heads.base import check_target
@@ -26,10 +27,14 @@ class ExitHead(nn.Module):
     memory, but neither training nor loading an adapter changes the target.
     """
 
+    down: torch.Tensor | None
+    up: torch.Tensor | None
+
     def __init__(self, norm: nn.Module, head: nn.Linear, exit_layer: int | None = None):
         super().__init__()
         self.norm, self.head, self.exit_layer = norm, head, exit_layer
-        self.low_rank: nn.Module | None = None
+        self.register_buffer("down", None)
+        self.register_buffer("up", None)
 
     @classmethod
     def from_target(cls, model: PreTrainedModel, exit_layer: int | None = None) -> ExitHead:
@@ -46,7 +51,9 @@ class ExitHead(nn.Module):
         """`[..., hidden]` to `[..., vocab]`."""
         normed = self.norm(hidden)
         logits: torch.Tensor = self.head(normed)
-        return logits if self.low_rank is None else logits + self.low_rank(normed)
+        if self.down is None or self.up is None:
+            return logits
+        return logits + linear(linear(normed, self.down), self.up)
 
 
 def save_exit_head(adapter: Any, folder: str | Path, target: PreTrainedModel, base_model: str) -> None:
@@ -70,16 +77,9 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
         head = ExitHead.from_target(target, fields.integer("exit_layer"))
     matrix = output_matrix(target).weight
     tensors = load_adapter(head, Source(str(path_or_id)), saved=["norm"])
-    head.low_rank = nn.Sequential(*(_linear(tensors.pop(f"head.lora_{part}.weight")) for part in "AB"))
+    head.down, head.up = (tensors.pop(f"head.lora_{part}.weight") for part in "AB")
     head.norm.load_state_dict({name.removeprefix("norm."): tensor for name, tensor in tensors.items()}, strict=False)
     return head.to(device=matrix.device, dtype=matrix.dtype).requires_grad_(False).eval()
-
-
-def _linear(weight: torch.Tensor) -> nn.Linear:
-    """A linear layer with this weight."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight)
-    return layer
 
 
 def exit_layer_of(path_or_id: str | Path) -> int:

@@ -49,18 +49,6 @@ class AssistantConfig(HeadConfig):
     num_centroids: int | None = None  # groups of tokens, of which the best are scored; None: all tokens
     top_centroids: int = 0  # how many groups are scored
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_centroids is not None and (
-            self.num_centroids < 1
-            or self.vocab_size % self.num_centroids
-            or not 1 <= self.top_centroids <= self.num_centroids
-        ):
-            raise ValueError(
-                f"{self.num_centroids} centroids, of which {self.top_centroids} are scored, cannot divide a vocabulary "
-                f"of {self.vocab_size} tokens"
-            )
-
 
 class CentroidOutput(nn.Module):
     """An output matrix that scores only the tokens of the best few groups; all others get a lower score."""
@@ -70,6 +58,10 @@ class CentroidOutput(nn.Module):
 
     def __init__(self, hidden_size: int, vocab_size: int, num_centroids: int, top: int) -> None:
         super().__init__()
+        if vocab_size % num_centroids or top > num_centroids:
+            raise ValueError(
+                f"{vocab_size} tokens cannot be divided by {num_centroids} centroids, of which {top} count"
+            )
         self.top = top
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.centroids = nn.Linear(hidden_size, num_centroids, bias=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch.nn.functional import pad
@@ -25,7 +25,6 @@ from hf_specgen.targets.cache import RaggedCache, padded_width
 from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText, captured_functions
 from hf_specgen.targets.inputs import spread_rows
 
-T = TypeVar("T")
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
 
@@ -85,15 +84,11 @@ class HeadRunner:
         """Continue with what was computed for these rows."""
         self.cache.batch_select_indices(torch.tensor(rows))
 
-    def _gather(self, values: Sequence[T]) -> list[T]:
-        """Of values for each row of the call, those of the active rows."""
-        return [values[row] for row in self.rows]
-
     def _new(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]
     ) -> tuple[list[torch.Tensor], list[list[int]]]:
         """The new features and tokens of the active rows, in the dtype and on the device of the head."""
-        return [row.to(self._like) for row in self._gather(features)], list(map(list, self._gather(next_tokens)))
+        return [features[row].to(self._like) for row in self.rows], [list(next_tokens[row]) for row in self.rows]
 
     def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The positions of `count` tokens after those in the cache, and their mask."""
