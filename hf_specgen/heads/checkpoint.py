@@ -66,6 +66,12 @@ def source_errors(source: str) -> Iterator[None]:
         raise ValueError(f"cannot load {source!r}: {reason}; give a language model with its tokenizer") from error
 
 
+def offline_hint(source: str) -> str:
+    """The end of a message about a file that was not found."""
+    local = Path(source).is_dir() or not constants.HF_HUB_OFFLINE
+    return "" if local else "; HF_HUB_OFFLINE is set, so only files in the local cache are found"
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a checkpoint lies, in the terms of `from_pretrained`."""
@@ -127,9 +133,7 @@ class Source:
         """As `file`, but raises `FileNotFoundError` with a remedy if there is no such file."""
         path = self.file(name)
         if path is None:
-            is_offline = constants.HF_HUB_OFFLINE and not Path(self.path_or_id).is_dir()
-            hint = "; HF_HUB_OFFLINE is set, so only files in the local cache are found" if is_offline else ""
-            raise FileNotFoundError(f"{self} has no {name}{remedy}{hint}")
+            raise FileNotFoundError(f"{self} has no {name}{remedy}{offline_hint(self.path_or_id)}")
         return path
 
 
