@@ -148,7 +148,6 @@ def load_assistant(file: HeadFile) -> AssistantHead:
         vocab_size=vocab,
         draft_vocab_size=vocab,
         target_hidden_size=hidden,
-        aux_hidden_state_layers=file.aux_hidden_state_layers(),
         own_lm_head=True,
         text=_text_config(text),
         num_centroids=fields.integer("num_centroids") if ordered else None,

@@ -49,7 +49,6 @@ class HeadFile:
 
     Args:
         checkpoint: its config, and the shapes of its tensors.
-        aux_hidden_state_layers: `hidden_states` indices of the target to read, instead of those of the config.
         dtype: of the head; None for that of the file.
 
     Attributes:
@@ -58,13 +57,8 @@ class HeadFile:
         is_nested: whether it describes the layers in a config of their own, as speculators does.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        aux_hidden_state_layers: tuple[int, ...] | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        self.checkpoint, self._layers, self._dtype = checkpoint, aux_hidden_state_layers, dtype
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None):
+        self.checkpoint, self._dtype = checkpoint, dtype
         of_block = Fields(checkpoint.config).nested("dflash_config").values
         self.fields = Fields(checkpoint.config | {name: value for name, value in of_block.items() if value is not None})
         self.kind = speculators_type(checkpoint)
@@ -112,10 +106,6 @@ class HeadFile:
         queries, keys = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
         return read_layer(self.of_layers, self.names, queries, keys, strict_bias)
 
-    def aux_hidden_state_layers(self) -> tuple[int, ...] | None:
-        """The `hidden_states` indices that were asked for or are configured; None for the default of the format."""
-        return self._layers or configured_layers(self.checkpoint.config)
-
     def common(self, layer: LayerConfig, projects: bool = True) -> dict[str, Any]:
         """The fields of `HeadConfig`; `projects` says whether a linear layer reads the target's states."""
         fields, hidden = self.fields, layer.hidden_size
@@ -132,7 +122,7 @@ class HeadFile:
             "draft_vocab_size": draft_vocab,
             "target_hidden_size": target_hidden,
             "num_aux_hidden_states": max(1, self.matrix("fc.weight")[1] // target_hidden) if projects else 1,
-            "aux_hidden_state_layers": self.aux_hidden_state_layers(),
+            "aux_hidden_state_layers": configured_layers(self.checkpoint.config),
             "own_embeddings": "embed_tokens.weight" in self.tensors,
             "own_lm_head": "lm_head.weight" in self.tensors,
             "speculative_tokens": self.speculative_tokens(),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -113,7 +113,6 @@ def load_head(
     token: str | bool | None = None,
     subfolder: str | None = None,
     cache_dir: str | Path | None = None,
-    aux_hidden_state_layers: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> DraftHead:
     """Load a draft head; its format is recognised by config.json and the names of the tensors.
@@ -123,7 +122,6 @@ def load_head(
     Args:
         path_or_id: a folder, or the id of a Hub repository.
         revision, token, subfolder, cache_dir: as for `from_pretrained`.
-        aux_hidden_state_layers: `hidden_states` indices of the target to read, instead of those of the checkpoint.
         dtype: of the head; None for the dtype of the file.
 
     Returns:
@@ -132,19 +130,16 @@ def load_head(
     cache = None if cache_dir is None else str(cache_dir)
     source = Source(str(path_or_id), revision, token, subfolder, cache)
     if (base := base_of_adapter(source)) is not None:
-        head = load_head(
-            base, token=token, cache_dir=cache_dir, aux_hidden_state_layers=aux_hidden_state_layers, dtype=dtype
-        )
+        head = load_head(base, token=token, cache_dir=cache_dir, dtype=dtype)
         merge_adapter(head, source)
         return head
     checkpoint = open_checkpoint(source)
-    layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
     with named_errors(source):
         checkpoint = dequantised(checkpoint)
         found = head_format(checkpoint)
         if found.load is None:
             raise ValueError(f"it holds {found.name}, which hf_specgen.heads.mtp.load_mtp reads with their target")
-        return found.load(HeadFile(checkpoint, layers, dtype))
+        return found.load(HeadFile(checkpoint, dtype))
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:

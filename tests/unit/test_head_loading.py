@@ -1,6 +1,7 @@
 """Loading draft heads: layouts of files, the Hub, the target that fits; damaged files: `test_damaged_heads.py`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def target(**changes: Any) -> LlamaForCausalLM:
 
 def test_bind_layers_are_those_given_then_configured_then_default(folder: Path) -> None:
     assert load_head(folder).bind(target()).aux_hidden_state_layers == (2, 4, 5)
-    configured = load_head(folder, aux_hidden_state_layers=[1, 2, 3])
+    configured = load_head(folder)
+    configured.config = replace(configured.config, aux_hidden_state_layers=(1, 2, 3))
     assert configured.bind(target()).aux_hidden_state_layers == (1, 2, 3)
     assert configured.bind(target(), [1, 2, 8]).aux_hidden_state_layers == (1, 2, 8)
 

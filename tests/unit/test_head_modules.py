@@ -192,7 +192,9 @@ def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequenci
 
 
 def test_eagle_head_exported_for_sglang_names_layers_by_their_output(tmp_path: Path) -> None:
-    export_head(load_head(EAGLE3, aux_hidden_state_layers=[2, 5, 7]), tmp_path, "sglang")
+    head = load_head(EAGLE3)
+    head.config = dataclasses.replace(head.config, aux_hidden_state_layers=(2, 5, 7))
+    export_head(head, tmp_path, "sglang")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6]
 
