@@ -139,6 +139,7 @@ SENTENCES = [
     ("docs/hardware.md", "lower: eagerly", "with CUDA", "large-target.json", "rows"),
     ("docs/hardware.md", "| situation |", "\n\n", "projected/report.json", "projected by domain"),
     ("docs/compilation.md", "`generate` has", "of the speed", "large-target.json", "rows"),
+    ("docs/strategies/draft_model.md", "about 1,700 tokens it yields", "without it", "draft-window.json", "rows"),
 ]
 """Text with figures of a record: page, its first and last words, file, table."""
 
