@@ -46,6 +46,8 @@ class Run:
     streamed: list[Any]
     stream_ended: int
     random_state: torch.Tensor
+    processed: list[int]
+    """Columns in the last call of each processor that keeps a state."""
 
     @property
     def is_refusal(self) -> bool:
@@ -109,6 +111,8 @@ def _same_text(plain: Run, ours: Run, prompt_length: int) -> Iterator[Difference
         yield Difference("dtype", f"{ours.ids.dtype} instead of {plain.ids.dtype}")
     if not torch.equal(plain.random_state, ours.random_state):
         yield Difference("random state", "the random generator does not stand where plain generate leaves it")
+    if plain.processed != ours.processed:
+        yield Difference("processor state", f"{ours.processed} columns instead of {plain.processed}")
     if (plain.streamed, plain.stream_ended) != (ours.streamed, ours.stream_ended):
         yield Difference("stream", f"{_flat(ours.streamed)}, plain generate streams {_flat(plain.streamed)}")
 

@@ -17,11 +17,12 @@ from tests.fuzz.checks import Difference, Run
 from tests.fuzz.models import device, random_state, seed, tiny_model
 from tests.fuzz.settings import Ends, Fault, Interrupt, ValidPadding
 from tests.fuzz.surroundings import attached_to, broken_logits, fault_in, modes, speculation_arguments, time_limit
+from tests.helpers import StatefulReader
 
 POSITIONS = 256
 """Size of the table of positions, unless a case wants it to end with the text."""
 
-BY_ROUNDING = {"tokens", "random state", "stream", "scores", "logits", "cache", "statistics"}
+BY_ROUNDING = {"tokens", "random state", "stream", "scores", "logits", "cache", "statistics", "processor state"}
 """Differences that a near-tie of two tokens can make."""
 
 Caches = tuple[Any, Any]
@@ -229,6 +230,7 @@ class Comparison:
             streamed=streamer.chunks if streamer else [],
             stream_ended=streamer.ended if streamer else 0,
             random_state=random_state(),
+            processed=[one.seen for one in arguments.get("logits_processor", ()) if isinstance(one, StatefulReader)],
         )
 
     def _speculate(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, fault: Any = None) -> Run:
