@@ -27,17 +27,17 @@ class CommonSteps:
     Attributes:
         settings: of each call: a strategy whose sessions draft together, and a policy with a common `DraftingLoss`.
         latency: of the step, by its rows; None if it is not known, or no row decodes.
-        seconds, passes: of drafters with a forward pass in the step: their time, and the tokens of each pass.
+        passes: tokens of each forward pass of the drafters in the step.
     """
 
     def __init__(self, settings: Settings):
-        self._policy, self._strategy = copy.copy(settings.policy), settings.candidates
-        if isinstance(self._policy, AdaptiveDepth):
-            self._policy.common_loss = DraftingLoss()
+        policy, self._loss = copy.copy(settings.policy), DraftingLoss()
+        if isinstance(policy, AdaptiveDepth):
+            policy.common_loss = self._loss
         candidates, self._drafters = joined(settings.candidates)
-        self.settings = replace(settings, candidates=candidates, policy=self._policy)
+        self.settings = replace(settings, candidates=candidates, policy=policy)
         self.latency: StepLatency | None = None
-        self.seconds, self.passes = 0.0, list[int]()
+        self.passes = list[int]()
         self._rows, self._has_draft = 0, False
 
     def begin(self, loops: Sequence[DecodingLoop], rows: int) -> None:
@@ -54,10 +54,10 @@ class CommonSteps:
         self._has_draft = any(any(loop.max_depths) for loop in loops)
         for drafter in self._drafters:
             drafter.draft()
-        self.seconds = sum(drafter.seconds for drafter in self._drafters)
+        seconds = sum(drafter.seconds for drafter in self._drafters)
         self.passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
         for loop in loops:
-            loop.timer.add("draft", self.seconds)  # each call's timer receives the whole common time
+            loop.timer.add("draft", seconds)  # each call's timer receives the whole common time
         return [loop.draft_step() for loop in loops]
 
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
@@ -68,11 +68,10 @@ class CommonSteps:
             emitted: tokens of all rows.
             passes: tokens of each pass of the drafters.
         """
-        if self.latency is None or not self._has_draft or not isinstance(self._policy, AdaptiveDepth):
+        if self.latency is None or not self._has_draft:
             return
         seconds += self.latency.drafter.draft(passes)
-        if self._policy.common_loss is not None:
-            self._policy.common_loss.add(seconds / self.latency.target.seconds_of(self._rows) - emitted / self._rows)
+        self._loss.add(seconds / self.latency.target.seconds_of(self._rows) - emitted / self._rows)
 
     def close(self) -> None:
         """End the common drafts."""

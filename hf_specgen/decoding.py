@@ -6,8 +6,8 @@ Source: Leviathan et al., "Fast Inference from Transformers via Speculative Deco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -221,18 +221,13 @@ class StepTimer:
         self._started = perf_counter()
         self.seconds = dict.fromkeys(("prefill", *STEP_PARTS, "policy"), 0.0)
         self._step: dict[str, float] = {}
-        self._part, self._began = "draft", 0.0
 
-    def part(self, name: str) -> StepTimer:
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
         """A context whose time is added to a part; parts do not contain each other."""
-        self._part = name
-        return self
-
-    def __enter__(self) -> None:
-        self._began = perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        self.add(self._part, perf_counter() - self._began)
+        began = perf_counter()
+        yield
+        self.add(name, perf_counter() - began)
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds to a part."""
