@@ -48,7 +48,7 @@ class PackedTarget(HiddenStateTarget):
     """The target as the loop and the drafter of one request see it: its passes are parts of packed steps."""
 
     batch, rows, has_common, returns_cache = 1, [0], True, False
-    verifies_chains_only = False
+    verifies_chains_only, _graphs = False, None
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], prompt: int, positions: int, chains_only: bool):
         self.device, self.verifies_chains_only = compat.input_device(model), chains_only
