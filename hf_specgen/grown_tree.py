@@ -14,10 +14,9 @@ from hf_specgen.tree import DraftTree, Parents, TreeStructure, chain_parents
 
 NO_NODE = -1e30
 """In place of the logarithm of the probability of a candidate that is no node."""
-TOKEN, NUMBER, DEPTH, PARENT, RANK, FEATURE, PATH = range(7)
-"""What is known of each node: its token, its number and depth, the number of its parent, its rank among its siblings, a
-feature that is the strategy's own, and the logarithm of its path probability, very low for padding at the end of a row.
-"""
+TOKEN, NUMBER, DEPTH, PARENT, PATH = range(5)
+"""What is known of each node: its token, its number and depth, the number of its parent, and the logarithm of its path
+probability, very low for padding at the end of a row."""
 
 
 class GrownTree(DraftTree):

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hf_specgen.candidates.acceptance import CENTERS, RANKS, CalibratedSession
+from hf_specgen.candidates.acceptance import NetworkSession
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_search import TreeSize, tree_size
-from hf_specgen.grown_tree import FEATURE, NUMBER, RANK, GrownTree
+from hf_specgen.grown_tree import NUMBER, GrownTree
 from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.processors import ScoreProcessors
 
 
-class AutoregressiveSession(CalibratedSession):
+class AutoregressiveSession(NetworkSession):
     """Drafts trees with a network.
 
     Nodes whose token has a probability below the threshold are not expanded. `vocab` is the size of the target's
@@ -85,16 +84,12 @@ class AutoregressiveSession(CalibratedSession):
         """Keep what was computed for these nodes of the last tree, and drop the others."""
 
     def observe(self, result: VerificationResult) -> None:
-        """Count acceptance, and keep what was computed for accepted nodes."""
-        tree = self._tree
-        if not isinstance(tree, GrownTree):
-            return
-        known = tree.node_values
-        self._features = [(row[:, RANK], CENTERS[row[:, FEATURE]]) for row in known]
+        """Keep what was computed for accepted nodes."""
         super().observe(result)
         if self._expanded:
             # The nodes of a path that were expanded come first: a child is expanded after its parent.
-            numbers = [row[path or [], NUMBER].tolist() for row, path in zip(known, result.paths, strict=True)]
+            known = zip(cast(GrownTree, self._tree).node_values, result.paths, strict=True)
+            numbers = [row[path or [], NUMBER].tolist() for row, path in known]
             self.commit([[number - 1 for number in row if 0 < number <= self._expanded] for row in numbers])
 
     @torch.no_grad()
@@ -112,11 +107,7 @@ class AutoregressiveSession(CalibratedSession):
             logits = self.first_scores()[:, None]
             device = logits.device
         last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
-        table = np.log(self.calibration.table()).ravel()
-        host = np.concatenate([np.ravel(last_tokens), table]).astype(np.float32)
-        on_device = torch.from_numpy(host).to(device)
-        growth = Growth(depths, min(size.children, self._vocab), on_device[: len(depths), None])
-        self._table = on_device[len(depths) :].view(RANKS, -1)
+        growth = Growth(depths, min(size.children, self._vocab), torch.tensor(last_tokens, device=device))
         self._proposals = self._settings(growth.children)
         if levels is not None and not self._grow_first(growth, size, levels, active):
             logits = self.first_scores()[:, None]
@@ -167,8 +158,8 @@ class AutoregressiveSession(CalibratedSession):
             return None
         first = [len(text) + growth.levels for text in self.call.state.generated]
         steps = [list(range(start, start + (drafter.text is not None) + passes)) for start in first]
-        noise = verification.draft_noise(steps, self._table.device)
-        drafted = grow_captured(growth, passes, width, drafter, self._proposals, self._table, noise)
+        noise = verification.draft_noise(steps, growth.device)
+        drafted = grow_captured(growth, passes, width, drafter, self._proposals, noise)
         if drafted is not None:
             self.after_levels(drafted.states, growth.expanded)
         return drafted
@@ -191,7 +182,7 @@ class AutoregressiveSession(CalibratedSession):
         else:
             steps = [[len(text) + growth.levels] for text in self.call.state.generated]
             weights = verification.draft_weights(scores, steps)
-        proposed, q = self._proposals(scores, weights, self._table)
+        proposed, q = self._proposals(scores, weights)
         if q is not None:
             self._qs.append(pad(q, (0, self._vocab - q.shape[-1])))
         growth.add(*proposed)

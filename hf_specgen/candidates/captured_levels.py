@@ -8,14 +8,12 @@ whose number and width depend on what has been read, would be captured anew each
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hf_specgen.candidates.acceptance import EDGES, RANKS, confidence_by_rank
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
 from hf_specgen.candidates.growth import Frontier, Grown, Growth
 from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.masks import StepLayout
@@ -49,13 +47,9 @@ class Proposals:
         return self.processors(scores.flatten(0, 1)).view(scores.shape)
 
     def __call__(
-        self, scores: torch.Tensor, weights: torch.Tensor, table: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-        """What `Growth.add` takes, and q if it is wanted.
-
-        `weights` are those of `VerificationSession.draft_weights`, `table` `[RANKS, bins]` the logarithms of acceptance
-        probabilities by rank and bin of confidence.
-        """
+        self, scores: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
+        """What `Growth.add` takes, and q if it is wanted; `weights` are of `VerificationSession.draft_weights`."""
         best, tokens = weights.topk(min(self.children, weights.shape[-1]), dim=-1)
         confidence, expandable, q = best, None, None
         if self.do_sample:
@@ -66,19 +60,10 @@ class Proposals:
             if self.wants_q:
                 q = probabilities
                 confidence = confidence_by_rank(q.amax(dim=-1), best.shape[-1])
-        edges, ranks, order = _bins(scores.device, best.shape[-1])
-        features = torch.bucketize(confidence, edges)
-        acceptance = table[ranks, features]
+        acceptance = confidence.clamp(MIN_PROBABILITY, MAX_PROBABILITY).log()
         if self.wants_q:  # siblings are verified in the order in which they were drawn
-            acceptance = acceptance.cummin(dim=-1).values + order
-        return (tokens, acceptance, features, expandable), q
-
-
-@cache  # kept: graphs read these addresses
-def _bins(device: torch.device, children: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Bounds of the bins of confidence; `[children]` ranks, the last ones as one; a penalty that orders siblings."""
-    ranks = torch.arange(children, device=device)
-    return torch.from_numpy(EDGES.astype(np.float32)).to(device), ranks.clamp(max=RANKS - 1), -1e-4 * ranks
+            acceptance = acceptance - 1e-4 * torch.arange(best.shape[-1], device=best.device)
+        return (tokens, acceptance, expandable), q
 
 
 class TextInputs(NamedTuple):
@@ -98,7 +83,6 @@ class LevelInputs(NamedTuple):
     visible: torch.Tensor | None  # [batch, capacity], False for padding
     offsets: torch.Tensor | None  # [batch, 1] position minus slot
     depths: torch.Tensor  # [1 + expanded] of all nodes, after the last pass
-    table: torch.Tensor  # [RANKS, bins]
     noise: torch.Tensor | None  # [batch, passes, vocab], if tokens are sampled; one more for new text
 
 
@@ -133,7 +117,7 @@ class CapturedLevels:
         if inputs.text is not None:
             logits, *after_text = self._read(module, inputs.text, inputs, cache)
             states = after_text[0]
-            self._add(growth, logits, inputs.table, None if noise is None else noise[0])
+            self._add(growth, logits, None if noise is None else noise[0])
             noise = None if noise is None else noise[1:]
         layer = cache.layers[0]
         # Slots of the rows' last tokens, and how many slots attention reads.
@@ -143,7 +127,7 @@ class CapturedLevels:
             layout = StepLayout(roots, columns, *growth.structure(inputs.depths), inputs.visible)
             states = None if states is None else tree.of_parents(states)
             logits, states, *_ = self.level(module, tree.tokens, layout, states, inputs.offsets, cache)
-            self._add(growth, logits, inputs.table, None if noise is None else noise[number])
+            self._add(growth, logits, None if noise is None else noise[number])
         return Drafted(growth.packed(), states, after_text)
 
     def _read(self, module: Any, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
@@ -157,12 +141,12 @@ class CapturedLevels:
             one.slots = slots
         return [None if part is None else part.gather(1, last.expand(-1, -1, part.shape[-1])) for part in results]
 
-    def _add(self, growth: Growth, logits: torch.Tensor, table: torch.Tensor, noise: torch.Tensor | None) -> None:
+    def _add(self, growth: Growth, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
         scores = self.proposals.scores(logits)
         weights = scores.softmax(dim=-1)
         if noise is not None:
             weights = weights / noise[:, None, : weights.shape[-1]]
-        growth.add(*self.proposals(scores, weights, table)[0])  # q is not needed: rejection sampling is not captured
+        growth.add(*self.proposals(scores, weights)[0])  # q is not needed: rejection sampling is not captured
 
 
 def grow_captured(
@@ -171,7 +155,6 @@ def grow_captured(
     width: int,
     drafter: LevelPasses,
     proposals: Proposals,
-    table: torch.Tensor,
     noise: torch.Tensor | None,
 ) -> Drafted | None:
     """Extend a growing tree and the drafter's cache by one graph, which processes new text first if there is some.
@@ -192,7 +175,7 @@ def grow_captured(
     key, depths = growth.key, growth.depths_after(passes, width)
     levels = CapturedLevels(key, passes, width, proposals, drafter.level, growth.without_tensors())
     states = None if text is not None else drafter.states
-    inputs = LevelInputs(text_inputs, growth.last(), states, visible, drafter.offsets, depths, table, noise)
+    inputs = LevelInputs(text_inputs, growth.last(), states, visible, drafter.offsets, depths, noise)
     drafted: Drafted | None = graphs.run(
         levels,
         drafter.module,

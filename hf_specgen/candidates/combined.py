@@ -22,7 +22,6 @@ from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.draft_heads import MTPCandidates
 from hf_specgen.candidates.ngram import NgramCandidates
-from hf_specgen.candidates.recycling import Node as RecycledNode
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
 from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.depth import AdaptiveDepth, Policy
@@ -30,7 +29,7 @@ from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification.result import VerificationResult, result_for, verified_nodes
+from hf_specgen.verification.result import VerificationResult, result_for
 
 ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
@@ -126,18 +125,12 @@ class _CombinedSession(DraftSession):
         self._verifies_one = draws or isinstance(call.target, EarlyExitTarget)
         self._uses_networks = call.depth is None or call.depth.affords_prefill()
         self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
-        self._trees: list[SearchTree[_Origin]] = []
         self._tree: DraftTree | None = None  # planned: of the members without a pass
         self._needs_networks = False
         self.passes: list[int] = []
 
     def observe(self, result: VerificationResult) -> None:
         """Pass the outcome on to every member as one of its own draft."""
-        for tree, emitted in zip(self._trees, result.tokens, strict=False):
-            verified = verified_nodes(tree.tokens, tree.parents, emitted)
-            recycled = [(tree.tags[node].recycled, accepted) for node, accepted in verified]
-            if self._recycling is not None:
-                self._recycling.count([(one, accepted) for one, accepted in recycled if one is not None])
         for (session, _), draft in zip(self._members, self._drafts, strict=True):
             session.observe(result_for(result, draft))
 
@@ -184,18 +177,14 @@ class _CombinedSession(DraftSession):
             one = _RowSearch(self._drafts, self._first_network, row, self.call.state.last_token(row), self._recycling)
             return best_first(one.root, one.children, max_depths[row], limits)
 
-        tree, self._trees = draft_rows(self.call, self._size, max_depths, search, passes)
-        return tree
+        return draft_rows(self.call, self._size, max_depths, search, passes)[0]
 
 
 class _Origin(NamedTuple):
-    """Where a token comes from: its node in each member's draft, None where that does not have it; and what Token
-    Recycling knows of it.
-    """
+    """Where a token comes from: its node in each member's draft, None where that does not have it."""
 
     token: int
     nodes: tuple[int | None, ...]
-    recycled: RecycledNode | None = None
 
 
 class _RowSearch:
@@ -234,10 +223,9 @@ class _RowSearch:
                 found[token] = 1 - (1 - before) * (1 - acceptance), _Origin(token, nodes)
         if self._recycling is not None and not drawn:
             rest = max(0.0, 1 - sum(value for value, _ in found.values()))
-            for token, acceptance, recycled in self._recycling.candidate_tokens(origin.token):
+            for token, acceptance in self._recycling.candidate_tokens(origin.token):
                 before, one = found.get(token, (0.0, _Origin(token, self._nowhere)))
-                value = before + rest * acceptance if before else min(rest, acceptance)
-                found[token] = value, one._replace(recycled=recycled)
+                found[token] = before + rest * acceptance if before else min(rest, acceptance), one
         values = {
             token: value if not drawn or token in drawn else UNPROPOSED * value for token, (value, _) in found.items()
         }

@@ -36,10 +36,9 @@ UNEXPANDED = -2
 
 
 class _Level(NamedTuple):
-    """The candidates of a level, `[rows, candidates]`: tokens, features, and logarithms of their path probabilities."""
+    """The candidates of a level, `[rows, candidates]`: tokens, and logarithms of their path probabilities."""
 
     tokens: Tensor
-    features: Tensor
     paths: Tensor
 
 
@@ -60,7 +59,7 @@ class Frontier(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """Levels of a growing tree: path probabilities of candidates, their tokens and features, and the last ancestors."""
+    """Levels of a growing tree: path probabilities of candidates, their tokens, and the last ancestors."""
 
     paths: Tensor
     integers: Tensor
@@ -81,11 +80,10 @@ class Growth:
 
     Example:
         >>> growth = Growth([2], children=2, last_tokens=torch.tensor([[4]]))
-        >>> features = torch.zeros(1, 1, 2)
-        >>> growth.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log(), features)
+        >>> growth.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log())
         >>> growth.expand(1).tokens.tolist()  # the most likely node is expanded first
         [[5]]
-        >>> growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.9, 0.1]]]).log(), features)
+        >>> growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.9, 0.1]]]).log())
         >>> tree, _ = growth.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
         >>> tree.token_lists(), tree.parents
         ([[5, 7, 6]], ((-1, 0, -1),))
@@ -111,6 +109,11 @@ class Growth:
             self._limits = torch.tensor(self.limits, device=last_tokens.device)[:, None]
 
     @property
+    def device(self) -> torch.device:
+        """Where it grows."""
+        return self._last_tokens.device
+
+    @property
     def candidates(self) -> int:
         """How many candidates each row has."""
         return self.children * (1 + self.expanded)
@@ -120,11 +123,11 @@ class Growth:
         """How many candidates of each row are in the last level."""
         return self.children * (self._widths[-1] if self._widths else 1)
 
-    def add(self, tokens: Tensor, log_acceptance: Tensor, features: Tensor, expandable: Tensor | None = None) -> None:
+    def add(self, tokens: Tensor, log_acceptance: Tensor, expandable: Tensor | None = None) -> None:
         """Add the children of the nodes that were expanded last, at first of each row's last token.
 
         All are `[rows, expanded, children]`: tokens, most preferred first; the logarithm of the probability that the
-        target chooses each, given that it reached the node; the strategy's features; and whether it may be expanded.
+        target chooses each, given that it reached the node; and whether it may be expanded.
         """
         path = log_acceptance + self._expansions[-1].reached[..., None] if self._expansions else log_acceptance
         path = path.flatten(1)
@@ -132,7 +135,7 @@ class Growth:
             path = path.masked_fill(self._limits <= self.levels, NO_NODE)
         self._open = path if expandable is None else torch.where(expandable.flatten(1), path, path - CLOSED)
         self.levels += 1
-        self._levels.append(_Level(tokens.flatten(1), features.flatten(1), path))
+        self._levels.append(_Level(tokens.flatten(1), path))
 
     def expand(self, width: int) -> GrownTree:
         """The tree of all expanded nodes, with the tokens of the new ones: the likeliest candidates of the last level.
@@ -203,7 +206,7 @@ class Growth:
         growth = copy.copy(self)
         growth._levels, growth._expansions, growth._above, growth._limits = [], [], [], last.limits
         if last.tokens is not None and last.open is not None:
-            growth._levels = [_Level(last.tokens, last.tokens, last.open)]
+            growth._levels = [_Level(last.tokens, last.open)]
             growth._open, growth._ancestors = last.open, last.ancestors
         growth._known = len(growth._levels)
         return growth
@@ -212,7 +215,7 @@ class Growth:
         """What was added since `continued`, in as few tensors as possible."""
         levels = self._levels[self._known :]
         paths = [*(level.paths for level in levels), *(one.reached for one in self._expansions), self._open]
-        integers = [part for level in levels for part in (level.tokens, level.features)]
+        integers = [level.tokens for level in levels]
         integers += [one.chosen for one in self._expansions if one.chosen is not None]
         return Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), self._ancestors)
 
@@ -221,10 +224,9 @@ class Growth:
         sizes = [self.children] * (not self.levels) + [width * self.children] * passes
         *paths, rest = grown.paths.split([*sizes, grown.paths.shape[1] - sum(sizes)], dim=1)
         *reached, self._open = rest.split([width] * passes + [sizes[-1]], dim=1)
-        pairs, chosen = [size for size in sizes for _ in range(2)], [width] * passes * (self.children > 1)
-        parts = grown.integers.split([*pairs, *chosen], dim=1)
-        self._levels += map(_Level, parts[: len(pairs) : 2], parts[1 : len(pairs) : 2], paths)
-        self._expansions += map(_Expansion, reached, parts[len(pairs) :] or [None] * passes)
+        parts = grown.integers.split([*sizes, *[width] * passes * (self.children > 1)], dim=1)
+        self._levels += map(_Level, parts[: len(sizes)], paths)
+        self._expansions += map(_Expansion, reached, parts[len(sizes) :] or [None] * passes)
         self._ancestors, self._above = grown.ancestors, []
         self.levels, self.expanded = self.levels + len(sizes), self.expanded + passes * width
         self._widths += (width,) * passes
@@ -252,9 +254,9 @@ class Growth:
             chosen = [one.chosen for one in self._expansions if one.chosen is not None]
             ids = torch.cat([constants.no_ids.expand(rows, -1), *chosen], dim=1) + constants.offsets
             numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
-        tokens, features, paths = zip(*self._levels, strict=True)
+        tokens, paths = zip(*self._levels, strict=True)
         parts = [self._last_tokens.expand(-1, self.children), *tokens, numbers, constants.places.expand(rows, -1)]
-        parts += [constants.root_features.expand(rows, -1), *features, constants.root_paths.expand(rows, -1), *paths]
+        parts += [constants.root_paths.expand(rows, -1), *paths]
         values = torch.cat(parts, dim=1).view(rows, 1 + PATH, -1)
         if self.children > 1:
             order = self._order(values[:, PATH], ids, nodes, expanded_first, with_expanded)
@@ -294,9 +296,8 @@ class _Constants(NamedTuple):
     offsets: Tensor  # [1 + expanded] the candidate that index 0 of each one's level stands for
     numbers: Tensor  # 0, 1, 2, …, at least one for each candidate
     unexpanded: Tensor  # one for each candidate
-    places: Tensor  # [3 * candidates] depth, number of the parent, and rank among the siblings of each candidate
+    places: Tensor  # [2 * candidates] depth, and number of the parent of each candidate
     root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
-    root_features: Tensor  # [children]
     no_ids: Tensor  # [1] the id of each row's last token
 
 
@@ -313,10 +314,9 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     size = groups * children
     places = [[depth] * children for depth in (0, *(1 + depth for depth in depths))]
     places += [[group - 1] * children for group in range(groups)]
-    places += [list(range(children))] * groups
     root = [0.0] + [2 * NO_NODE] * (children - 1)  # never chosen before a candidate
     flat = [value for group in places for value in group]
-    lists = (depths, offsets, range(size), [UNEXPANDED] * size, flat, root, [0] * children, [0])
+    lists = (depths, offsets, range(size), [UNEXPANDED] * size, flat, root, [0])
     return _Constants(*(torch.tensor(list(values), device=device) for values in lists))
 
 

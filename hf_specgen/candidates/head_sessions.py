@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from hf_specgen.call import memory
-from hf_specgen.candidates.acceptance import CalibratedSession
+from hf_specgen.candidates.acceptance import NetworkSession
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.draft_window import DraftWindow
@@ -149,7 +149,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-class HeadSession(CalibratedSession):
+class HeadSession(NetworkSession):
     """Mixin of sessions with a head that reads hidden states of the target.
 
     Args:
@@ -206,7 +206,7 @@ class ReadsFeatures(HeadSession):
         return super().draft(max_depths)  # type: ignore[safe-super]
 
     def observe(self, result: VerificationResult) -> None:
-        """Count acceptance, and receive the hidden states of the tokens that were accepted."""
+        """Receive the hidden states of the tokens that were accepted."""
         super().observe(result)
         self.queue.receive()
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.acceptance import MAX_PROBABILITY, CalibratedSession, confidence_by_rank
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY, NetworkSession, confidence_by_rank
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.head_sessions import HeadSession, MeasuresLayout, ReadsFeatures
@@ -58,7 +58,7 @@ class Ranked(NamedTuple):
             yield token, value, (depth, previous, rank)
 
 
-class OnePassSession(CalibratedSession):
+class OnePassSession(NetworkSession):
     """Base class: drafts trees from distributions of all depths."""
 
     def __init__(self, call: DraftCall, depth: int, size: str | int | None, vocab: int):
@@ -83,22 +83,19 @@ class OnePassSession(CalibratedSession):
         if max(depths) == 0:
             return self.not_drafted(len(max_depths))
         scores, columns = self.corrected(self.depth_logits(max(depths)))
-        scores, rows, confidence = self._ranked(scores, columns)
+        scores, rows = self._ranked(scores, columns)
         size = tree_size(default_size(self.call, self._size), self.call, depths)
         trees = [best_combinations(*pair, size, self.wants_q) for pair in zip(rows, depths, strict=True)]
         drafting = 0.0 if size.latency is None else size.latency.drafter.draft(self.passes or ())
         nodes = size.best_size([tree.probability for tree in trees], drafting, self.wants_q)
         draft, places = draft_of(trees, nodes), [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
-        self._features = [(place[:, 2], confidence[row][tuple(place.T)]) for row, place in enumerate(places)]
         if self.wants_q and draft.nodes:
             draft = with_q(draft, places, scores, columns, self._vocab)
         self._tree = draft
         return draft
 
-    def _ranked(
-        self, scores: torch.Tensor, columns: torch.Tensor | None
-    ) -> tuple[torch.Tensor, list[Ranked], NDArray[Any]]:
-        """The scores after the score-only processors, what the host reads of each row, and `[batch, …]` confidences."""
+    def _ranked(self, scores: torch.Tensor, columns: torch.Tensor | None) -> tuple[torch.Tensor, list[Ranked]]:
+        """The scores after the score-only processors, and what the host reads of each row."""
         verification = self.call.verification
         assert verification is not None
         scores = verification.processors.draft_processors(scores.flatten(0, 2), columns is None).view(scores.shape)
@@ -113,16 +110,14 @@ class OnePassSession(CalibratedSession):
         parts = [probability, index, *([] if columns is None else [columns])]
         read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
         size, integers = index[0].numel(), read[:, index[0].numel() :].astype(int)
-        confidence = read[:, :size].reshape(index.shape).astype(np.float64)
+        values = np.minimum(read[:, :size].reshape(index.shape).astype(np.float64), MAX_PROBABILITY)
         tokens = integers[:, :size].reshape(index.shape)
         numbers = np.zeros_like(tokens)
         if columns is not None:
             numbers = np.where(tokens < scores.shape[2], tokens, -1)
             ids = integers[:, size:].reshape(*columns.shape[:2], 1, -1)
             tokens = np.take_along_axis(ids, tokens, axis=3)
-        values = np.minimum(self.calibration.acceptance(confidence), MAX_PROBABILITY)
-        ranked = map(Ranked, tokens, values, numbers)
-        return scores, list(ranked), confidence
+        return scores, list(map(Ranked, tokens, values, numbers))
 
 
 def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bool = False) -> SearchTree[Place | None]:

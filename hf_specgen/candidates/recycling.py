@@ -5,22 +5,19 @@ likely tokens after each token are kept in a table, one row for each token of th
 the last token on gives a tree; nothing is trained, and drafting needs no forward pass.
 
 Source: Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling"
-(2024). There the tree is a fixed template; here it grows best-first by measured acceptance.
+(2024). There the tree is a fixed template; here it grows best-first by the probabilities of the tokens.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_specgen.call import memory
-from hf_specgen.candidates.acceptance import CENTERS, EDGES, RANKS, Calibration
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
-from hf_specgen.verification.result import TopTokens, VerificationResult, verified_nodes
+from hf_specgen.verification.result import TopTokens, VerificationResult
 
 SUCCESSORS = 8
 """Tokens kept after each token, as in the paper: the eighth is accepted in about 1% of the cases."""
@@ -28,18 +25,14 @@ MAX_DEPTH = 8
 """Maximum depth of k="auto": the template of the paper has 6 levels."""
 RECYCLED_FRACTION = 0.45
 """Acceptance of a token over the probability that the target last gave it after the same token, as measured with the
-embedded model; assumed before acceptance was observed. With 1 the projected speed of n-grams and Token Recycling with
-the latencies of a 300M target on two cores is 1.21x of plain decoding, with 0.25, 0.35 and 0.45 1.37x to 1.39x."""
-
-RANK_OF = [min(rank, RANKS - 1) for rank in range(SUCCESSORS)]
-Node = tuple[int, int, int]
-"""A token, its rank among the successors of the token before (one for later ranks), and the bin of its confidence."""
+bundled model. With 1 the projected speed of n-grams and Token Recycling with the latencies of a 300M target on two
+cores is 1.21x of plain decoding, with 0.25, 0.35 and 0.45 1.37x to 1.39x."""
 
 
 class RecyclingTable:
     """The `SUCCESSORS` most likely tokens after each token, and how probable they were.
 
-    Takes 40 bytes for each token of the vocabulary: 5 MB at 128,000. Calls that run at the same time share it; each
+    Takes 48 bytes for each token of the vocabulary: 6 MB at 128,000. Calls that run at the same time share it; each
     reads a row at once.
 
     Example:
@@ -51,7 +44,7 @@ class RecyclingTable:
 
     def __init__(self, vocab_size: int):
         self._successors: NDArray[np.int32] = np.full((vocab_size, SUCCESSORS), -1, dtype=np.int32)
-        self._bins: NDArray[np.uint8] = np.zeros((vocab_size, SUCCESSORS), dtype=np.uint8)
+        self._probabilities: NDArray[np.float16] = np.zeros((vocab_size, SUCCESSORS), dtype=np.float16)
 
     def update(self, top: TopTokens) -> None:
         """Overwrite the successors of every input token of a step; of a token that occurs twice the last ones stay.
@@ -61,13 +54,13 @@ class RecyclingTable:
         count = top.successors.shape[1]
         self._successors[top.tokens, :count] = top.successors
         self._successors[top.tokens, count:] = -1
-        self._bins[top.tokens, :count] = np.searchsorted(EDGES, top.probabilities)
+        self._probabilities[top.tokens, :count] = top.probabilities
 
-    def row(self, token: int) -> tuple[list[int], list[int]]:
-        """The successors of a token, most likely first, and the confidence bin of each; nothing if it is unknown."""
-        successors, bins = self._successors[token].tolist(), self._bins[token].tolist()
+    def row(self, token: int) -> tuple[list[int], list[float]]:
+        """The successors of a token, most likely first, and the probability of each; nothing if it is unknown."""
+        successors, probabilities = self._successors[token].tolist(), self._probabilities[token].tolist()
         count = successors.index(-1) if successors[-1] < 0 else SUCCESSORS
-        return successors[:count], bins[:count]
+        return successors[:count], probabilities[:count]
 
 
 class RecyclingCandidates(Candidates):
@@ -101,7 +94,7 @@ class RecyclingCandidates(Candidates):
         return RecyclingSession(self, call)
 
 
-class RecyclingSession(SearchSession[Node]):
+class RecyclingSession(SearchSession[int]):
     """The state of one call, with a copy of the target's table, which it updates."""
 
     top_tokens = SUCCESSORS
@@ -116,42 +109,22 @@ class RecyclingSession(SearchSession[Node]):
         model = call.model if call.remembers and not draws else None
         self._table = memory.recall(model, self._table_key, lambda: RecyclingTable(vocab_size))
         memory.store(model, self._table_key, self._table)  # now, so that requests side by side share it
-        self._key = ("acceptance", settings.profile_key(), call.do_sample, round(call.temperature, 2))
-        self._calibration = memory.recall(call.model if self.remembers else None, self._key, Calibration)
-        self._acceptance = self._calibration.table(RECYCLED_FRACTION * CENTERS).tolist()
 
-    def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Node]:
+    def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[int]:
         """The most probable continuations of the row's last token."""
-        node = self.call.state.last_token(row), 0, 0
 
-        def children(node: Node, depth: int) -> list[tuple[int, float, Node]]:
-            return self.candidate_tokens(node[0])
+        def children(token: int, depth: int) -> list[tuple[int, float, int]]:
+            return [(one, acceptance, one) for one, acceptance in self.candidate_tokens(token)]
 
-        return best_first(node, children, depth, limits)
+        return best_first(self.call.state.last_token(row), children, depth, limits)
 
-    def candidate_tokens(self, token: int) -> list[tuple[int, float, Node]]:
-        """Likely next tokens after a token, the probability that each is accepted, and what `count` receives."""
-        tokens, bins = self._table.row(token)
-        nodes = list(zip(tokens, RANK_OF, bins, strict=False))
-        return [(node[0], self._acceptance[node[1]][node[2]], node) for node in nodes]
-
-    def count(self, outcomes: Sequence[tuple[Node, bool]]) -> None:
-        """Count which of `candidate_tokens` were accepted, in a step."""
-        if outcomes:
-            _, ranks, places = np.array([node for node, _ in outcomes]).T
-            self._calibration.observe(ranks, CENTERS[places], np.array([accepted for _, accepted in outcomes]))
+    def candidate_tokens(self, token: int) -> list[tuple[int, float]]:
+        """Likely next tokens after a token, and the probability that each is accepted."""
+        tokens, probabilities = self._table.row(token)
+        return [(one, RECYCLED_FRACTION * value) for one, value in zip(tokens, probabilities, strict=True)]
 
     def observe(self, result: VerificationResult) -> None:
-        """Count acceptance by rank and confidence, and learn the successors of every input token of the step."""
+        """Learn the successors of every input token of the step."""
         super().observe(result)
-        for tree, emitted in zip(self._trees, result.tokens, strict=False):
-            verified = verified_nodes(tree.tokens, tree.parents, emitted)
-            self.count([(tree.tags[node], accepted) for node, accepted in verified])
-        self._trees = []
-        self._acceptance = self._calibration.table(RECYCLED_FRACTION * CENTERS).tolist()
         if result.top_tokens is not None:
             self._table.update(result.top_tokens)
-
-    def end(self) -> None:
-        if self.remembers:
-            memory.store(self.call.model, self._key, self._calibration)

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
-from hf_specgen.candidates.acceptance import EDGES, RANKS
 from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
 from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch
-from hf_specgen.candidates.recycling import SUCCESSORS, RecyclingTable
+from hf_specgen.candidates.recycling import RECYCLED_FRACTION, SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.tree_search import SearchLimits, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
@@ -26,7 +25,6 @@ from tests.helpers.calls import make_call, make_state
 from tests.helpers.reference import node_paths
 
 thorough = settings(max_examples=60, deadline=None, derandomize=True)
-BINS = len(EDGES) + 1
 
 
 def top_tokens(rows: dict[int, list[int]]) -> TopTokens:
@@ -78,15 +76,15 @@ def test_update_of_a_token_read_twice_keeps_the_last() -> None:
 
 
 def enumerate_nodes(
-    table: RecyclingTable, token: int, acceptance: Any, depth: int, probability: float = 1.0, path: tuple[int, ...] = ()
+    table: RecyclingTable, token: int, depth: int, probability: float = 1.0, path: tuple[int, ...] = ()
 ) -> dict[tuple[int, ...], float]:
     """Every path by the table, with its path probability."""
     nodes: dict[tuple[int, ...], float] = {}
-    for rank, (successor, place) in enumerate(zip(*table.row(token), strict=True)):
+    for successor, value in zip(*table.row(token), strict=True):
         if len(path) < depth:
-            value = probability * acceptance[min(rank, RANKS - 1)][place]
-            nodes[(*path, successor)] = value
-            nodes.update(enumerate_nodes(table, successor, acceptance, depth, value, (*path, successor)))
+            above = probability * RECYCLED_FRACTION * value
+            nodes[(*path, successor)] = above
+            nodes.update(enumerate_nodes(table, successor, depth, above, (*path, successor)))
     return nodes
 
 
@@ -97,11 +95,8 @@ def test_search_agrees_with_the_reference(seed: int, depth: int, count: int) -> 
     call = replace(make_call(make_state([[1, 3]])), model=tiny_model("llama"))
     session: Any = RecyclingCandidates().start(call)
     session._table = table = random_table(seed)
-    # Acceptance falls with the rank and rises with the bin, so that siblings come in the order of their probability.
-    acceptance = (np.linspace(0.05, 0.9, BINS) * np.array([[1.0], [0.8], [0.6], [0.5]])).tolist()
-    session._acceptance = acceptance
     tree = session.search(0, depth, SearchLimits(count))
-    expected = enumerate_nodes(table, 3, acceptance, depth)
+    expected = enumerate_nodes(table, 3, depth)
     paths = node_paths(tree.tokens, tree.parents)
     assert tree.probability == pytest.approx([expected[path] for path in paths])
     assert len(set(paths)) == len(paths)

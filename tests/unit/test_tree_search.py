@@ -133,7 +133,7 @@ def test_growth_agrees_with_the_reference(
                 _check_last_ancestors(tree, paths)
         tokens = torch.tensor([[[next(unique) for _ in range(4)] for _ in range(nodes)] for _ in range(rows)])
         acceptance = acceptance_of(random, rows, nodes, 4)
-        growth.add(tokens, acceptance.log(), torch.zeros_like(tokens))
+        growth.add(tokens, acceptance.log())
         for row, slow in enumerate(references):
             used = len(slow.frontier)
             slow.add(tokens[row].tolist()[:used], acceptance[row].tolist()[:used])
@@ -182,7 +182,7 @@ def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[in
     def add(width: int) -> None:
         shape = (len(growth.limits), width, len(chances))
         log_acceptance = torch.tensor(chances).log().expand(shape)
-        growth.add(torch.arange(len(chances)).expand(shape), log_acceptance, torch.zeros(shape, dtype=torch.long))
+        growth.add(torch.arange(len(chances)).expand(shape), log_acceptance)
 
     add(1)
     while (plan := size.plan(growth))[0]:
