@@ -35,21 +35,19 @@ from hf_specgen.verification.result import verified_nodes
 
 MAX_DEPTH = 64
 """Maximum depth of k="auto": matches of dozens of tokens are accepted as a whole where a text is edited."""
-BUCKET_OF_LENGTH = (0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, *[8] * 8, *[9] * 8, *[10] * (MAX_MATCH_LENGTH - 31))
-"""Bucket of each match length up to `MAX_MATCH_LENGTH`. Length 0 is a position after a mismatch in a copied passage."""
-BUCKETS = BUCKET_OF_LENGTH[-1] + 1
-PRIOR_ODDS = (
-    *(0.3, 1.15, 1.96, 2.77, 4.2, 6.4, 9.5, 11.4, 16.0, 17.0, 14.0),
-    *(0.05, 3.8, 5.7, 9.0, 8.1, 7.1, 14.0, 19.0, 38.0, 52.0, 61.0),
-    *(0.0, 0.15, 0.23, 0.65, 0.9, 1.84, 3.4, 4.0, 5.0, 6.0, 6.0),
-    *(0.0, 0.29, 0.48, 1.25, 2.3, 3.4, 4.4, 5.0, 6.0, 7.6, 9.0),
-    *(2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 25.0, 30.0, 40.0, 50.0, 60.0),
+MEAN_LENGTHS = (1, 2.5, 5.5, 11, 22, 44, 64)
+"""Of the matches of each class: lengths from 1, 2, 4, 8, 16, 32 and 64 on. Length 0, a class of its own, is a position
+after a mismatch in a copied passage."""
+ODDS_OF_KINDS = ((0.3, 1.0, 16), (0.05, 2.5, 50), (0.0, 0.2, 6), (0.0, 0.4, 8), (2.0, 4.0, 60))
+"""Of each kind of occurrence: the odds of length 0, the odds for each token of a match, and the highest odds. Fitted to
+recorded summaries and answers of a 7B model, edits, code, JSON and mathematics, with and without history."""
+PRIOR_ODDS = tuple(
+    odds
+    for first, slope, highest in ODDS_OF_KINDS
+    for odds in (first, *(min(slope * length, highest) for length in MEAN_LENGTHS))
 )
-"""Odds before anything was learnt of each class: the buckets of each kind of occurrence, in the order of the kinds.
-Maximum likelihood on recorded summaries and answers of a 7B model, edits, code, JSON and mathematics, with and without
-history, together with the odds below; only those of length 0 close to the copied place are lower, which is 0.5% faster
-in a simulation. The first class, a match of length 0 in the row's own text, stands for frequent tokens: the fraction
-that they share of the probability of a token that no occurrence proposes."""
+"""Odds of each class before anything was learnt. The first one, a match of length 0 in the row's own text, stands for
+frequent tokens: the fraction that they share of the probability of a token that no occurrence proposes."""
 FREQUENT = 0
 FREQUENT_TOKENS = 48
 """Frequent tokens that trees contain at most: with 24, answers take 0.7% more steps, with 64 none less."""
@@ -230,8 +228,8 @@ class RowText:
         if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
             occurrences.sort(key=lambda one: (one[3] == 0, one[2] if one[3] else 0))
 
-        def strength(voters: Sequence[Occurrence], depth: int) -> float:
-            return max(self._odds.values[match_class(kind, length + depth)] for _, _, _, length, kind in voters)
+        def strength(voters: Sequence[Occurrence], depth: int) -> tuple[float, int]:
+            return max((self._odds.values[match_class(kind, length + depth)], length) for *_, length, kind in voters)
 
         def children(voters: Sequence[Occurrence], depth: int) -> list[Vote]:
             votes = vote(voters, depth, self._odds)
@@ -336,7 +334,7 @@ class MatchOdds:
 
 def match_class(kind: int, length: int) -> int:
     """The class of an occurrence, given the length of its match."""
-    return kind * BUCKETS + BUCKET_OF_LENGTH[length if length < MAX_MATCH_LENGTH else MAX_MATCH_LENGTH]
+    return kind * (1 + len(MEAN_LENGTHS)) + min(length, MAX_MATCH_LENGTH).bit_length()
 
 
 def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[Vote]:
@@ -348,7 +346,7 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[Vote
         >>> text = [1, 2, 3, 1, 2, 4, 1, 2]
         >>> votes = vote([(text, 8, 5, 2, OWN), (text, 8, 2, 2, OWN)], 0, MatchOdds())
         >>> {token: round(probability, 2) for token, probability, _ in votes}
-        {4: 0.32, 3: 0.32}
+        {4: 0.35, 3: 0.35}
     """
     values: dict[int, float] = {}
     proposers: dict[int, list[Occurrence]] = {}

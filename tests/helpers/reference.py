@@ -148,7 +148,7 @@ def ngram_nodes(
         if done < depth and position + done < len(tokens):
             token = tokens[position + done]
             longer = min(length + done, tuning.MAX_MATCH_LENGTH)
-            votes[token] = votes.get(token, 0.0) + odds[tuning.BUCKET_OF_LENGTH[longer]]
+            votes[token] = votes.get(token, 0.0) + odds[longer.bit_length()]
             voters.setdefault(token, {})[position] = length
     total = sum(votes.values()) + tuning.NEW_TOKEN_ODDS + tuning.NEW_TOKEN_ODDS_PER_TOKEN * len(votes)
     nodes = {}
