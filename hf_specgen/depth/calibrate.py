@@ -2,8 +2,8 @@
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
 sizes, which are rolled back. Together they take about the time of eight plain steps. The time of drafting is taken from
-the first drafts. Both are kept as long as the model; decisions then follow from the text alone. All ranks of a
-tensor-parallel model use what the first rank measured.
+the first drafts. Both are kept as long as the model, unless a later pass proves that other processes delayed the first
+ones; decisions then follow from the text alone. All ranks of a tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class DrafterTimer:
     def check(self, step: StepRecord) -> None:
         """Have the next call measure T(q) again, where a pass on a CPU takes less than half of it.
 
-        Then other processes delayed the measurement: the threads of a pass wait for each other.
+        The threads of a pass wait for each other: then other processes delayed some of them in the measurement.
         """
         queries = (step.batch + self._call.state.other_rows) * step.tokens_per_row / self._curve.batch
         seconds = step.seconds.get("forward", inf) if self._is_cpu and self._group is None else inf
