@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -62,6 +62,25 @@ def expected_errors() -> Iterator[None]:
             raise ImportError(f"the benchmarks need {error.name}: pip install 'hf-specgen[bench]'") from None
 
 
+def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the fields of `Plan` as options, which it receives as keywords; None if they are left out."""
+    signature = inspect.signature(command, eval_str=True)
+    *parameters, _ = signature.parameters.values()
+    for field in fields(Plan):
+        default, flag = getattr(Plan(), field.name), f"--{field.name.replace('_', '-')}"
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        text = f"{field.metadata['help']} (full suite: {shown or 'empty'})"
+        kind: Any = str if isinstance(default, tuple) else type(default)
+        option = Annotated[kind | None, Option(flag, help=text, show_default=False)]
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        )
+    vars(command)["__signature__"] = signature.replace(parameters=parameters)
+    return command
+
+
+@app.command()
+@with_plan_options
 def suite(
     name: Annotated[str, Argument(help="full, domains, batches, drafting, heads, memory or projected.")] = "full",
     *,
@@ -89,9 +108,8 @@ def suite(
             raise ValueError(f"unknown suite {name!r}; there are {', '.join(SUITES)}")
         chosen = SUITES[name]
         given = {key: _read(key, value) for key, value in options.items() if value is not None}
-        plan = replace(
-            chosen.plan.quick() if quick else chosen.plan, **{**(_wide(given, resume) if wide else {}), **given}
-        )
+        settings = {**_wide(given), **given} if wide else given
+        plan = replace(chosen.plan.quick() if quick else chosen.plan, **settings)
         console = Console(stderr=True)
         outcome = run(plan, out, console, resume=resume)
         if outcome is None:
@@ -111,21 +129,6 @@ def suite(
     raise typer.Exit(INTERRUPTED if outcome.interrupted else 0)
 
 
-def _plan_options() -> list[inspect.Parameter]:
-    """The options of `suite` that are the fields of `Plan`; None if they are left out."""
-    options = []
-    for field in fields(Plan):
-        default, flag = getattr(Plan(), field.name), f"--{field.name.replace('_', '-')}"
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        text = f"{field.metadata['help']} (full suite: {shown or 'empty'})"
-        kind = str if isinstance(default, tuple) else type(default)
-        annotation = Annotated[kind | None, Option(flag, help=text, show_default=False)]  # type: ignore[valid-type]
-        options.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
-    return options
-
-
 def _read(field: str, value: Any) -> Any:
     """The value of a field of `Plan`; a tuple is given with commas between its elements."""
     default = getattr(Plan(), field)
@@ -138,17 +141,12 @@ def _read(field: str, value: Any) -> Any:
         raise ValueError(f"--{field.replace('_', '-')} needs {element.__name__}s with commas, got {value!r}") from None
 
 
-_own = inspect.signature(suite, eval_str=True)
-suite.__signature__ = _own.replace(parameters=[*list(_own.parameters.values())[:-1], *_plan_options()])  # type: ignore[attr-defined]
-app.command()(suite)
-
-
-def _wide(given: dict[str, Any], resume: bool) -> dict[str, Any]:
+def _wide(given: dict[str, Any]) -> dict[str, Any]:
     """The settings of `--wide` on this machine."""
     from hf_specgen.evaluation.cost import fast_dtype
     from hf_specgen.evaluation.workloads import load
 
-    if given.get("device", "cpu") != "cpu" or "dtype" in given or resume:
+    if given.get("device", "cpu") != "cpu" or "dtype" in given:
         return WIDE
     small, _ = load()
     return WIDE_FLOAT32 if fast_dtype(small, WIDE["widen"]) == "float32" else WIDE
