@@ -106,8 +106,9 @@ class AutoregressiveSession(NetworkSession):
         if levels is None:
             logits = self.first_scores()[:, None]
             device = logits.device
-        last_tokens = [[self.call.state.last_token(row)] for row in range(len(depths))]
-        growth = Growth(depths, min(size.children, self._vocab), torch.tensor(last_tokens, device=device))
+        last_tokens = [self.call.state.last_token(row) for row in range(len(depths))]
+        pending, limits = torch.tensor([last_tokens, depths]).to(device, non_blocking=True)[..., None]
+        growth = Growth(depths, min(size.children, self._vocab), pending, limits)
         self._proposals = self._settings(growth.children)
         if levels is not None and not self._grow_first(growth, size, levels, active):
             logits = self.first_scores()[:, None]
@@ -142,7 +143,7 @@ class AutoregressiveSession(NetworkSession):
 
     def _grow_first(self, growth: Growth, size: TreeSize, drafter: LevelPasses, active: int) -> bool:
         """Process new text and expand the first levels in one captured function; False if there is none."""
-        passes, width = size.first_plan(growth)
+        passes, width = size.first_plan(growth, self._k)
         drafted = self._grow_captured(growth, passes, width, drafter) if passes else None
         if drafted is None:
             return False

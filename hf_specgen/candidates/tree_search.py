@@ -66,7 +66,7 @@ class TreeSize:
         left = max(growth.limits) - growth.levels
         if left <= 0:
             return 0, 0
-        passes, width = (0, 0) if growth.expanded else self.first_plan(growth)
+        passes, width = (0, 0) if growth.expanded else self.first_plan(growth, max(growth.limits))
         if not self.is_fastest:
             if passes:
                 return passes, width
@@ -80,11 +80,16 @@ class TreeSize:
         self.count(passes, width)
         return passes, width
 
-    def first_plan(self, growth: Growth) -> tuple[int, int]:
-        """The passes that follow the first level whatever it contains, 0 if it has to be read, and their width."""
+    def first_plan(self, growth: Growth, k: int) -> tuple[int, int]:
+        """The passes that follow the first level whatever it contains, 0 if it has to be read, and their width.
+
+        Drafts at the end of a text, which are less deep than `k`, make as many passes as others where these are
+        captured, so that they share a graph.
+        """
         left, most = max(growth.limits) - 1, growth.levels_per_read
         if left <= 0:
             return 0, 0
+        left = min(k - 1, -(-left // most) * most)
         if self.is_fastest:
             if most == 1:  # reading is free
                 return 0, 0

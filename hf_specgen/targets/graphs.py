@@ -31,8 +31,13 @@ from hf_specgen.targets.model_parts import fingerprint
 logger = logging.getLogger("hf_specgen")
 GRAPH_DEVICES = ("cuda",)
 """Where functions are captured."""
-EAGER_PASSES = 8
-"""With compile="auto" a shape is captured when it is used once more than this, so that short calls capture nothing."""
+EAGER_PASSES = 4
+"""With compile="auto" a shape is captured when it is used once more than this, so that short calls capture nothing. A
+capture takes as long as what four or five eager uses lose."""
+MAX_GRAPHS = 64
+"""Graphs that are kept for a set of buffers: each setting of a sampled call has some of its own."""
+TEXT_WIDTH = 16
+"""Tokens of the shortest pass over new text that is captured together with levels of a draft."""
 CAPACITY_BLOCK = 1024
 """Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 8,192 on
 there are four between a length and its double. Captures take seconds, the attention to unused slots under 1%."""
@@ -309,7 +314,8 @@ class CapturedFunctions:
         key, starts = (function, shapes, torch.is_inference_mode_enabled()), torch.tensor(lengths)
         with self._lock:
             lasting = self.buffers.of_cache(cache)
-            if lasting is not None and (graph := lasting.graphs.get(key)) is not None:
+            if lasting is not None and (graph := lasting.graphs.pop(key, None)) is not None:
+                lasting.graphs[key] = graph  # the last to be dropped
                 outputs = graph.replay([*leaves, starts])
                 cache.set_lengths([length + columns for length in lengths])
                 return outputs
@@ -326,6 +332,8 @@ class CapturedFunctions:
                 if rehearsal is None and not agree(eager, outputs):
                     raise ValueError("its results differ from those of an ordinary pass")
                 lasting.graphs[key], self._fingerprint = graph, fingerprint(module)  # the first pass may install hooks
+                if len(lasting.graphs) > MAX_GRAPHS:
+                    del lasting.graphs[next(iter(lasting.graphs))]
             except Exception as error:
                 cache.set_lengths(lengths)
                 if is_optional:
@@ -379,7 +387,7 @@ class NewText(NamedTuple):
     def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
         """Of the tokens of each row, and features `[batch, longest, …]`; padded to a width of captured passes."""
         counts = [len(text) for text in texts]
-        width = padded_width(max(counts))
+        width = max(TEXT_WIDTH, padded_width(max(counts)))
         tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
         return cls(counts, tokens, None if features is None else pad(features, (0, 0, 0, width - features.shape[1])))
 
