@@ -31,6 +31,8 @@ class GrownTree(DraftTree):
     drafting_rows: int = 0
     is_chain: bool
     _host: _HostTree | None = None
+    _copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    """The values in memory of the host, and when they have arrived there."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class GrownTree(DraftTree):
         parts = {"_values": self._values, "_inputs": self._inputs, "above": self.above}
         selected = {name: part[index] for name, part in parts.items() if part is not None}
         tree = self.replace(tokens=self.tokens[index], **selected)
-        tree.batch, tree._structure, tree._host = len(index), structure, None
+        tree.batch, tree._structure, tree._host, tree._copied = len(index), structure, None, None
         return tree
 
     def padded(self, nodes: int) -> DraftTree:
@@ -121,18 +123,29 @@ class GrownTree(DraftTree):
             ancestors[:, -more:, 0] = True  # a query that sees nothing would write NaN into the cache
             structure = TreeStructure(pad(structure.depths, (0, more)), ancestors)
         tree = self.replace(tokens=pad(self.tokens, (0, more)))
-        tree.nodes, tree._structure, tree._host = nodes, structure, None
+        tree.nodes, tree._structure, tree._host, tree._copied = nodes, structure, None, None
         if self._values is not None:
             tree._values = pad(self._values, (0, more), value=-2)  # no number, and that of no parent
             tree._values[:, PATH, -more:] = NO_NODE
         tree._inputs = None if self._inputs is None else pad(self._inputs, (0, more))
         return tree
 
+    def start_reading(self) -> None:
+        """Let a GPU copy the tree to the host, which then can read it during the target's pass."""
+        if self._values is not None and self._values.is_cuda:
+            host = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(self._values, non_blocking=True)
+            self._copied = host, torch.cuda.current_stream(self._values.device).record_event()
+
     def _read(self, chosen: torch.Tensor | None = None) -> _HostTree:
         """Read the tree, and tokens chosen by the target, in one transfer; token ids below 2**24 are exact."""
         if self._host is None:
             if self._values is None:
                 raise ValueError("a draft tree that still grows is not read by the host")
+            if self._copied is not None and chosen is None:
+                copied, arrival = self._copied
+                arrival.synchronize()
+                self._host = _HostTree.of(copied.numpy(), [], self.is_chain, self.keeps_all)
+                return self._host
             parts = [self._values.flatten(1), *([] if chosen is None else [chosen])]
             packed = torch.cat(parts, dim=1).cpu().numpy()
             size = 1 + self.nodes

@@ -126,6 +126,8 @@ class AutoregressiveSession(NetworkSession):
         if self.wants_q and draft.nodes:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
             draft = draft.replace(q=q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
+        if self.call.do_sample:  # the verification needs to know where each node is
+            draft.start_reading()
         self._tree = draft
         return draft
 

@@ -204,6 +204,14 @@ class StepLayer(RaggedLayer):
         return self.get_mask_sizes(0)[0] - int(self.slots.shape[1])
 
 
+class StepCache(Cache):
+    """The cache of a captured function; `joined` `[2 * layers, batch, …]` are all buffers, if they are alike."""
+
+    def __init__(self, layers: list[Any], joined: torch.Tensor | None):
+        super().__init__(layers=layers)
+        self.joined = joined
+
+
 class RaggedCache(Cache):
     """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
@@ -359,8 +367,14 @@ class RaggedCache(Cache):
 
 def move_captured(module: torch.nn.Module, moves: torch.Tensor, cache: Any) -> None:
     """Copy slots of all layers, see `path_moves`: the function that commits accepted paths."""
-    for layer in cache.layers:
-        layer.move(*moves.unbind())
+    buffers, (rows, source, destination) = cache.joined, moves.unbind()
+    if buffers is None:
+        for layer in cache.layers:
+            layer.move(rows, source, destination)
+        return
+    sizes = len(buffers), -1, buffers.shape[2], -1, buffers.shape[4]
+    source, destination = (slots[None, :, None, :, None].expand(sizes) for slots in (source, destination))
+    buffers.scatter_(3, destination, buffers.gather(3, source))
 
 
 def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> torch.Tensor:

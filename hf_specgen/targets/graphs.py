@@ -22,10 +22,9 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache
 
 from hf_specgen.call import Compile
-from hf_specgen.targets.cache import RaggedCache, StepLayer, padded_width
+from hf_specgen.targets.cache import RaggedCache, StepCache, StepLayer, padded_width
 from hf_specgen.targets.model_parts import fingerprint
 
 logger = logging.getLogger("hf_specgen")
@@ -154,7 +153,7 @@ class _Graph:
             self._memory.wait()
             for static, leaf in zip(self._inputs, leaves, strict=True):
                 if isinstance(static, torch.Tensor):
-                    static.copy_(leaf)
+                    static.copy_(leaf, non_blocking=True)
             self._replay()
             return pytree.tree_map(lambda output: output.clone() if _is_tensor(output) else output, self._outputs)
 
@@ -167,7 +166,13 @@ class BufferSet:
     """Keys and values of each layer at lasting addresses; the cache that uses them, if any, and the graphs that do."""
 
     def __init__(self, buffers: Buffers, capacity: int):
-        self.buffers = [(_static(keys, capacity), _static(values, capacity)) for keys, values in buffers]
+        self.joined: torch.Tensor | None = None
+        """`[2 * layers, batch, heads, slots, head_dim]`, if the layers are alike."""
+        if len({str(one) for one in _layout(buffers, capacity)}) == 1:
+            self.joined = _static(buffers[0][0], capacity, 2 * len(buffers))
+            self.buffers = list(zip(self.joined[::2], self.joined[1::2], strict=True))
+        else:
+            self.buffers = [(_static(keys, capacity)[0], _static(values, capacity)[0]) for keys, values in buffers]
         self.graphs: dict[tuple[Any, ...], _Graph] = {}
         self.cache: weakref.ref[RaggedCache] | None = None
 
@@ -231,11 +236,11 @@ def _layout(buffers: Buffers, capacity: int) -> list[tuple[Any, ...]]:
     return [(one.shape[:2], capacity, one.shape[3], one.dtype, one.device) for pair in buffers for one in pair]
 
 
-def _static(buffer: torch.Tensor, capacity: int) -> torch.Tensor:
-    """A new buffer of the same layout, at an address that graphs may rely on."""
+def _static(buffer: torch.Tensor, capacity: int, count: int = 1) -> torch.Tensor:
+    """So many new buffers of the same layout, at addresses that graphs may rely on."""
     batch, heads, _, size = buffer.shape
     with torch.inference_mode(False):  # a later call may run outside of inference mode
-        return torch.zeros(batch, heads, capacity, size, dtype=buffer.dtype, device=buffer.device)
+        return torch.zeros(count, batch, heads, capacity, size, dtype=buffer.dtype, device=buffer.device)
 
 
 class CapturedFunctions:
@@ -327,7 +332,7 @@ class CapturedFunctions:
                 eager = eagerly() if rehearsal is None else None
                 cache.set_lengths(lengths)
                 first = inputs if rehearsal is None else rehearsal
-                graph = self._capture(function, module, (first, starts), columns, lasting.buffers)
+                graph = self._capture(function, module, (first, starts), columns, lasting)
                 outputs = graph.replay([*leaves, starts])
                 if rehearsal is None and not agree(eager, outputs):
                     raise ValueError("its results differ from those of an ordinary pass")
@@ -346,17 +351,22 @@ class CapturedFunctions:
         return outputs
 
     def _capture(
-        self, function: Callable[[Any, Any, Any], Any], module: nn.Module, inputs: Any, columns: int, buffers: Buffers
+        self,
+        function: Callable[[Any, Any, Any], Any],
+        module: nn.Module,
+        inputs: Any,
+        columns: int,
+        lasting: BufferSet,
     ) -> _Graph:
         """Capture a function that writes to buffers after the slots that its second input names."""
         if self._memory is None or self._memory.is_broken:
-            self._memory = graph_memory(buffers[0][0].device)
+            self._memory = graph_memory(lasting.buffers[0][0].device)
         logger.info("capturing %s for %d columns", type(module).__name__, columns)
 
         def run(static: tuple[Any, torch.Tensor]) -> Any:
             slots = static[1][:, None] + torch.arange(columns, device=static[1].device)
-            layers: Any = [StepLayer(keys, values, slots) for keys, values in buffers]
-            return function(module, static[0], Cache(layers=layers))
+            layers: Any = [StepLayer(keys, values, slots) for keys, values in lasting.buffers]
+            return function(module, static[0], StepCache(layers, lasting.joined))
 
         return _Graph(run, inputs, self._memory)
 
