@@ -67,19 +67,18 @@ def large_target(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 
 def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Speed without and with CUDA graphs, and the milliseconds of a step: target pass, drafter passes, rest.
+    """Speed with CUDA graphs, and the milliseconds of a step: target pass, drafter passes, rest.
 
     The limit is the time in which the target's weights can be read from memory. Without a GPU nothing is captured.
     """
     setup = _setup(quick)
     limit = 1e3 * _read_bytes(setup.model) / bandwidth(setup.device)
-    rows: dict[str, dict[str, Any]] = {}
-    for name, mode in (("eager", False), ("graphs", "graphs" if setup.device == "cuda" else "auto")):
-        # On texts of a few tokens adaptive depth may find that drafting is not faster.
-        variants = _variants(setup.draft, name, mode, k=4 if quick else "auto")
-        rows |= {row["variant"]: row for row in _measure(setup, [PLAIN, *variants], repeats, quick)}
-        for variant in variants:
-            rows[variant.name] |= {**_split_steps(setup, variant, quick), "limit, ms": limit}
+    mode = "graphs" if setup.device == "cuda" else "auto"
+    # On texts of a few tokens adaptive depth may find that drafting is not faster.
+    variants = _variants(setup.draft, "graphs", mode, k=4 if quick else "auto")
+    rows = {row["variant"]: row for row in _measure(setup, [PLAIN, *variants], repeats, quick)}
+    for variant in variants:
+        rows[variant.name] |= {**_split_steps(setup, variant, quick), "limit, ms": limit}
     return list(rows.values())
 
 
