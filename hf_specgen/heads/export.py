@@ -63,39 +63,30 @@ def export_head(head: DraftHead, folder: str | Path, to: str, target: PreTrained
 def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
     if isinstance(head, MedusaHeads):
         return write_checkpoint(folder, *medusa_file(head, to, target))
-    if isinstance(head, Eagle1Head):
-        return _write(head, folder, original_eagle1(head, to))
-    if isinstance(head, Eagle3Head):
-        if to == "vllm":
-            return _write(head, folder, speculators_eagle(head))
-        return _write(head, folder, flat_eagle3(head, to), midlayer=True, mapping=to == "sglang")
-    if isinstance(head, BlockHead) and to != "eagle":
-        is_nested = to == "vllm" and fits_speculators(head)
-        return _write(head, folder, speculators_block(head) if is_nested else zlab_block(head))
-    raise ValueError(f"there is no layout of {type(head).__name__} for {to!r}")
-
-
-def _write(
-    head: DraftHead, folder: str | Path, config: Config, midlayer: bool = False, mapping: bool = False
-) -> list[Path]:
-    """Write config and tensors.
-
-    Args:
-        midlayer: the first layer has the name that it has in the original EAGLE-3.
-        mapping: the mapping of the vocabulary is written even if it is the identity.
-    """
-    first = "midlayer." if midlayer else "layers.0."
+    config, is_flat_eagle3 = _config(head, to), isinstance(head, Eagle3Head) and to != "vllm"
+    first = "midlayer." if is_flat_eagle3 else "layers.0."
     tensors = {name.replace("layers.0.", first): tensor for name, tensor in head.state_dict().items()}
     ids = tensors.pop("draft_to_target", None)
-    if ids is None and mapping:
+    if ids is None and is_flat_eagle3 and to == "sglang":  # SpecForge reads a mapping even if it is the identity
         ids = torch.arange(head.config.vocab_size)
     if ids is not None:
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    length = head.config.trained_length
-    config |= {"dtype": dtype} | ({"trained_length": length} if length else {})
+    config["dtype"] = str(next(head.parameters()).dtype).removeprefix("torch.")
+    if head.config.trained_length:
+        config["trained_length"] = head.config.trained_length
     return write_checkpoint(folder, config, "model.safetensors", tensors)
+
+
+def _config(head: DraftHead, to: str) -> Config:
+    """The config of a head in the layout that a program reads."""
+    if isinstance(head, Eagle1Head):
+        return original_eagle1(head, to)
+    if isinstance(head, Eagle3Head):
+        return speculators_eagle(head) if to == "vllm" else flat_eagle3(head, to)
+    if isinstance(head, BlockHead) and to != "eagle":
+        return speculators_block(head) if to == "vllm" and fits_speculators(head) else zlab_block(head)
+    raise ValueError(f"there is no layout of {type(head).__name__} for {to!r}")
 
 
 def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
