@@ -147,7 +147,7 @@ def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
 
 def block_options(file: HeadFile) -> dict[str, Any]:
     """The fields of `BlockConfig` in every format; without the first proposing position if the file leaves it open."""
-    layer, fields = file.layer(strict_bias=True), file.fields
+    layer, fields = file.layer(), file.fields
     options, target_layers = file.common(layer), fields.optional_integer("num_target_layers", 1)
     if options["aux_hidden_state_layers"] is None and target_layers is not None:
         options["aux_hidden_state_layers"] = block_layers(target_layers, file.num_layers)

@@ -176,7 +176,7 @@ def load_eagle3(file: HeadFile) -> Eagle3Head:
     fields, names = file.fields, file.names
     if not file.is_nested and fields.get("norm_output") is False:
         raise ValueError("a head without a norm before its output matrix (norm_output: false) is not supported")
-    layer = file.layer(strict_bias=file.is_nested)
+    layer = file.layer()
     projects = fields.nested("eagle_config").get("use_aux_hidden_state") is not False
     config = EagleConfig(
         layer=layer,

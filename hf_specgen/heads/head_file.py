@@ -101,10 +101,10 @@ class HeadFile:
         """The number of layers."""
         return count_layers(self.of_layers, self.names)
 
-    def layer(self, strict_bias: bool = False) -> LayerConfig:
+    def layer(self) -> LayerConfig:
         """The configuration of the layers."""
         queries, keys = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
-        return read_layer(self.of_layers, self.names, queries, keys, strict_bias)
+        return read_layer(self.of_layers, self.names, queries, keys)
 
     def common(self, layer: LayerConfig, projects: bool = True) -> dict[str, Any]:
         """The fields of `HeadConfig`; `projects` says whether a linear layer reads the target's states."""

@@ -166,17 +166,18 @@ def _gemma_fields(fields: Fields) -> Fields:
     return Fields(values, fields.defaults)
 
 
-def read_layer(
-    fields: Fields, names: Collection[str], query_rows: int, key_rows: int, strict_bias: bool
-) -> LayerConfig:
-    """The configuration of decoder layers, whose projections have so many rows of queries and of keys."""
+def read_layer(fields: Fields, names: Collection[str], query_rows: int, key_rows: int) -> LayerConfig:
+    """The configuration of decoder layers, whose projections have so many rows of queries and of keys.
+
+    The tensors say which biases there are: programs do not agree on what `attention_bias` stands for.
+    """
     heads, hidden, given = fields.integer("num_attention_heads"), fields.integer("hidden_size"), Fields(fields.values)
     head_dim = query_rows // heads
     if query_rows != hidden:  # otherwise EAGLE ignores the configured size, and divides the hidden size
         head_dim = given.optional_integer("head_dim") or head_dim
     if heads * head_dim != query_rows:
         raise ValueError(f"config.json has {heads} attention heads of size {head_dim}, but there are {query_rows} rows")
-    bias, model_type = fields.flag("attention_bias"), fields.values.get("model_type")
+    model_type = fields.values.get("model_type")
     return LayerConfig(
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size"),
@@ -185,9 +186,9 @@ def read_layer(
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps"),
         hidden_act=fields.text("hidden_act"),
-        qkv_bias=bias or fields.flag("qkv_bias") or "layers.0.self_attn.q_proj.bias" in names,
-        output_bias=(bias and strict_bias) or "layers.0.self_attn.o_proj.bias" in names,
-        mlp_bias=fields.flag("mlp_bias") or "layers.0.mlp.gate_proj.bias" in names,
+        qkv_bias="layers.0.self_attn.q_proj.bias" in names,
+        output_bias="layers.0.self_attn.o_proj.bias" in names,
+        mlp_bias="layers.0.mlp.gate_proj.bias" in names,
         qk_norm=model_type == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
         is_gemma=model_type in GEMMA,
         values_are_keys=model_type in GEMMA and fields.flag("attention_k_eq_v"),
