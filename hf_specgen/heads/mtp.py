@@ -28,7 +28,6 @@ from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput, check_target
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, named_errors, open_checkpoint
 from hf_specgen.heads.head_file import check_tensor
-from hf_specgen.targets import masks
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 """Norms of embedding and state, projection of both and final norm, by their names in DeepSeek-V3."""
@@ -62,9 +61,9 @@ class MTPLayer(nn.Module):
 class MTPHead(DraftHead):
     """The MTP layers of a checkpoint; made by `load_mtp`."""
 
-    def __init__(self, config: HeadConfig, layers: list[MTPLayer], rotary: nn.Module, float_masks: bool) -> None:
+    def __init__(self, config: HeadConfig, layers: list[MTPLayer], rotary: nn.Module) -> None:
         super().__init__(config)
-        self.layers, self.rotary, self.float_masks = nn.ModuleList(layers), rotary, float_masks
+        self.layers, self.rotary = nn.ModuleList(layers), rotary
 
     def forward(
         self,
@@ -79,13 +78,10 @@ class MTPHead(DraftHead):
         layer = cast(Any, self.layers[step % len(self.layers)])
         both = torch.cat((layer.embedding_norm(embeddings), layer.hidden_norm(hidden)), dim=-1)
         states = layer.projection(both)
-        mask = attention_mask
-        if mask is not None and self.float_masks:
-            mask = masks.additive(mask, states.dtype)
         states = layer.block(
             states,
             position_embeddings=self.rotary(states, position_ids),
-            attention_mask=mask,
+            attention_mask=attention_mask,
             position_ids=position_ids,
             **{compat.CACHE: cache},
         )
@@ -167,8 +163,7 @@ def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
         num_target_layers=first,
     )
     mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
-    is_eager = compat.attention_implementation(blocks.config) == "eager"
-    head = MTPHead(config, mtp_layers, blocks.rotary_emb, is_eager)
+    head = MTPHead(config, mtp_layers, blocks.rotary_emb)
     like = next(decoder.layers[-1].parameters())
     return head.to(device=like.device).eval().requires_grad_(False)
 
@@ -207,14 +202,13 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, torch.T
     else:
         config = _own_config(decoder, own, len(layers), sparse, sum(tensor.numel() for tensor in state.values()))
     state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
-    implementation = compat.attention_implementation(decoder.config)
     try:
         blocks, report = type(decoder).from_pretrained(
             None,
             config=config,
             state_dict=state,
             dtype=decoder.norm.weight.dtype,
-            attn_implementation=implementation if implementation in ("sdpa", "eager") else "sdpa",
+            attn_implementation="sdpa",
             output_loading_info=True,
         )
     except RuntimeError as error:
