@@ -202,11 +202,12 @@ class Attachment:
         if kwargs.get("custom_generate") is not None:
             reason = "custom_generate= names another decoding method"
         if reason is None:
-            attempt = _Attempt(settings, kwargs.get("streamer"))
+            attempt = Speculation(settings, kwargs.get("streamer"))
             try:
                 output = run(original, model, {**kwargs, "streamer": None}, attempt)
             except ValueError as error:
-                if attempt.statistics is not None or not attempt.reached or self.strict:
+                # A call that is wrong without speculation too, or that has begun to generate, is not repeated plainly.
+                if attempt.statistics is not None or not attempt.is_prepared or self.strict:
                     raise
                 reason = str(error)
             else:
@@ -245,21 +246,6 @@ class Attachment:
 
     def __reduce__(self) -> Any:
         return Attachment, (replace(self.settings, monitor=None), self.strict)
-
-
-class _Attempt(Speculation):
-    """One attached call. A ValueError after `reached` and before `statistics` is set means that it cannot speculate."""
-
-    def __init__(self, settings: Settings, streamer: Any):
-        super().__init__(settings, streamer)
-        self.reached = False
-        self.statistics: Statistics | None = None
-
-    def checking(self) -> None:
-        self.reached = True
-
-    def starting(self, statistics: Statistics) -> None:
-        self.statistics = statistics
 
 
 def _target(model: Any) -> PreTrainedModel:

@@ -169,11 +169,8 @@ class GenerationState:
 
 
 def _without_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
-    rows = input_ids.tolist()
-    if attention_mask is None:
-        return rows
-    kept = attention_mask[:, -input_ids.shape[1] :].bool().tolist()
-    return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]
+    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+    return [ids[keep].tolist() for ids, keep in zip(input_ids.cpu(), kept.bool().cpu(), strict=True)]
 
 
 Prediction = str | Sequence[int] | Sequence[str | Sequence[int] | None] | torch.Tensor

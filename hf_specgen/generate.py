@@ -57,14 +57,13 @@ class Speculation:
     seed: int | None = None
     """See `Call.seed`."""
 
-    def __init__(self, settings: Settings, streamer: BaseStreamer | None = None, has_prompt: bool = False):
-        self.settings, self.streamer, self._has_prompt = settings, streamer, has_prompt
+    is_prepared = False
+    """Whether `generate` has prepared a call and the checks of this package have begun."""
+    statistics: Statistics | None = None
+    """Of the last call that has passed all checks."""
 
-    def checking(self) -> None:
-        """Called when `generate` has prepared a call, before it is checked."""
-
-    def starting(self, statistics: Statistics) -> None:
-        """Called when a call has passed all checks, before the first forward pass."""
+    def __init__(self, settings: Settings, streamer: BaseStreamer | None = None):
+        self.settings, self.streamer = settings, streamer
 
     def run(self, loop: DecodingLoop, stack: ExitStack) -> Any:
         """Run a call that has passed all checks; its sessions end when `stack` closes."""
@@ -82,7 +81,7 @@ class Speculation:
         **model_kwargs: Any,
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         assert generation_config is not None
-        self.checking()
+        self.is_prepared = True
         check_model(model)
         _check_call(model, input_ids, generation_config, model_kwargs)
         settings, config = self.settings.for_model(model), generation_config
@@ -110,8 +109,8 @@ class Speculation:
         outputs = OutputCollector(call, stopping_criteria, self.streamer)
         with compat.without_compilation(model), ExitStack() as stack:
             loop = DecodingLoop.of_call(call, settings, input_ids, model_kwargs, outputs, stack)
-            self.starting(loop.statistics)
-            if self.streamer is not None and not self._has_prompt:
+            self.statistics = loop.statistics
+            if self.streamer is not None:
                 self.streamer.put(input_ids.cpu())
             return self.run(loop, stack)
 
@@ -179,11 +178,10 @@ def generate_speculatively(
     kwargs = by_name(original, args, kwargs)
     if reason := unsupported_argument(kwargs):
         raise ValueError(reason)
-    if (streamer := kwargs.get("streamer")) is not None:
-        # `generate` gives it the prompt, and does not pass it on.
+    if (streamer := kwargs.pop("streamer", None)) is not None:  # `generate` would not pass it on
         if method.streamer is not None:
             raise ValueError("both generate(streamer=…) and speculate(streamer=…) were given; leave one out")
-        method = Speculation(method.settings, streamer, has_prompt=True)
+        method = Speculation(method.settings, streamer)
     return run(original, model, kwargs, method)
 
 
