@@ -28,7 +28,7 @@ from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
 from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.grown_tree import GrownTree
-from hf_specgen.heads.checkpoint import Fields, Source, read_tensors, tensor_infos
+from hf_specgen.heads.checkpoint import Fields, Source, tensor_infos
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText
 from hf_specgen.targets.hidden_states import HiddenStateTarget
@@ -288,13 +288,13 @@ class ParallelDraft:
         sizes = [int(one.config.get_text_config().hidden_size) for one in (model, target)]
         shape = sizes[0], sizes[1] * len(self.layers)
         path = Source(str(model.name_or_path)).required_file(PROJECTION_FILE, "PARD-2 needs it; download it again")
-        found = {name.removeprefix("target_proj."): tuple(info.shape) for name, info in tensor_infos(path).items()}
+        tensors = {name.removeprefix("target_proj."): tensor for name, tensor in tensor_infos(path).items()}
+        found = {name: tensor.shape for name, tensor in tensors.items()}
         if found not in ({"weight": shape}, {"weight": shape, "bias": shape[:1]}):
             raise ValueError(f"{path} has the tensors {found}, but the draft and this target need a weight of {shape}")
         with torch.device("meta"):
             linear = nn.Linear(shape[1], shape[0], bias="bias" in found)
-        tensors = {name.removeprefix("target_proj."): tensor for name, tensor in read_tensors(path).items()}
-        linear.load_state_dict(tensors, assign=True)
+        linear.load_state_dict({name: tensor.read() for name, tensor in tensors.items()}, assign=True)
         like: Any = model.get_input_embeddings()
         return linear.to(like.weight).requires_grad_(False)
 

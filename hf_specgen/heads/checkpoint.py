@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -224,7 +223,7 @@ class TensorInfo(NamedTuple):
 
 
 def tensor_infos(path: Path) -> dict[str, TensorInfo]:
-    """The tensors in a safetensors or pickled file, by name."""
+    """The tensors in a safetensors or pickled file, by name; their memory is bounded by the size of the file."""
     infos: dict[str, TensorInfo] = {}
     with _read_errors(path):
         if path.suffix != ".safetensors":
@@ -233,20 +232,11 @@ def tensor_infos(path: Path) -> dict[str, TensorInfo]:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 view = file.get_slice(name)
                 if shape := tuple(view.get_shape()):
-                    infos[name] = TensorInfo(shape, view[:0].dtype, path, partial(_read, view))
+                    read = lambda view=view: view[:].clone()  # noqa: E731  (a view would keep the whole file mapped)
+                    infos[name] = TensorInfo(shape, view[:0].dtype, path, read)
                 else:
                     infos[name] = TensorInfo.of(file.get_tensor(name), path)
     return infos
-
-
-def _read(view: Any) -> torch.Tensor:
-    """A tensor of a safetensors file, as a copy, since a view would keep the whole file mapped."""
-    return cast(torch.Tensor, view[:].clone())
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors or pickled file, by name; their memory is bounded by the size of the file."""
-    return {name: info.read() for name, info in tensor_infos(path).items()}
 
 
 @contextmanager

@@ -125,9 +125,7 @@ class Eagle3Head(DraftHead):
     ) -> HeadOutput:
         """One pass over known positions, one draft step, or one level of a draft tree; see `DraftHead.forward`."""
         rotary, (first, *rest) = self.rotary(hidden, position_ids), self.layers
-        if (scale := self.config.input_embedding_scale) != 1:
-            embeddings = embeddings * scale
-        states = first(embeddings, hidden, rotary, attention_mask, cache)
+        states = first(embeddings * self.config.input_embedding_scale, hidden, rotary, attention_mask, cache)
         for layer in rest:
             states = layer(states, rotary, attention_mask, cache)
         normed = self.norm(states)

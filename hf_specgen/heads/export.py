@@ -99,11 +99,8 @@ def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
 def _layer_config(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
     """The layers as a Llama or Qwen3 config."""
     layer = head.config.layer
-    _refuse({"layers of Gemma 4": layer.is_gemma}, "a Llama or Qwen3 config")
-    if layer.qkv_bias != layer.output_bias:
-        raise ValueError(
-            "Llama and Qwen3 configs cannot express biases of queries, keys and values without the output's"
-        )
+    some_biases = {"biases of queries, keys and values without the output's": layer.qkv_bias != layer.output_bias}
+    _refuse({"layers of Gemma 4": layer.is_gemma} | some_biases, "a Llama or Qwen3 config")
     return {name: getattr(layer, name) for name in LAYER_FIELDS} | {
         "model_type": "qwen3" if layer.qk_norm else "llama",
         "num_hidden_layers": head.config.num_layers,

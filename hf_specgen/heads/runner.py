@@ -101,7 +101,7 @@ class HeadRunner:
     def _positions(self, count: int) -> torch.Tensor:
         """`[active, count]` the positions after those in the cache."""
         device = self._like.device
-        if len(set(self.lengths)) == 1:
+        if len(set(self.lengths)) == 1:  # without a tensor from host data
             first = self.lengths[0]
             return torch.arange(first, first + count, device=device).expand(len(self.lengths), -1)
         return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
