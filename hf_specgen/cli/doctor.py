@@ -212,12 +212,14 @@ def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[F
 def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     """The fastest of plain `generate` and these variants, which begin with the simplest one, and the reason.
 
-    Of variants that are at most 3% slower, by a difference within its interval, the first one.
+    Of variants that are at most 3% slower, by a difference within its interval, the first one. A single measurement has
+    no interval, and shows no such difference.
     """
+    is_single = len(measured.plain) == 1
     speeds = {name: measured.speed(name) for name in (PLAIN, *names)}
     fastest = max(speeds, key=lambda name: speeds[name].value)
     over_fastest = ((name, measured.speed(name, fastest)) for name in speeds)
-    best = next(name for name, speed in over_fastest if speed.value >= TIE and not speed.differs)
+    best = next(name for name, speed in over_fastest if speed.value >= TIE and (is_single or not speed.differs))
     if best == PLAIN:
         return PLAIN, "no strategy was clearly faster than plain generate on these prompts"
     found, rank = speeds[best], "the fastest of what was measured"

@@ -67,6 +67,8 @@ def test_demo_is_level_and_honest_where_nothing_gains() -> None:
     faster = measured_with({"plain": 1.0, "prompt lookup": 2.0, "x": 0.5})
     best, reason = doctor.recommend(faster, ["x"])
     assert best == "x" and "2.00x plain" in reason
+    one_prompt, two_prompts = (measured_with({"plain": 1.0, "x": 0.98}, calls) for calls in (1, 2))
+    assert doctor.recommend(one_prompt, ["x"])[0] == "plain" and doctor.recommend(two_prompts, ["x"])[0] == "x"
     lines = [line.split()[0] for line in shown(doctor.ranking(faster)).splitlines() if "█" in line]
     assert lines == ["x", "plain", "prompt"]
 
