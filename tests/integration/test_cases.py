@@ -106,10 +106,12 @@ CASES: dict[str, list[Case]] = {
     )
     + every(replace(OUTPUTS, turns=3), cache=["none", "dynamic"], lengths=BATCHES[:1], architecture=["gemma2"])
     + every(replace(OUTPUTS, strategy="oracle", turns=2), lengths=BATCHES, architecture=["lfm2", "falcon_h1"]),
-    # A window that is counted in cache slots instead of positions: siblings of a tree share one.
-    "window": every(
-        replace(TREES, max_new_tokens=24, window=4, policy="random"), architecture=WINDOWS, lengths=BATCHES
-    ),
+    # A window that is counted in cache slots instead of positions: siblings of a tree share one. Chunks whose slots are
+    # dropped although a later token attends to them.
+    "window": [
+        *every(replace(TREES, max_new_tokens=24, window=4, policy="random"), architecture=WINDOWS, lengths=BATCHES),
+        replace(TREES, accuracy=0.9, max_new_tokens=200, window=4, architecture="llama4_text"),
+    ],
     # Nodes behind the end of a table of positions, in rows that have ended or can draft no further.
     "position table": [
         *every(replace(TIGHT, strategy="draft"), architecture=["gpt2", "opt", "gptj", "llama"], lengths=BATCHES),
