@@ -51,8 +51,11 @@ class Run:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the package itself said that it cannot do this."""
-        return isinstance(self.error, REFUSALS) and _last_frame(self.error).startswith(PACKAGE)
+        """Whether the package itself said that it cannot do this, by a statement `raise`."""
+        if not isinstance(self.error, REFUSALS):
+            return False
+        frame = traceback.extract_tb(self.error.__traceback__)[-1]
+        return frame.filename.startswith(PACKAGE) and (frame.line or "").startswith("raise ")
 
 
 def describe(error: BaseException) -> str:
@@ -61,11 +64,6 @@ def describe(error: BaseException) -> str:
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message[:160]}{place}"
-
-
-def _last_frame(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return frames[-1].filename if frames else ""
 
 
 # Two calls
