@@ -9,7 +9,7 @@ the text (see `hf_specgen.targets.attention`). Plain `generate` is measured with
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from statistics import median
 from time import perf_counter
@@ -28,6 +28,7 @@ from hf_specgen import (
     EagleCandidates,
     FixedDepth,
     NgramCandidates,
+    Statistics,
 )
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Sample, Variant
@@ -192,22 +193,32 @@ def _split_steps(setup: Setup, variant: Variant, quick: bool) -> dict[str, float
     The time of a step is that of an ordinary call. The passes are timed in a second call, which waits for the GPU
     before and after each of them, so that the rest includes what the first call overlaps.
     """
-    seconds, steps, target, drafter = 0.0, 0, 0.0, 0.0
-    for domain, texts in domain_prompts(1).items():
-        inputs = {name: one.to(setup.device) for name, one in next(encode(setup.tokenizer, texts, 1)).items()}
-        call = {**inputs, "max_new_tokens": 16 if quick else NEW_TOKENS, **DOMAINS[domain], **variant.arguments()}
-        torch.manual_seed(0)
-        cast(Any, setup.model).generate(**call)
-        statistics = call["candidate_generator"].speculation
-        seconds += sum(statistics.seconds[part] for part in ("draft", "forward", "verify", "policy"))
-        steps += len(statistics.passes)
-        in_target, in_drafter = _pass_seconds(setup.model, call)
-        target, drafter = target + in_target, drafter + in_drafter
-        if quick:
-            break
+    statistics = [_call_statistics(setup, call) for call in _calls(setup, variant, quick)]
+    steps = sum(len(one.passes) for one in statistics)
+    seconds = sum(one.seconds[part] for one in statistics for part in ("draft", "forward", "verify", "policy"))
+    passes = [_pass_seconds(setup.model, call) for call in _calls(setup, variant, quick)]
+    target, drafter = (sum(one[part] for one in passes) for part in (0, 1))
     total, target, drafter = (1e3 * value / max(1, steps) for value in (seconds, target, drafter))
     rest = total - target - drafter
     return {"step, ms": total, "target pass, ms": target, "drafter passes, ms": drafter, "rest, ms": rest}
+
+
+def _calls(setup: Setup, variant: Variant, quick: bool) -> Iterator[dict[str, Any]]:
+    """The arguments of a call for a prompt of each domain, each made before, so that it captures nothing."""
+    for domain, texts in domain_prompts(1).items():
+        inputs = {name: one.to(setup.device) for name, one in next(encode(setup.tokenizer, texts, 1)).items()}
+        call = {**inputs, "max_new_tokens": 16 if quick else NEW_TOKENS, **DOMAINS[domain], **variant.arguments()}
+        _call_statistics(setup, call)
+        yield call
+        if quick:
+            return
+
+
+def _call_statistics(setup: Setup, call: dict[str, Any]) -> Statistics:
+    torch.manual_seed(0)
+    cast(Any, setup.model).generate(**call)
+    statistics: Statistics = call["candidate_generator"].speculation
+    return statistics
 
 
 def _pass_seconds(model: PreTrainedModel, call: dict[str, Any]) -> tuple[float, float]:

@@ -94,7 +94,8 @@ class TreeSize:
             if most == 1:  # reading is free
                 return 0, 0
             width = min(len(self._pass), growth.children)
-            return self._first_passes(min(left, most), width), width
+            passes = self._first_passes(min(left, most), width)
+            return min(left, most) if passes > 2 else passes, width  # few different ones: each is captured
         return (left, 1) if self.children == 1 else (min(most - 1, left), min(isqrt(self.max_nodes), growth.children))
 
     def count(self, passes: int, width: int) -> None:
