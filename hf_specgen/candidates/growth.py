@@ -234,13 +234,10 @@ class Growth:
 
     def read(self) -> Snapshot:
         """Read the probabilities, in one transfer to the host."""
-        count, paths = self.candidates, [level.paths for level in self._levels]
-        reached = [one.reached for one in self._expansions]
-        values = np.exp(torch.cat([*paths, self._open, *reached], dim=1).cpu().numpy().astype(float))
-        limits = np.array(self.limits)[:, None]
-        opened = values[:, count : count + self.frontier] * (limits > self.levels)
-        reached_values = np.concatenate([limits > 0, values[:, count + self.frontier :]], axis=1)
-        return Snapshot(values[:, :count], opened, reached_values)
+        paths = [level.paths for level in self._levels]
+        values = np.exp(torch.cat([*paths, self._open], dim=1).cpu().numpy().astype(float))
+        opened = values[:, self.candidates :] * (np.array(self.limits)[:, None] > self.levels)
+        return Snapshot(values[:, : self.candidates], opened)
 
     def best(self, nodes: int, expanded_first: bool = False, with_expanded: bool = False) -> tuple[GrownTree, Tensor]:
         """The best trees of at most `nodes` nodes, and `[rows, nodes]` the number of each node's parent.
@@ -332,7 +329,6 @@ class Snapshot:
 
     probability: Floats  # [rows, candidates], 0 for candidates that are no node
     frontier: Floats  # [rows, last level] of candidates that can be expanded, else 0
-    reached: Floats  # [rows, 1 + expanded] of the expanded nodes, 1 for the row's last token
 
     def sorted_probability(self, nodes: int) -> Floats:
         """`[rows, at most nodes]` the highest path probabilities of each row in descending order."""
@@ -350,10 +346,3 @@ class Snapshot:
         best, next_best = self.sorted_probability(nodes), self.frontier_probability(1)[:, 0]
         is_full = best.shape[1] == nodes
         return bool((next_best > (best[:, -1] if is_full else 0.0)).any())
-
-    def children_accepted(self, first: int) -> float | None:
-        """P(one of a node's children is accepted | the node is), over the expanded nodes from `first` on."""
-        rows, expanded = self.reached.shape
-        children = self.probability.reshape(rows, expanded, -1)[:, first:].sum(axis=2)
-        reached = (self.reached[:, first:] * (children > 0)).sum()
-        return float(children.sum() / reached) if reached > 0 else None

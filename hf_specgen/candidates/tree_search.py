@@ -32,6 +32,8 @@ MAX_NODES = 64
 """Maximum number of nodes of a row: beyond, each further one adds to the latency even of a memory-bound target."""
 MAX_CHILDREN = 8
 """Maximum number of children of a node, and of nodes of a row that are expanded in one pass."""
+CHILD_ACCEPTANCE = 0.8
+"""Probability that one of a node's children is accepted if the node is, assumed where the next passes are planned."""
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
 
@@ -58,8 +60,6 @@ class TreeSize:
             return
         self._target, self.min_probability = _target_seconds(latency.target, rows, self.max_nodes)
         self._pass, self._spent = _drafter_seconds(latency.drafter, rows, MAX_CHILDREN if children > 1 else 1)
-        self._seen = 0
-        self._child = 0.6  # P(one of a node's children is accepted | the node is), before a node was expanded
 
     def plan(self, growth: Growth) -> tuple[int, int]:
         """The next passes of the drafter, 0 to stop, and how many nodes of each row each of them expands."""
@@ -106,15 +106,12 @@ class TreeSize:
     def _first_passes(self, limit: int, width: int) -> int:
         """How many passes of this width to make before the first read, by the assumed acceptance."""
         levels = np.arange(1 + limit)
-        tokens = self._rows * np.cumsum(self._child**levels)
+        tokens = self._rows * np.cumsum(0.6**levels)  # of text whose first draft tokens are not known
         seconds = self._target[np.minimum(levels, self.max_nodes)] + self._spent + levels * self._pass[width - 1]
         return int(np.argmax(tokens / seconds))
 
     def _fastest_passes(self, snapshot: Snapshot, growth: Growth) -> tuple[int, int]:
         """The passes until the next read, and their width, with the most expected tokens per second."""
-        accepted = snapshot.children_accepted(self._seen)
-        self._child = self._child if accepted is None else min(1.0, accepted)
-        self._seen = snapshot.reached.shape[1]
         probability = snapshot.sorted_probability(self.max_nodes).sum(axis=0)
         tokens = self._rows + np.concatenate([[0.0], np.cumsum(probability)])
         rates = tokens / (self._target[: len(tokens)] + self._spent)
@@ -126,7 +123,7 @@ class TreeSize:
             return 0, 0
         # A first draft token may cost far more than each further one, so several levels are considered at once.
         levels = np.arange(1, max(2, max(growth.limits) - growth.levels + 1))[:, None]
-        gain = np.cumsum(self._child**levels, axis=0) * np.cumsum(reached)
+        gain = np.cumsum(CHILD_ACCEPTANCE**levels, axis=0) * np.cumsum(reached)
         nodes = np.minimum(best + levels * np.arange(1, len(reached) + 1), self.max_nodes)
         seconds = self._target[nodes] + self._spent + levels * self._pass[: len(reached)]
         expected = (tokens[best] + gain) / seconds
