@@ -100,7 +100,6 @@ class AutoregressiveSession(NetworkSession):
         if not active:
             return self.not_drafted(len(depths))
         size = self.tree_size(depths)
-        self._is_fastest = size.is_fastest
         levels = self.first_levels()
         logits, device = None, None if levels is None else levels.device
         if levels is None:
@@ -114,7 +113,7 @@ class AutoregressiveSession(NetworkSession):
             logits = self.first_scores()[:, None]
         if logits is not None:
             self._add(growth, logits)
-        while (plan := size.plan(growth))[0]:
+        while (plan := size.plan(growth, self._k))[0]:
             self._grow(growth, *plan)
             self.passes += [active * plan[1]] * plan[0]
         self._expanded, first = growth.expanded, self.expanded_nodes_first
@@ -138,7 +137,7 @@ class AutoregressiveSession(NetworkSession):
 
     def _grow(self, growth: Growth, passes: int, width: int) -> None:
         """Expand so many nodes of each row in each of so many passes of the drafter."""
-        drafter = self.level_passes() if growth.expanded == 0 or not self._is_fastest else None
+        drafter = self.level_passes()
         if drafter is None or self._grow_captured(growth, passes, width, drafter) is None:
             for _ in range(passes):
                 self._add(growth, self.next_scores(growth.expand(width)))

@@ -1,8 +1,7 @@
 """Several levels of a draft tree as one captured function: expansion, passes of the drafter, and their proposals.
 
-Nothing in it is decided by the host, so that a CUDA graph can repeat it. It is used for the first levels of an adaptive
-tree, for up to four levels at a time of a tree of fixed size, and for all of a chain. Later levels of an adaptive tree,
-whose number and width depend on what has been read, would be captured anew each time: they take a graph for each pass.
+Nothing in it is decided by the host, so that a CUDA graph can repeat it. It is used for all of a chain, and for four
+levels at a time of a tree: the first ones follow a pass over new text, and later ones a read by the host.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from hf_specgen.tree import TreeStructure
 
 Floats = NDArray[np.floating[Any]]
 LEVELS_PER_READ = 4
-"""Maximum number of passes before the host first reads the probabilities, and waits for an accelerator. Between later
-reads there are as many for trees of a fixed size, and up to twice the passes so far for others. On a CPU, where nothing
+"""Number of passes after which the host reads the probabilities, and waits for an accelerator. On a CPU, where nothing
 has to wait, every level is read."""
 CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""

@@ -61,12 +61,15 @@ class TreeSize:
         self._target, self.min_probability = _target_seconds(latency.target, rows, self.max_nodes)
         self._pass, self._spent = _drafter_seconds(latency.drafter, rows, MAX_CHILDREN if children > 1 else 1)
 
-    def plan(self, growth: Growth) -> tuple[int, int]:
-        """The next passes of the drafter, 0 to stop, and how many nodes of each row each of them expands."""
+    def plan(self, growth: Growth, k: int) -> tuple[int, int]:
+        """The next passes of the drafter, 0 to stop, and how many nodes of each row each of them expands.
+
+        No draft is deeper than `k`.
+        """
         left = max(growth.limits) - growth.levels
         if left <= 0:
             return 0, 0
-        passes, width = (0, 0) if growth.expanded else self.first_plan(growth, max(growth.limits))
+        passes, width = (0, 0) if growth.expanded else self.first_plan(growth, k)
         if not self.is_fastest:
             if passes:
                 return passes, width
@@ -76,7 +79,11 @@ class TreeSize:
             return min(growth.levels_per_read - since_read, left), min(isqrt(self.max_nodes), growth.frontier)
         if not passes:
             self._snapshot = growth.read()
-            passes, width = self._fastest_passes(self._snapshot, growth)
+            passes, width = 1, self._fastest_width(self._snapshot, growth)
+            if not width:
+                return 0, 0
+            if growth.levels_per_read > 1:  # few different ones: each is captured
+                passes, width = min(growth.levels_per_read, k - growth.levels), min(len(self._pass), growth.children)
         self.count(passes, width)
         return passes, width
 
@@ -110,8 +117,8 @@ class TreeSize:
         seconds = self._target[np.minimum(levels, self.max_nodes)] + self._spent + levels * self._pass[width - 1]
         return int(np.argmax(tokens / seconds))
 
-    def _fastest_passes(self, snapshot: Snapshot, growth: Growth) -> tuple[int, int]:
-        """The passes until the next read, and their width, with the most expected tokens per second."""
+    def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
+        """How many nodes to expand for the most expected tokens per second; 0 if no further pass is worth its time."""
         probability = snapshot.sorted_probability(self.max_nodes).sum(axis=0)
         tokens = self._rows + np.concatenate([[0.0], np.cumsum(probability)])
         rates = tokens / (self._target[: len(tokens)] + self._spent)
@@ -120,7 +127,7 @@ class TreeSize:
         reached = frontier.sum(axis=0)
         reached = reached[reached > 0]  # expected rows that reach the j-th node to expand
         if not len(reached) or not snapshot.may_improve(self.max_nodes):
-            return 0, 0
+            return 0
         # A first draft token may cost far more than each further one, so several levels are considered at once.
         levels = np.arange(1, max(2, max(growth.limits) - growth.levels + 1))[:, None]
         gain = np.cumsum(CHILD_ACCEPTANCE**levels, axis=0) * np.cumsum(reached)
@@ -128,8 +135,7 @@ class TreeSize:
         seconds = self._target[nodes] + self._spent + levels * self._pass[: len(reached)]
         expected = (tokens[best] + gain) / seconds
         level, place = divmod(int(np.argmax(expected)), len(reached))
-        most = 1 if growth.levels_per_read == 1 else max(growth.levels_per_read, 2 * growth.levels)
-        return (min(1 + level, most), 1 + place) if expected[level, place] > rates[best] * (1 + MIN_GAIN) else (0, 0)
+        return 1 + place if expected[level, place] > rates[best] * (1 + MIN_GAIN) else 0
 
     def nodes(self, growth: Growth, target: Target | None = None) -> int:
         """How many nodes of each row are verified."""

@@ -172,7 +172,7 @@ class DrafterTimer:
         """Use the time of a draft; returns whether the latencies have changed by it.
 
         The first draft includes the drafter's prefill. On an accelerator some of the next ones run eagerly, and some
-        capture graphs, so that the fastest of 16 drafts counts.
+        capture graphs, so that the fastest of 16 drafts counts; until then, it can only lower what is assumed.
         """
         if self.is_known or "forward" not in step.seconds or bool(step.passes) == self._without_passes:
             return False
@@ -185,7 +185,8 @@ class DrafterTimer:
         self.is_known = len(self._ratios) == drafts
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):
             return False
-        self.fraction = from_first_rank(taken(self._ratios[1:]), self._group)
+        measured = from_first_rank(taken(self._ratios[1:]), self._group)
+        self.fraction = measured if self.is_known else min(self.fraction, measured)
         if self.is_known:
             memory.store(self._model, self._key, self.fraction)
         return True

@@ -185,7 +185,7 @@ def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[in
         growth.add(torch.arange(len(chances)).expand(shape), log_acceptance)
 
     add(1)
-    while (plan := size.plan(growth))[0]:
+    while (plan := size.plan(growth, max(growth.limits)))[0]:
         for width in [plan[1]] * plan[0]:
             growth.expand(width)
             add(width)
@@ -237,7 +237,7 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     assert widths[1] > widths[0]
 
 
-@pytest.mark.parametrize(("levels", "reads"), [(1, 16), (LEVELS_PER_READ, 3)])
+@pytest.mark.parametrize(("levels", "reads"), [(1, 16), (LEVELS_PER_READ, 4)])
 def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, levels: int, reads: int) -> None:
     """Would catch: a read for every level, or a first pass only after a read; more passes than the draft is deep."""
     count, read, passes = [0], Growth.read, list[int]()
