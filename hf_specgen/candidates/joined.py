@@ -173,6 +173,7 @@ class _Targets(HiddenStateTarget):
     batch = 0
     verifies_chains_only = False
     rows: list[int] = []
+    _graphs = None  # no pass of its own
 
     def __init__(self, drafter: JoinedDrafter):
         self._drafter, first = drafter, drafter.rows[0].target
