@@ -15,8 +15,8 @@ from typing import Any
 
 from hf_specgen.patch import install as install
 from hf_specgen.patch import uninstall as uninstall
-from hf_specgen.version import __version__ as __version__
 
+__version__ = "0.1.0"
 _MODULES = {
     "attachment": "attach attached detach statistics",
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "

@@ -44,4 +44,5 @@ from hf_specgen.tree import DraftTree as DraftTree
 from hf_specgen.verification import VerificationResult as VerificationResult
 from hf_specgen.verification import VerificationSession as VerificationSession
 from hf_specgen.verification import Verifier as Verifier
-from hf_specgen.version import __version__ as __version__
+
+__version__: str

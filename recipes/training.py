@@ -36,11 +36,10 @@ from conversations import (
 )
 from drafter import Drafter
 from generate_answers import Numbered, answer_rows, completions
-from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates
+from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates, __version__
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.counters import Statistics
 from hf_specgen.heads.checkpoint import source_errors
-from hf_specgen.version import __version__
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 
 RUN = "run.json"  # file in the output folder: the arguments that decide the result

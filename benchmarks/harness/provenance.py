@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import hf_specgen
-from hf_specgen.version import __version__
+from hf_specgen import __version__
 
 PACKAGE = Path(hf_specgen.__file__).resolve().parent
 RECORDED = ("benchmarks/results", "benchmarks/README.md")

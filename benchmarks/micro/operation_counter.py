@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle3Head
-from hf_specgen.targets.cache import move_captured
 from hf_specgen.targets.graphs import CapturedFunctions
+from hf_specgen.targets.lasting_buffers import move_captured
 
 T = TypeVar("T")
 KINDS = ("operations", "without views", "host reads", "from host data", "index lists")

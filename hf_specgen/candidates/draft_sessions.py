@@ -28,7 +28,7 @@ from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
 from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.grown_tree import GrownTree
-from hf_specgen.heads.checkpoint import Fields, Source, tensor_infos
+from hf_specgen.heads.checkpoint import Fields, Source, read_linear
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText
 from hf_specgen.targets.hidden_states import HiddenStateTarget
@@ -121,14 +121,6 @@ class DraftRunner:
             self.reader.prefill()
             self._has_prompt = True
 
-    def first_logits(self, uncached: Sequence[list[int]]) -> torch.Tensor:
-        """`[batch, vocab]` logits after the texts of the rows that draft."""
-        return last_of(self.extend(uncached), [len(tokens) for tokens in uncached])
-
-    def new_text(self, uncached: Sequence[list[int]]) -> NewText | None:
-        """Uncached tokens, for a captured function; None if they are too many, or if a row does not draft."""
-        return NewText.of(uncached) if all(self.drafts) and max(map(len, uncached)) <= MAX_CAPTURED else None
-
     def after_text(self, uncached: Sequence[list[int]]) -> None:
         """Count tokens that a captured function has processed."""
         for row, tokens in enumerate(uncached):
@@ -217,15 +209,15 @@ class DraftModelSession(AutoregressiveSession):
 
     def first_scores(self) -> torch.Tensor:
         """Run the model on what was generated since the last draft, in the rows that draft now."""
-        logits = self._runner.first_logits(self._uncached)
+        logits = last_of(self._runner.extend(self._uncached), [len(tokens) for tokens in self._uncached])
         self.passes += self._runner.passes
         return logits if self._shared is None else self._shared.target_logits(logits)
 
     def first_levels(self) -> LevelPasses | None:
         self._runner.prefill()
         self._uncached = self._runner.uncached(self.max_depths)
-        text = self._runner.new_text(self._uncached)
-        return None if text is None else self.level_passes(text)
+        is_short = all(self._runner.drafts) and max(map(len, self._uncached)) <= MAX_CAPTURED
+        return self.level_passes(NewText.of(self._uncached)) if is_short else None
 
     def after_text(self, *_: Any) -> None:
         self._runner.after_text(self._uncached)
@@ -288,15 +280,8 @@ class ParallelDraft:
         sizes = [int(one.config.get_text_config().hidden_size) for one in (model, target)]
         shape = sizes[0], sizes[1] * len(self.layers)
         path = Source(str(model.name_or_path)).required_file(PROJECTION_FILE, "PARD-2 needs it; download it again")
-        tensors = {name.removeprefix("target_proj."): tensor for name, tensor in tensor_infos(path).items()}
-        found = {name: tensor.shape for name, tensor in tensors.items()}
-        if found not in ({"weight": shape}, {"weight": shape, "bias": shape[:1]}):
-            raise ValueError(f"{path} has the tensors {found}, but the draft and this target need a weight of {shape}")
-        with torch.device("meta"):
-            linear = nn.Linear(shape[1], shape[0], bias="bias" in found)
-        linear.load_state_dict({name: tensor.read() for name, tensor in tensors.items()}, assign=True)
         like: Any = model.get_input_embeddings()
-        return linear.to(like.weight).requires_grad_(False)
+        return read_linear(path, "target_proj.", shape).to(like.weight).requires_grad_(False)
 
 
 class ParallelDraftSession(OnePassSession):

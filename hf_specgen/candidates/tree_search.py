@@ -113,7 +113,7 @@ class TreeSize:
     def _first_passes(self, limit: int, width: int) -> int:
         """How many passes of this width to make before the first read, by the assumed acceptance."""
         levels = np.arange(1 + limit)
-        tokens = self._rows * np.cumsum(0.6**levels)  # of text whose first draft tokens are not known
+        tokens = self._rows * np.cumsum(CHILD_ACCEPTANCE**levels)
         seconds = self._target[np.minimum(levels, self.max_nodes)] + self._spent + levels * self._pass[width - 1]
         return int(np.argmax(tokens / seconds))
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_specgen import __version__
 from hf_specgen.cli import settings as options
 from hf_specgen.cli.settings import errors
-from hf_specgen.version import __version__
 
 COMMANDS: dict[Any, tuple[str, str]] = {
     options.DemoSettings: ("demo", "demo.show"),

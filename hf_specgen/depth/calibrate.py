@@ -172,7 +172,7 @@ class DrafterTimer:
         """Use the time of a draft; returns whether the latencies have changed by it.
 
         The first draft includes the drafter's prefill. On an accelerator some of the next ones run eagerly, and some
-        capture graphs, so that the fastest of 16 drafts counts; until then, it can only lower what is assumed.
+        capture graphs, so that more drafts are timed, and the fastest one so far can only lower what is assumed.
         """
         if self.is_known or "forward" not in step.seconds or bool(step.passes) == self._without_passes:
             return False
@@ -181,12 +181,11 @@ class DrafterTimer:
             rows = step.batch + self._call.state.other_rows
             seconds *= self._curve.seconds_of(rows * step.tokens_per_row) / step.seconds["forward"]
         self._ratios.append(seconds / (sum(map(self._curve.seconds_of, step.passes)) or self._curve.seconds[0]))
-        drafts, taken = (5, median) if self._is_cpu else (16, min)
-        self.is_known = len(self._ratios) == drafts
+        self.is_known = len(self._ratios) == (5 if self._is_cpu else 16)
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):
             return False
-        measured = from_first_rank(taken(self._ratios[1:]), self._group)
-        self.fraction = measured if self.is_known else min(self.fraction, measured)
+        taken = median(self._ratios[1:]) if self.is_known else min(self.fraction, *self._ratios[1:])
+        self.fraction = from_first_rank(taken, self._group)
         if self.is_known:
             memory.store(self._model, self._key, self.fraction)
         return True

@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 SINGLE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -237,6 +238,18 @@ def tensor_infos(path: Path) -> dict[str, TensorInfo]:
                 else:
                     infos[name] = TensorInfo.of(file.get_tensor(name), path)
     return infos
+
+
+def read_linear(path: Path, prefix: str, shape: tuple[int, int]) -> nn.Linear:
+    """The linear layer that is all of a file; `ValueError` for other tensors, or a weight of another shape."""
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensor_infos(path).items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if found not in ({"weight": shape}, {"weight": shape, "bias": shape[:1]}):
+        raise ValueError(f"{path} has the tensors {found}, but the draft and this target need a weight of {shape}")
+    with torch.device("meta"):
+        linear = nn.Linear(shape[1], shape[0], bias="bias" in found)
+    linear.load_state_dict({name: tensor.read() for name, tensor in tensors.items()}, assign=True)
+    return linear
 
 
 @contextmanager

@@ -167,51 +167,6 @@ class RaggedLayer(CacheLayerMixin):
         self.set_lengths(self.lengths + other.lengths)
 
 
-class StepLayer(RaggedLayer):
-    """Keys and values of one layer in a captured function, written to buffers at `slots` `[batch, new]`, in order.
-
-    Attention reads the whole buffers; the mask leaves out the unfilled slots.
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.slots, self._written = keys, values, slots, 0
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[batch, heads, new, head_dim]` states to the next slots; returns all slots."""
-        assert self.keys is not None and self.values is not None
-        rows = torch.arange(self.slots.shape[0], device=self.slots.device)[:, None]
-        slots = self.slots[:, self._written : self._written + key_states.shape[2]]
-        self._written += key_states.shape[2]
-        self.keys[rows, :, slots] = key_states.transpose(1, 2)
-        self.values[rows, :, slots] = value_states.transpose(1, 2)
-        return self.keys, self.values
-
-    @property
-    def next_slots(self) -> torch.Tensor:
-        """`[batch, 1]` where the next token of each row is written."""
-        return self.slots[:, self._written : self._written + 1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        assert self.keys is not None
-        return self.keys.shape[2], 0
-
-    def get_seq_length(self) -> int:
-        """Slots before the pass, at most: models that place tokens by `position_ids` do not compute with it."""
-        return self.get_mask_sizes(0)[0] - int(self.slots.shape[1])
-
-
-class StepCache(Cache):
-    """The cache of a captured function; `joined` `[2 * layers, batch, …]` are all buffers, if they are alike."""
-
-    def __init__(self, layers: list[Any], joined: torch.Tensor | None):
-        super().__init__(layers=layers)
-        self.joined = joined
-
-
 class RaggedCache(Cache):
     """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
 
@@ -363,18 +318,6 @@ class RaggedCache(Cache):
                 first = max(0, layer.cumulative_length - layer.sliding_window + 1)
             held = slice(first - source.first, source.get_seq_length() - source.first)
             layer.keys, layer.values = source.keys[:, :, held].clone(), source.values[:, :, held].clone()
-
-
-def move_captured(module: torch.nn.Module, moves: torch.Tensor, cache: Any) -> None:
-    """Copy slots of all layers, see `path_moves`: the function that commits accepted paths."""
-    buffers, (rows, source, destination) = cache.joined, moves.unbind()
-    if buffers is None:
-        for layer in cache.layers:
-            layer.move(rows, source, destination)
-        return
-    sizes = len(buffers), -1, buffers.shape[2], -1, buffers.shape[4]
-    source, destination = (slots[None, :, None, :, None].expand(sizes) for slots in (source, destination))
-    buffers.scatter_(3, destination, buffers.gather(3, source))
 
 
 def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> torch.Tensor:

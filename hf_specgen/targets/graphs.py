@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,9 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from hf_specgen.call import Compile
-from hf_specgen.targets.cache import RaggedCache, StepCache, StepLayer, padded_width
+from hf_specgen.targets.cache import RaggedCache, padded_width
+from hf_specgen.targets.lasting_buffers import BufferSet, GraphBuffers, StepCache, StepLayer
+from hf_specgen.targets.masks import StepLayout, StepMasks
 from hf_specgen.targets.model_parts import fingerprint
 
 logger = logging.getLogger("hf_specgen")
@@ -35,18 +38,10 @@ EAGER_PASSES = 4
 capture takes as long as what four or five eager uses lose."""
 MAX_GRAPHS = 64
 """Graphs that are kept for a set of buffers: each setting of a sampled call has some of its own."""
-TEXT_WIDTH = 16
+TEXT_WIDTH = 32
 """Tokens of the shortest pass over new text that is captured together with levels of a draft."""
-CAPACITY_BLOCK = 1024
-"""Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 8,192 on
-there are four between a length and its double. Captures take seconds, the attention to unused slots under 1%."""
 MAX_CAPTURED = 64
 """Longer passes of drafters run eagerly: those over a prompt."""
-MAX_IDLE_BUFFERS = 2
-"""Sets of buffers, with their graphs, that are kept for a module although no call uses them."""
-
-Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of each layer."""
 
 
 class GraphMemory:
@@ -160,87 +155,6 @@ class _Graph:
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
-
-
-class BufferSet:
-    """Keys and values of each layer at lasting addresses; the cache that uses them, if any, and the graphs that do."""
-
-    def __init__(self, buffers: Buffers, capacity: int):
-        self.joined: torch.Tensor | None = None
-        """`[2 * layers, batch, heads, slots, head_dim]`, if the layers are alike."""
-        if len({str(one) for one in _layout(buffers, capacity)}) == 1:
-            self.joined = _static(buffers[0][0], capacity, 2 * len(buffers))
-            self.buffers = list(zip(self.joined[::2], self.joined[1::2], strict=True))
-        else:
-            self.buffers = [(_static(keys, capacity)[0], _static(values, capacity)[0]) for keys, values in buffers]
-        self.graphs: dict[tuple[Any, ...], _Graph] = {}
-        self.cache: weakref.ref[RaggedCache] | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call uses the buffers."""
-        return self.cache is None or self.cache() is None
-
-
-class GraphBuffers:
-    """The buffers for the calls of one module, used again by later calls of the same shape.
-
-    A call copies its prompt's keys and values there once.
-    """
-
-    def __init__(self) -> None:
-        self.sets: list[BufferSet] = []
-
-    def of_cache(self, cache: RaggedCache) -> BufferSet | None:
-        """The buffers that the cache uses; those that it has left, because an eager pass outgrew them, become idle."""
-        for lasting in self.sets:
-            if lasting.cache is not None and lasting.cache() is cache:
-                if cache.buffers()[0][0].data_ptr() == lasting.buffers[0][0].data_ptr():
-                    return lasting
-                lasting.cache = None
-        return None
-
-    def adopt(self, cache: RaggedCache) -> int:
-        """Move the cache into lasting buffers, unless it is there; returns their capacity in slots."""
-        if self.of_cache(cache) is None:
-            own = cache.buffers()
-            slots = int(own[0][0].shape[2])
-            block = max(CAPACITY_BLOCK, 1 << max(0, slots.bit_length() - 3))
-            lasting = self._idle_buffers(own, -(-slots // block) * block)
-            for pair, static_pair in zip(own, lasting.buffers, strict=True):
-                for source, static in zip(pair, static_pair, strict=True):
-                    static.zero_()  # unwritten slots are masked, but a weight of 0 times NaN is NaN
-                    static[:, :, : source.shape[2]] = source
-            lasting.cache = weakref.ref(cache)
-            cache.use_buffers(lasting.buffers)
-        return int(cache.buffers()[0][0].shape[2])
-
-    def release(self, cache: RaggedCache) -> None:
-        """Give the cache buffers of its own again."""
-        if (lasting := self.of_cache(cache)) is not None:
-            cache.use_buffers([(keys.clone(), values.clone()) for keys, values in lasting.buffers])
-            lasting.cache = None
-
-    def _idle_buffers(self, buffers: Buffers, capacity: int) -> BufferSet:
-        """Idle buffers like these, with this capacity, or new ones; drops those that were idle longest."""
-        idle, layout = [one for one in self.sets if one.is_idle], _layout(buffers, capacity)
-        found = next((one for one in idle if _layout(one.buffers, one.buffers[0][0].shape[2]) == layout), None)
-        for old in [found] if found else idle[: max(0, len(idle) - MAX_IDLE_BUFFERS)]:
-            self.sets.remove(old)
-        self.sets.append(found or BufferSet(buffers, capacity))
-        return self.sets[-1]
-
-
-def _layout(buffers: Buffers, capacity: int) -> list[tuple[Any, ...]]:
-    """Shapes with this capacity, dtypes and devices: buffers that agree in them are interchangeable."""
-    return [(one.shape[:2], capacity, one.shape[3], one.dtype, one.device) for pair in buffers for one in pair]
-
-
-def _static(buffer: torch.Tensor, capacity: int, count: int = 1) -> torch.Tensor:
-    """So many new buffers of the same layout, at addresses that graphs may rely on."""
-    batch, heads, _, size = buffer.shape
-    with torch.inference_mode(False):  # a later call may run outside of inference mode
-        return torch.zeros(count, batch, heads, capacity, size, dtype=buffer.dtype, device=buffer.device)
 
 
 class CapturedFunctions:
@@ -423,6 +337,29 @@ class LevelPasses(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.cache.buffers()[0][0].device
+
+
+@dataclass(frozen=True)
+class ModelLevel:
+    """One pass of a draft model over nodes of a draft tree, see `LevelPasses`."""
+
+    run: Any
+    masks: StepMasks = field(compare=False)
+
+    def __call__(
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        layout: StepLayout,
+        states: None,
+        offsets: torch.Tensor,
+        cache: Any,
+        is_text: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        positions = layout.depths[:, -tokens.shape[1] :] + layout.starts + offsets
+        mask = self.masks.of_layout(layout)
+        arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        return self.run(model, arguments, cache).logits, None
 
 
 _functions: weakref.WeakKeyDictionary[nn.Module, CapturedFunctions] = weakref.WeakKeyDictionary()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,10 +13,18 @@ from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
-from hf_specgen.targets.cache import RaggedLayer, move_captured, padded_width
-from hf_specgen.targets.graphs import CapturedFunctions, LevelPasses, NewText, captured_functions, is_captured
+from hf_specgen.targets.cache import RaggedLayer, padded_width
+from hf_specgen.targets.graphs import (
+    CapturedFunctions,
+    LevelPasses,
+    ModelLevel,
+    NewText,
+    captured_functions,
+    is_captured,
+)
 from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, return_cache, takes_positions
-from hf_specgen.targets.masks import StepLayout, StepMasks, fixed_mask
+from hf_specgen.targets.lasting_buffers import move_captured
+from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
 from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
@@ -36,29 +43,6 @@ def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
     with grouped_attention():
         outputs = model(**{**arguments, compat.CACHE: cache, "use_cache": True, "return_dict": True})
     return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
-
-
-@dataclass(frozen=True)
-class ModelLevel:
-    """One pass of a draft model over nodes of a draft tree, see `LevelPasses`."""
-
-    run: Any
-    masks: StepMasks = field(compare=False)
-
-    def __call__(
-        self,
-        model: Any,
-        tokens: torch.Tensor,
-        layout: StepLayout,
-        states: None,
-        offsets: torch.Tensor,
-        cache: Any,
-        is_text: bool = False,
-    ) -> tuple[torch.Tensor, None]:
-        positions = layout.depths[:, -tokens.shape[1] :] + layout.starts + offsets
-        mask = self.masks.of_layout(layout)
-        arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-        return self.run(model, arguments, cache).logits, None
 
 
 class Target:

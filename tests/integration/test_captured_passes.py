@@ -16,7 +16,7 @@ from hf_specgen.evaluation import workloads
 from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets import graphs, target
-from hf_specgen.targets.cache import StepLayer
+from hf_specgen.targets.lasting_buffers import StepLayer
 from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.comparison import plain_output
@@ -344,7 +344,7 @@ def test_captured_head_in_later_calls_uses_the_same_graphs(captures: list[Any]) 
 def test_captured_head_of_a_text_that_outgrows_its_buffers_same_drafts(
     head: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_specgen.targets.graphs.CAPACITY_BLOCK", 8)
+    monkeypatch.setattr("hf_specgen.targets.lasting_buffers.CAPACITY_BLOCK", 8)
     eager = steps(head, prompts(2), TREE, max_new_tokens=40)
     assert steps(head, prompts(2), TREE, max_new_tokens=40, compile="graphs") == eager
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.cli import transformers as transformers_cli
 
-from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates
+from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, __version__
 from hf_specgen.cli import checkpoints
 from hf_specgen.cli import generate as command
 from hf_specgen.depth import LatencyModel
@@ -19,7 +19,6 @@ from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head
 from hf_specgen.heads.checkpoint import Source
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.version import __version__
 from tests.helpers import prompts, tiny_model
 from tests.helpers.cli import run
 from tests.helpers.head_fixtures import FIXTURES

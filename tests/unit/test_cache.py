@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from hf_specgen.targets import cache as module
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
-from hf_specgen.targets.graphs import CAPACITY_BLOCK, GraphBuffers
+from hf_specgen.targets.lasting_buffers import CAPACITY_BLOCK, GraphBuffers
 from tests.helpers import reference
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)
