@@ -107,10 +107,12 @@ def test_records_are_made_by_the_recorded_commands() -> None:
 
 
 RESULTS = ROOT / "benchmarks" / "results"
+STEP_PARTS = ("tokens per step", "step, ms", "target pass, ms", "drafter passes, ms", "rest, ms")
 DOMAINS = ("over plain", "math", "code", "edit", "json", "prose")
 COPIED = [
     ("compilation.md", "| eager |", "large-target", DOMAINS),
-    ("compilation.md", '| `compile="graphs"` |', "large-target-graphs", DOMAINS),
+    ("compilation.md", '| `compile="graphs"` | over', "large-target-graphs", ("over default plain", *DOMAINS[1:])),
+    ("compilation.md", "| milliseconds of a step |", "large-target-graphs", STEP_PARTS),
     ("strategies/draft_model.md", "| draft's tokenizer |", "other-tokenizer", ("tree of 16", "chain of 4")),
     ("strategies/ngram.md", "| answers |", "trace-replay", ("tokens/forward", "over prompt lookup n=2")),
     ("batches.md", "| at a time |", "packed-passes", ("passes over plain", "time over plain")),
@@ -136,7 +138,9 @@ SENTENCES = [
     ("README.md", "at batch 1 (JSON)", "with eight rows", "batches/report.json", "batch"),
     ("README.md", "all sides eager, n-grams", "times plain", "large-target.json", "rows"),
     ("docs/integrations.md", "`benchmarks/README.md`: in `generate`", "for 8 and 16", "rollouts.json", "rows"),
+    ("README.md", "over graphs without drafts", "captures included", "large-target-graphs.json", "rows"),
     ("docs/hardware.md", "lower: eagerly", "with CUDA", "large-target.json", "rows"),
+    ("docs/hardware.md", "graphs over no drafts", "compilation.md", "large-target-graphs.json", "rows"),
     ("docs/hardware.md", "| situation |", "\n\n", "projected/report.json", "projected by domain"),
     ("docs/compilation.md", "`generate` has", "of the speed", "large-target.json", "rows"),
     ("docs/strategies/draft_model.md", "about 1,700 tokens it yields", "without it", "draft-window.json", "rows"),
