@@ -119,9 +119,7 @@ class AutoregressiveSession(NetworkSession):
         self._expanded, first = growth.expanded, self.expanded_nodes_first
         # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
         least = growth.expanded if first or self.wants_q else 0
-        draft, parents = growth.best(
-            max(size.nodes(growth, self.call.target), least), first, with_expanded=self.wants_q
-        )
+        draft, parents = growth.best(max(size.nodes(growth), least), first, with_expanded=self.wants_q)
         if self.wants_q and draft.nodes:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
             draft = draft.replace(q=q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))

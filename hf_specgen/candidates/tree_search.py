@@ -23,7 +23,7 @@ import numpy as np
 from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.growth import Floats, Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency
-from hf_specgen.targets.target import Target
+from hf_specgen.targets.cache import padded_width
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
@@ -53,12 +53,13 @@ class TreeSize:
         children: int = MAX_CHILDREN,
         latency: StepLatency | None = None,
         rows: int = 1,
+        is_padded: bool = False,
     ):
         self.max_nodes, self.children, self._rows = nodes or MAX_NODES, children, rows
         self.min_probability, self.latency, self.is_fastest = 0.0, latency, latency is not None
         if latency is None:
             return
-        self._target, self.min_probability = _target_seconds(latency.target, rows, self.max_nodes)
+        self._target, self.min_probability = _target_seconds(latency.target, rows, self.max_nodes, is_padded)
         self._pass, self._spent = _drafter_seconds(latency.drafter, rows, MAX_CHILDREN if children > 1 else 1)
 
     def plan(self, growth: Growth, k: int) -> tuple[int, int]:
@@ -137,14 +138,13 @@ class TreeSize:
         level, place = divmod(int(np.argmax(expected)), len(reached))
         return 1 + place if expected[level, place] > rates[best] * (1 + MIN_GAIN) else 0
 
-    def nodes(self, growth: Growth, target: Target | None = None) -> int:
+    def nodes(self, growth: Growth) -> int:
         """How many nodes of each row are verified."""
         if not self.is_fastest:
             return self.max_nodes if self.children > 1 else max(1, *growth.limits)
         if self._snapshot is None or self._snapshot.probability.shape[1] < growth.candidates:
             self._snapshot = growth.read()
-        best = self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
-        return best if target is None else target.fitting_nodes(best, self.max_nodes)
+        return self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
         """How many nodes of complete trees are verified.
@@ -164,12 +164,14 @@ class TreeSize:
 
 
 @lru_cache(maxsize=64)
-def _target_seconds(target: CostCurve, rows: int, nodes: int) -> tuple[Floats, float]:
+def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> tuple[Floats, float]:
     """Seconds of the target's pass by the nodes of each row, from 0 on; and the least useful path probability.
 
-    Each node adds its path probability to the tokens of a step, of which there is at least one for each row.
+    Each node adds its path probability to the tokens of a step, of which there is at least one for each row. Where
+    passes are padded, as captured ones, nodes that fill a pass take no time.
     """
-    seconds = np.array([target.seconds_of(rows * (1 + count)) for count in range(nodes + 1)])
+    tokens = [padded_width(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
+    seconds = np.array([target.seconds_of(rows * count) for count in tokens])
     return seconds, max(MIN_GAIN, float((np.diff(seconds) / seconds[1:]).min()))
 
 
@@ -199,7 +201,8 @@ def tree_size(
     step = latency.at(rows, call.context_length)
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
-    return TreeSize(None, MAX_CHILDREN, step, rows)
+    is_padded = call.target is not None and call.target.pads_passes
+    return TreeSize(None, MAX_CHILDREN, step, rows, is_padded)
 
 
 @dataclass
@@ -287,8 +290,6 @@ def draft_rows(
     drafting = 0.0 if passes is None or limit.latency is None else limit.latency.drafter.draft(passes)
     probability = [[scale * value for value in tree.probability] for tree in trees]
     nodes = limit.best_size(probability, drafting) if limit.is_fastest else limits.nodes
-    if limit.is_fastest and call.target is not None:
-        nodes = call.target.fitting_nodes(nodes, limit.max_nodes)
     return draft_of(trees, nodes), trees
 
 

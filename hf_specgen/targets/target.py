@@ -186,15 +186,10 @@ class Target:
         offsets = torch.tensor(self._layout.offsets)[:, None]
         return LevelPasses(graphs, self._mode, self.model, self.cache, level, None, self._masks.visible, offsets, text)
 
-    def fitting_nodes(self, nodes: int, most: int) -> int:
-        """How many nodes, at most `most`, a pass has room for that takes as long as one over so many nodes.
-
-        Captured passes are padded to a few widths.
-        """
-        if not nodes or self._active_graphs is None:
-            return nodes
-        width = padded_width(1 + nodes)
-        return width - 1 if width - 1 <= most else width // 2 - 1
+    @property
+    def pads_passes(self) -> bool:
+        """Whether a pass takes as long as one over `padded_width` tokens."""
+        return self._active_graphs is not None
 
     def after_levels(self, cached: int) -> None:
         """Go on after passes that were made by a captured function; the root and so many nodes are cached."""

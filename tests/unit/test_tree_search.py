@@ -14,6 +14,7 @@ from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_search import SearchLimits, TreeSize, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
+from hf_specgen.targets.cache import padded_width
 from hf_specgen.tree import DraftTree
 from tests.helpers import reference
 
@@ -212,15 +213,19 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
 
 
 @pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
-@pytest.mark.parametrize("drafting", [0.0, 0.5])
-def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(probability: Any, drafting: float) -> None:
-    """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice."""
+@pytest.mark.parametrize(("drafting", "is_padded"), [(0.0, False), (0.5, False), (0.0, True)])
+def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
+    probability: Any, drafting: float, is_padded: bool
+) -> None:
+    """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice; padding."""
     latency = curve(0.05, 0.1).at(1, 100)
     rates = []
     for count in range(max(map(len, probability)) + 1):
         tokens = len(probability) + sum(sum(row[:count]) for row in probability)
-        rates.append(tokens / (latency.target.seconds_of(len(probability) * (1.0 + count)) + drafting))
-    count = TreeSize(None, latency=latency, rows=len(probability)).best_size(probability, drafting)
+        width = padded_width(1 + count) if is_padded else 1 + count
+        rates.append(tokens / (latency.target.seconds_of(float(len(probability) * width)) + drafting))
+    size = TreeSize(None, latency=latency, rows=len(probability), is_padded=is_padded)
+    count = size.best_size(probability, drafting)
     assert count == int(np.argmax(rates))
 
 
