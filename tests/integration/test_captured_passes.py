@@ -15,7 +15,7 @@ from hf_specgen.compat import CACHE
 from hf_specgen.evaluation import workloads
 from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.targets import graphs, target
+from hf_specgen.targets import graphs, lasting_buffers, target
 from hf_specgen.targets.lasting_buffers import StepLayer
 from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
 from tests.helpers.captures import graphs_on_cpu
@@ -200,7 +200,7 @@ def test_auto_without_memory_for_buffers_goes_on_eagerly(captures: list[Any], mo
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(graphs, "_static", full)
+    monkeypatch.setattr(lasting_buffers, "_static", full)
     model = small()
     same_tokens(model, prompts(2), NgramCandidates(k=3), compile="auto")
     assert not captures and caplog.text.count("it runs eagerly") == 1
