@@ -150,7 +150,7 @@ class Candidates(CandidateGenerator, ABC):
 
     Args:
         k: maximum depth of a draft, in tokens; "auto" for `max_k` with the policy `AdaptiveDepth()`.
-        policy: chooses before each step how much of k is used; None for the one that belongs to k.
+        policy: chooses before each step how much of k is used; None for the one that belongs to k and the tree.
         max_k: maximum depth of k="auto".
 
     Raises:
@@ -184,12 +184,17 @@ class Candidates(CandidateGenerator, ABC):
         self.policy = policy or (AdaptiveDepth() if k == "auto" else FixedDepth())
         self.k = max_k if k == "auto" else k
 
-    def _set_tree(self, tree: Tree, k: Depth) -> None:
-        """Check and set the tree size of a strategy that expands trees; left out, it is "auto" if k is."""
+    def _set_tree(self, tree: Tree, k: Depth, policy: Policy | None) -> None:
+        """Check and set the tree size of a strategy that expands trees; left out, it is "auto" if k is.
+
+        Trees of adaptive size need latencies, so that `AdaptiveDepth()` is the policy of both if none was given.
+        """
         if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
             raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
         self.tree = "auto" if tree is None and k == "auto" else tree
         self.adaptive_tree = self.tree == "auto"
+        if self.adaptive_tree:
+            self.policy = policy or AdaptiveDepth()
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone, so that copies and fingerprints of a strategy do not depend on earlier calls."""

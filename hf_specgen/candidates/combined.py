@@ -78,7 +78,7 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
-        self._set_tree(tree, "auto")
+        self._set_tree(tree, "auto", self.policy)
         self.prediction = prediction
         self.uses_prediction = any(strategy.uses_prediction for strategy in strategies)
         if prediction is not None and not self.uses_prediction:

@@ -138,7 +138,7 @@ class HeadCandidates(PretrainedCandidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=self.max_depth)
-        self._set_tree(tree, k)
+        self._set_tree(tree, k, policy)
         self.draft_window = check_window(draft_window)
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
         if not isinstance(head_or_path, (DraftHead, str, Path)):

@@ -110,7 +110,7 @@ class DraftModelCandidates(PretrainedCandidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=MAX_DEPTH)
-        self._set_tree(tree, k)
+        self._set_tree(tree, k, policy)
         if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold!r}")
         if isinstance(model_or_id, os.PathLike):

@@ -58,7 +58,7 @@ class LayerSkipCandidates(PretrainedCandidates):
         policy: Policy | None = None,
     ):
         super().__init__(k, policy, max_k=8)
-        self._set_tree(tree, k)
+        self._set_tree(tree, k, policy)
         if not isinstance(exit_layer, int) or isinstance(exit_layer, bool):
             raise ValueError(f"exit_layer must be a number of layers such as 4, got {exit_layer!r}")
         self.exit_layer = exit_layer

@@ -114,7 +114,7 @@ class NgramCandidates(Candidates):
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
         if not isinstance(history, NgramHistory | None):
             raise TypeError(f"history must be an NgramHistory, such as NgramHistory.load(file), got {history!r}")
-        self._set_tree(tree, k)
+        self._set_tree(tree, k, policy)
         self.min_ngram, self.max_ngram, self.history, self.prediction = min_ngram, max_ngram, history, prediction
 
     def start(self, call: DraftCall) -> DraftSession:

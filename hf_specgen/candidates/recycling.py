@@ -86,7 +86,7 @@ class RecyclingCandidates(Candidates):
 
     def __init__(self, k: Depth = "auto", *, tree: Tree = None, policy: Policy | None = None):
         super().__init__(k, policy, max_k=MAX_DEPTH)
-        self._set_tree(tree, k)
+        self._set_tree(tree, k, policy)
 
     def start(self, call: DraftCall) -> DraftSession:
         if call.model is None:

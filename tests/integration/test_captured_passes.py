@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specgen import DraftModelCandidates, EagleCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen import DraftModelCandidates, EagleCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
 from hf_specgen.candidates import autoregressive, growth
 from hf_specgen.compat import CACHE
 from hf_specgen.evaluation import workloads
@@ -250,10 +250,10 @@ def test_captured_head_same_drafts(shape: Any, batch: int, sampling: str, head: 
     [
         ("EAGLE-3", {"k": 5}, "sampled"),
         ("EAGLE-3", {"k": 6, "tree": 12}, "greedy"),
-        ("EAGLE-3", {"k": 8, "tree": "auto"}, "sampled"),
+        ("EAGLE-3", {"k": 8, "tree": "auto", "policy": FixedDepth()}, "sampled"),
         ("draft model", {"k": 5}, "greedy"),
         ("draft model", {"k": 6, "tree": 12}, "sampled"),
-        ("draft model", {"k": 8, "tree": "auto"}, "greedy"),
+        ("draft model", {"k": 8, "tree": "auto", "policy": FixedDepth()}, "greedy"),
         ("mistral", {"k": 5}, "sampled"),
         ("mistral", {"k": 6, "tree": 12}, "greedy"),
         ("gemma2", {"k": 5}, "greedy"),

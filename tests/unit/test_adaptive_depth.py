@@ -5,12 +5,21 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from torch import nn
 
-from hf_specgen import MedusaCandidates, Policy, Schedule
+from hf_specgen import (
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+    Policy,
+    RecyclingCandidates,
+    Schedule,
+)
 from hf_specgen.call import Memory, memory
 from hf_specgen.counters import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DisableWhen, DraftLatency, LatencyModel, MovingWindow
@@ -242,3 +251,12 @@ def test_memory_setting_of_a_call(remembers: bool) -> None:
     model.generate(**prompts(1), max_new_tokens=16, candidate_generator=candidates, memory=remembers)
     learnt = [key for key in memory._entries[model] if key[0] != "T(q)"]
     assert bool(learnt) == remembers
+
+
+@pytest.mark.parametrize("strategy", [NgramCandidates, RecyclingCandidates, partial(LayerSkipCandidates, 1)])
+def test_policy_left_out_is_that_of_k_and_the_tree(strategy: Any) -> None:
+    """Would catch: trees of adaptive size in every step, which have no latencies to be sized by."""
+    settings = [{}, {"k": 5, "tree": "auto"}, {"tree": 8}, {"k": 5}, {"k": 5, "tree": 8}]
+    adaptive = [isinstance(strategy(**one).policy, AdaptiveDepth) for one in settings]
+    assert adaptive == [True, True, True, False, False]
+    assert strategy(k=5, tree="auto", policy=FixedDepth()).policy == FixedDepth()
