@@ -291,10 +291,11 @@ def compare(
     plain, tokens = output.logits, output.sequences[:, -STEPS:].tolist()
     if not torch.equal(_random_state(input_ids.device), random_state):
         raise DifferenceError(f"in training mode {RANDOM}" if model.training else RANDOM)
+    target = make_target(requirements, model, input_ids, config, {**kwargs, compat.CACHE: copy.deepcopy(given)})
+    drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
-    target = make_target(requirements, model, input_ids, config, {**kwargs, compat.CACHE: copy.deepcopy(given)})
-    pairs = zip(plain, (logits.to(plain[0]) for logits in _decode_drafts(target, tokens)), strict=True)
+    pairs = zip(plain, drafted, strict=True)
     errors = [largest_difference(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
     worst = max(errors)
     if not is_rounding(errors, _precision(model)):

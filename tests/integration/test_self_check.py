@@ -13,6 +13,8 @@ import torch
 
 from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.targets.requirements import TargetRequirements
+from tests.fuzz.__main__ import run_safely
+from tests.fuzz.cases import Case
 from tests.fuzz.models import tiny_model
 from tests.helpers import assert_same_tokens, fresh_model, perturbed_copy, prompts
 from tests.helpers.medusa import random_heads
@@ -83,11 +85,16 @@ def test_autocast_is_rounded_as_half_precision_and_refuses_no_later_call() -> No
 def test_logits_that_are_not_finite_for_a_while_refuse_no_later_call(value: float) -> None:
     """Would catch: a model that is refused for ever because one call had faulty logits."""
     model = llama(initializer_range=0.2).eval()
-    handle = model.lm_head.register_forward_hook(lambda *_: torch.full((2, 1, 99), value))
+    handle = model.lm_head.register_forward_hook(lambda *given: torch.full_like(given[2], value))
     with pytest.raises(RuntimeError, match="probability tensor"):
         model.generate(torch.tensor([[5, 6, 7]] * 2), do_sample=True, candidate_generator=NgramCandidates(k=3))
     handle.remove()
     assert identical(model, NgramCandidates(k=3))
+
+
+def test_layers_that_cannot_be_left_out_are_refused_where_logits_are_not_finite() -> None:
+    """Would catch: an error of the model in place of a refusal, since such logits cannot be compared."""
+    assert run_safely(Case(architecture="hy_v4", strategy="skip_adapter", broken_logits="nan")).status == "refused"
 
 
 def llama(**settings: Any) -> Any:
