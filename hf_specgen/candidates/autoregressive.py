@@ -107,13 +107,14 @@ class AutoregressiveSession(NetworkSession):
             device = logits.device
         last_tokens = [self.call.state.last_token(row) for row in range(len(depths))]
         pending, limits = torch.tensor([last_tokens, depths]).to(device, non_blocking=True)[..., None]
-        growth = Growth(depths, min(size.children, self._vocab), pending, limits)
+        is_captured = levels is not None or self.level_passes() is not None
+        growth = Growth(depths, min(size.children, self._vocab), pending, limits if is_captured else None)
         self._proposals = self._settings(growth.children)
         if levels is not None and not self._grow_first(growth, size, levels, active):
             logits = self.first_scores()[:, None]
         if logits is not None:
             self._add(growth, logits)
-        while (plan := size.plan(growth, self._k))[0]:
+        while (plan := size.plan(growth, self._k if is_captured else max(depths)))[0]:
             self._grow(growth, *plan)
             self.passes += [active * plan[1]] * plan[0]
         self._expanded, first = growth.expanded, self.expanded_nodes_first

@@ -216,8 +216,9 @@ class DraftModelSession(AutoregressiveSession):
     def first_levels(self) -> LevelPasses | None:
         self._runner.prefill()
         self._uncached = self._runner.uncached(self.max_depths)
-        is_short = all(self._runner.drafts) and max(map(len, self._uncached)) <= MAX_CAPTURED
-        return self.level_passes(NewText.of(self._uncached)) if is_short else None
+        if self.level_passes() is None or not all(self._runner.drafts) or max(map(len, self._uncached)) > MAX_CAPTURED:
+            return None
+        return self.level_passes(NewText.of(self._uncached))
 
     def after_text(self, *_: Any) -> None:
         self._runner.after_text(self._uncached)

@@ -93,7 +93,7 @@ class Growth:
     """How many levels `packed` leaves out."""
 
     def __init__(self, depths: Sequence[int], children: int, last_tokens: Tensor, limits: Tensor | None = None):
-        """`limits`, `[rows, 1]`, are the depths as a tensor, if there is one: captured passes may go beyond them."""
+        """`limits`, `[rows, 1]`, are the depths as a tensor: needed if levels may go beyond them, as captured ones."""
         self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
         self.rows = sum(depth > 0 for depth in depths)
         self.levels_per_read = 1 if reads_are_free(last_tokens) else LEVELS_PER_READ
@@ -104,9 +104,9 @@ class Growth:
         # Of the last nodes, `[rows, last nodes, 1 + expanded]`; and of later ones the parents, not yet included.
         self._ancestors: Tensor | None = None
         self._above: list[Tensor | None] = []
-        self._limits: Tensor | None = None
-        if len(set(depths)) > 1 or (limits is not None and self.levels_per_read > 1):
-            self._limits = torch.tensor(self.limits)[:, None].to(last_tokens.device) if limits is None else limits
+        self._limits = limits
+        if limits is None and len(set(depths)) > 1:
+            self._limits = torch.tensor(self.limits, device=last_tokens.device)[:, None]
 
     @property
     def device(self) -> torch.device:
