@@ -94,13 +94,13 @@ def measure_target(
 
 
 def variants(settings: DemoSettings) -> list[Variant]:
-    """Plain `generate`, Transformers' prompt lookup, the default strategy, and those of the bundled drafts."""
+    """Plain `generate`, Transformers' prompt lookup, n-grams, the default strategy, and those of the bundled drafts."""
     drafts = [workloads.EMBEDDED_EAGLE, workloads.EMBEDDED_DRAFT]
     if settings.every:
         drafts += [workloads.EMBEDDED_HEADS, workloads.EMBEDDED_DSPARK, workloads.EMBEDDED_ADAPTER]
-    found = workloads.strategies([str(draft) for draft in drafts], dtype=settings.dtype)
+    n_grams, *found = workloads.strategies([str(draft) for draft in drafts], dtype=settings.dtype)
     return [
         Variant(PLAIN, dict),
         Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}),
-        *(one.variant(compile=False) for one in (Strategy(DEFAULT, '"auto"', AUTO), *found)),
+        *(one.variant(compile=False) for one in (n_grams, Strategy(DEFAULT, '"auto"', AUTO), *found)),
     ]
