@@ -119,7 +119,7 @@ class TreeSize:
         return int(np.argmax(tokens / seconds))
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
-        """How many nodes to expand for the most expected tokens per second; 0 if no further pass is worth its time."""
+        """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them."""
         probability = snapshot.sorted_probability(self.max_nodes).sum(axis=0)
         tokens = self._rows + np.concatenate([[0.0], np.cumsum(probability)])
         rates = tokens / (self._target[: len(tokens)] + self._spent)

@@ -13,7 +13,7 @@ from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 
 CAPACITY_BLOCK = 1024
 """Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 8,192 on
-there are four between a length and its double. Captures take seconds, the attention to unused slots under 1%."""
+there are four between a length and its double. Everything is captured anew for each capacity."""
 MAX_IDLE_BUFFERS = 2
 """Sets of buffers, with their graphs, that are kept for a module although no call uses them."""
 
