@@ -222,7 +222,7 @@ def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     best = next(name for name, speed in over_fastest if speed.value >= TIE and (is_single or not speed.differs))
     if best == PLAIN:
         return PLAIN, "no strategy was clearly faster than plain generate on these prompts"
-    found, rank = speeds[best], "the fastest of what was measured"
+    found, rank = speeds[best], "the fastest of hf_specgen's strategies"
     if best != fastest:
         rank = f"as fast as {fastest} and simpler"
     doubt = "" if found.low > 1 else "; not certain yet, a longer measurement makes the interval smaller"

@@ -178,14 +178,14 @@ def in_rounds(device: str, **rounds: list[float]) -> Comparison:
     ("fastest", "ngram", "draft", "reason"),
     [
         # One of five rounds of the fastest one is disturbed: by the sums of all rounds the other one is faster.
-        ("draft", [0.6] * 5, [0.5, 0.5, 1.5, 0.5, 0.5], "the fastest of what was measured: 2.00x plain"),
-        ("ngram", [0.5, 0.5, 0.5, 1.9, 0.5], [0.6] * 5, "the fastest of what was measured: 2.00x plain"),
+        ("draft", [0.6] * 5, [0.5, 0.5, 1.5, 0.5, 0.5], "the fastest of hf_specgen's strategies: 2.00x plain"),
+        ("ngram", [0.5, 0.5, 0.5, 1.9, 0.5], [0.6] * 5, "the fastest of hf_specgen's strategies: 2.00x plain"),
         # No difference that these rounds show: the simpler one, or plain `generate`.
         ("ngram", [0.51, 0.5, 0.52, 0.5, 0.51], [0.5, 0.5, 0.5, 0.51, 0.5], "as fast as draft and simpler"),
         ("plain", [0.99, 1.02, 0.99, 1.0, 0.99], [1.1] * 5, "no strategy was clearly faster than plain"),
         # A difference of 2% in every round, and one of 6% that is not certain.
-        ("draft", [0.51] * 5, [0.5] * 5, "the fastest of what was measured: 2.00x plain (2.00-2.00)"),
-        ("draft", [0.53, 0.49, 0.54, 0.53, 0.49], [0.5] * 5, "the fastest of what was measured: 2.00x plain"),
+        ("draft", [0.51] * 5, [0.5] * 5, "the fastest of hf_specgen's strategies: 2.00x plain (2.00-2.00)"),
+        ("draft", [0.53, 0.49, 0.54, 0.53, 0.49], [0.5] * 5, "the fastest of hf_specgen's strategies: 2.00x plain"),
     ],
 )
 def test_recommendation_on_a_machine_whose_load_changes(
