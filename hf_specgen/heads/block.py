@@ -147,15 +147,14 @@ def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
 
 def block_options(file: HeadFile) -> dict[str, Any]:
     """The fields of `BlockConfig` in every format; without the first proposing position if the file leaves it open."""
-    layer, fields = file.layer(), file.fields
-    options, target_layers = file.common(layer), fields.optional_integer("num_target_layers", 1)
+    fields, options = file.fields, file.common()
+    target_layers = fields.optional_integer("num_target_layers", 1)
     if options["aux_hidden_state_layers"] is None and target_layers is not None:
         options["aux_hidden_state_layers"] = block_layers(target_layers, file.num_layers)
     for name, proposes in ANCHOR_FLAGS.items():
         if fields.get(name) is not None:
             options.setdefault("first_proposing_position", 0 if fields.flag(name) == proposes else 1)
     return options | {
-        "layer": layer,
         "mask_token_id": file.mask_token(),
         "block_size": fields.integer("block_size", 2),
         "attention": _attention(file),

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,8 +37,6 @@ DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.t
 """Files of a repository that are downloaded: configs, tensors and tokenizers; no code."""
 REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """Form of a repository id: "name" or "owner/name"."""
-Names = dict[str, str]
-"""Names of a head's own tensors, each with the name in the file."""
 
 
 def first_line(error: BaseException) -> str:
@@ -190,8 +188,8 @@ class Fields:
         return bool(self._of_type(name, bool | None, "true or false"))
 
     def text(self, name: str) -> str:
-        """A string."""
-        return cast(str, self._of_type(name, str, "a string"))
+        """A string; empty if it is missing."""
+        return self._of_type(name, str | None, "a string") or ""
 
     def nested(self, name: str) -> Fields:
         """The object in a field; empty if it is missing."""
@@ -210,33 +208,36 @@ def _short(value: Any) -> str:
 
 
 class TensorInfo(NamedTuple):
-    """A tensor in a file that is read when it is needed."""
+    """A tensor that is read when it is needed, and its name in the file."""
 
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
     read: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, file: Path) -> TensorInfo:
+    def of(cls, name: str, tensor: torch.Tensor, file: Path) -> TensorInfo:
         """A tensor that is in memory already."""
-        return cls(tuple(tensor.shape), tensor.dtype, file, tensor.clone)
+        return cls(name, tuple(tensor.shape), tensor.dtype, file, tensor.clone)
 
 
 def tensor_infos(path: Path) -> dict[str, TensorInfo]:
     """The tensors in a safetensors or pickled file, by name; their memory is bounded by the size of the file."""
     infos: dict[str, TensorInfo] = {}
-    with _read_errors(path):
+    try:
         if path.suffix != ".safetensors":
-            return {name: TensorInfo.of(tensor, path) for name, tensor in _unpickled(path).items()}
+            return {name: TensorInfo.of(name, tensor, path) for name, tensor in _unpickled(path).items()}
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 view = file.get_slice(name)
                 if shape := tuple(view.get_shape()):
                     read = lambda view=view: view[:].clone()  # noqa: E731  (a view would keep the whole file mapped)
-                    infos[name] = TensorInfo(shape, view[:0].dtype, path, read)
+                    infos[name] = TensorInfo(name, shape, view[:0].dtype, path, read)
                 else:
-                    infos[name] = TensorInfo.of(file.get_tensor(name), path)
+                    infos[name] = TensorInfo.of(name, file.get_tensor(name), path)
+    except Exception as error:  # unpickling a damaged file may raise anything
+        raise ValueError(f"{path} cannot be read as tensors ({first_line(error)}); download it again") from None
     return infos
 
 
@@ -261,15 +262,6 @@ def named_errors(source: object) -> Iterator[None]:
         raise ValueError(f"{source}: {error}") from None
 
 
-@contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
-    """Turns whatever a damaged file raises into one `ValueError` that names it."""
-    try:
-        yield
-    except Exception as error:  # unpickling a damaged file may raise anything
-        raise ValueError(f"{path} cannot be read as tensors ({first_line(error)}); download it again") from None
-
-
 def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     """The tensors in a pickled file, by name, as views of the memory-mapped file if it is a zip archive."""
     size, zipped = path.stat().st_size, zipfile.is_zipfile(path)
@@ -286,41 +278,27 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     return cast("dict[str, torch.Tensor]", {str(name): tensor for name, tensor in tensors.items()})
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A config and the tensors beside it."""
 
     source: Source
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
-    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read some of the tensors into memory."""
-        return {name: self.tensors[name].read() for name in names}
-
 
 def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name: True) -> Checkpoint:
     """Read a checkpoint's config and the headers of those tensor files that hold any of the wanted tensors."""
-    single = next((name for name in MEDUSA_FILES if source.file(name) is not None), None)
-    if single is None:
-        remedy = ", so it is not a checkpoint; name a folder or Hub id that holds one"
-        path: Path | None = source.required_file(CONFIG, remedy)
-    else:
-        path = source.file(CONFIG)
+    files = ((name, source.file(name)) for name in (*MEDUSA_FILES, INDEX, SINGLE, PICKLED))
+    file, index = next((pair for pair in files if pair[1] is not None), (None, None))
+    remedy = ", so it is not a checkpoint; name a folder or Hub id that holds one"
+    path = source.file(CONFIG) if file in MEDUSA_FILES else source.required_file(CONFIG, remedy)
     config = {} if path is None else read_json(path)
     if not isinstance(config.get("model_type"), str | None):
         raise ValueError(f"{path}: model_type must be a string, got {_short(config['model_type'])}; download it again")
-    return Checkpoint(source, config, _tensors(source, single, wanted))
-
-
-def _tensors(source: Source, single: str | None, wanted: Callable[[str], bool]) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint that are of interest, from a single file if it is known; empty if it has no file."""
-    index = source.file(INDEX) if single is None else None
-    if index is None:
-        names = [single] if single else [name for name in (SINGLE, PICKLED) if source.file(name) is not None][:1]
-    else:
-        files = Fields(read_json(index)).nested("weight_map").values
-        names = sorted({str(file) for name, file in files.items() if wanted(name)})
+    names = [] if file is None else [file]
+    if index is not None and file == INDEX:
+        weight_map = Fields(read_json(index)).nested("weight_map").values
+        names = sorted({str(file) for name, file in weight_map.items() if wanted(name)})
     infos: dict[str, TensorInfo] = {}
     for name in names:
         if Path(name).name != name:
@@ -329,7 +307,7 @@ def _tensors(source: Source, single: str | None, wanted: Callable[[str], bool]) 
         if path is None:
             raise ValueError(f"{source}: the file {name[:120]} is missing; download it again")
         infos |= tensor_infos(path)
-    return {name: info for name, info in infos.items() if wanted(name)}
+    return Checkpoint(source, config, {name: info for name, info in infos.items() if wanted(name)})
 
 
 def write_checkpoint(

@@ -130,7 +130,7 @@ def load_dspark(file: HeadFile) -> DSparkHead:
     config = DSparkConfig(
         **options,
         markov_rank=rank,
-        markov_head_type=fields.text("markov_head_type") if fields.get("markov_head_type") else "vanilla",
+        markov_head_type=fields.text("markov_head_type") or "vanilla",
         enable_confidence_head=confidence > 0,
         confidence_head_with_markov=not rank or confidence != options["hidden_size"],
     )

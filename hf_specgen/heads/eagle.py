@@ -162,30 +162,28 @@ def eagle_layers(num_layers: int) -> tuple[int, ...]:
 
 def load_eagle1(file: HeadFile) -> Eagle1Head:
     """An EAGLE-1, EAGLE-2 or HASS head: a Llama config, and a layer without the first norm."""
-    layer = file.layer()
-    if layer.is_gemma:
+    options = file.common(projects=False)
+    if options["layer"].is_gemma:
         raise ValueError("EAGLE-1 heads with layers of Gemma 4 are not supported; load an EAGLE-3 head")
-    common, bias = file.common(layer, projects=False), "fc.bias" in file.names
-    return file.build(Eagle1Head, EagleConfig(layer=layer, num_layers=file.num_layers, projection_bias=bias, **common))
+    config = EagleConfig(**options, num_layers=file.num_layers, projection_bias=file.has("fc.bias"))
+    return file.build(Eagle1Head, config)
 
 
 def load_eagle3(file: HeadFile) -> Eagle3Head:
     """An EAGLE-3 or P-EAGLE head: a Llama or Qwen3 config, flat or in the format of speculators."""
-    fields, names = file.fields, file.names
+    fields = file.fields
     if not file.is_nested and fields.get("norm_output") is False:
         raise ValueError("a head without a norm before its output matrix (norm_output: false) is not supported")
-    layer = file.layer()
     projects = fields.nested("eagle_config").get("use_aux_hidden_state") is not False
     config = EagleConfig(
-        layer=layer,
+        **file.common(projects),
         num_layers=file.num_layers,
-        **file.common(layer, projects),
         projects_features=projects,
-        projection_bias="fc.bias" in names,
+        projection_bias=file.has("fc.bias"),
         norm_before_residual=fields.flag("norm_before_residual"),
-        norm_before_fc=fields.flag("norm_before_fc") or "input_norm.weight" in names,
-        fc_norm=fields.flag("fc_norm") or "fc_norm.0.weight" in names,
+        norm_before_fc=fields.flag("norm_before_fc") or file.has("input_norm.weight"),
+        fc_norm=fields.flag("fc_norm") or file.has("fc_norm.0.weight"),
         norm_output=file.is_nested and fields.flag("norm_output"),
-        mask_token_id=file.mask_token() if "mask_hidden" in names or fields.get("mask_token_id") else None,
+        mask_token_id=file.mask_token() if file.has("mask_hidden") or fields.get("mask_token_id") else None,
     )
     return file.build(Eagle3Head, config)

@@ -20,8 +20,7 @@ from transformers import Gemma4TextConfig, PretrainedConfig
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import Fields, first_line
-from hf_specgen.heads.head_file import HeadFile
-from hf_specgen.heads.layers import count_layers
+from hf_specgen.heads.head_file import HeadFile, count_layers
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
 
@@ -138,10 +137,10 @@ def source_layers(target_config: PretrainedConfig) -> dict[str, int]:
 
 def load_assistant(file: HeadFile) -> AssistantHead:
     """A Gemma 4 assistant, with or without centroids. A copy of the embeddings in the file is not read."""
-    file.names = {RENAMED.get(name, name): name for name in file.tensors if name != "lm_head.weight"}
+    file.tensors = {RENAMED.get(name, name): info for name, info in file.tensors.items() if name != "lm_head.weight"}
     fields = file.fields
     text, ordered = fields.nested("text_config"), fields.flag("use_ordered_embeddings")
-    count_layers(text, [name.removeprefix("model.") for name in file.names])
+    count_layers(text, [name.removeprefix("model.") for name in file.tensors])
     hidden, vocab = fields.integer("backbone_hidden_size"), text.integer("vocab_size")
     config = AssistantConfig(
         hidden_size=hidden,

@@ -6,32 +6,42 @@ A format is one function that reads a `HeadFile`, and an entry in the table of `
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from hf_specgen.heads.base import DraftHead, HeadConfig
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, Names, TensorInfo, first_line
-from hf_specgen.heads.layers import LayerConfig, count_layers, layer_fields, read_layer
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo, first_line
+from hf_specgen.heads.layers import LayerConfig
 
-IGNORED = re.compile(r"^(d2t|t2d|verifier_(norm|lm_head)\.weight|.*\.inv_freq)$")
-"""Read separately, derived from another tensor, or belonging to the target."""
-LAYER_FIELDS: tuple[tuple[tuple[str, ...], int], ...] = (
-    (("eagle_aux_hidden_state_layer_ids",), 0),  # speculators, vLLM (eagle3, peagle)
-    (("eagle_config", "eagle_aux_hidden_state_layer_ids"), 1),  # SGLang, SpecForge, ModelOpt
-    (("aux_hidden_state_layer_ids",), 0),  # speculators (dflash)
-    (("dflash_config", "target_layer_ids"), 1),  # z-lab DFlash, JetSpec
-    (("target_layer_ids",), 1),  # DeepSpec
-)
+GEMMA = ("gemma4_text", "gemma4_unified_text")
+MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    **dict.fromkeys(GEMMA, Gemma4TextConfig),
+}
+LAYER_NAME = re.compile(r"^layers\.(\d{1,6})\.")
+LAYER_FIELDS = {
+    "eagle_aux_hidden_state_layer_ids": 0,  # speculators, vLLM (eagle3, peagle)
+    "eagle_config.eagle_aux_hidden_state_layer_ids": 1,  # SGLang, SpecForge, ModelOpt
+    "aux_hidden_state_layer_ids": 0,  # speculators (dflash)
+    "dflash_config.target_layer_ids": 1,  # z-lab DFlash, JetSpec
+    "target_layer_ids": 1,  # DeepSpec
+}
 """Fields of config.json that name layers of the target, and what to add to their numbers.
 
 Transformers counts `hidden_states`: index 0 is the embedding, index i the output of layer i - 1, and the last index the
 state after the final norm. A wrong index never changes the generated text, but fewer draft tokens are accepted.
 """
+IGNORED = re.compile(r"^(verifier_(norm|lm_head)\.weight|.*\.inv_freq)$")
+"""Tensors that are derived from others, or belong to the target."""
+TOKEN_MAPS = {"d2t", "t2d", "token_map"}
+"""Tensors that describe the draft vocabulary."""
 RENAMED = (
     (re.compile(r"^midlayer\."), "layers.0."),  # EAGLE-3
     (re.compile(r"^logit_head\."), ""),  # early block heads of SpecForge
@@ -53,6 +63,7 @@ class HeadFile:
 
     Attributes:
         fields: the config, with the fields in its `dflash_config`.
+        tensors: by their names in our modules; loaders rename them, and add others.
         kind: its type in the format of speculators; None in every other one.
         is_nested: whether it describes the layers in a config of their own, as speculators does.
     """
@@ -63,71 +74,101 @@ class HeadFile:
         self.fields = Fields(checkpoint.config | {name: value for name, value in of_block.items() if value is not None})
         self.kind = speculators_type(checkpoint)
         self.is_nested = "transformer_layer_config" in checkpoint.config
-
-    @cached_property
-    def names(self) -> Names:
-        """The tensors by the names in our modules, each with its name in the file."""
-        names = {name: name for name in self.tensors if not IGNORED.match(name)}
-        for pattern, ours in RENAMED:
-            names = {pattern.sub(ours, name): theirs for name, theirs in names.items()}
-        return names
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Shapes and dtypes of all tensors of the file."""
-        return self.checkpoint.tensors
+        self.tensors = {_our_name(name): info for name, info in checkpoint.tensors.items() if not IGNORED.match(name)}
 
     def has(self, *names: str) -> bool:
         """Whether there are tensors of these names in our modules."""
-        return self.names.keys() >= set(names)
+        return self.tensors.keys() >= set(names)
 
     def matrix(self, name: str) -> tuple[int, ...]:
         """The shape of a matrix, by its name in our modules; raises `ValueError` if there is none."""
-        if name not in self.names:
+        if name not in self.tensors:
             raise ValueError(f"the tensor {name} is missing")
-        shape = self.tensors[self.names[name]].shape
+        shape = self.tensors[name].shape
         if len(shape) != 2 or 0 in shape:
-            raise ValueError(f"tensor {self.names[name]} must be a matrix, but has shape {shape}")
+            raise ValueError(f"tensor {self.tensors[name].name} must be a matrix, but has shape {shape}")
         return shape
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add tensors that are not in the file, by their names in our modules."""
+        folder = Path(str(self.checkpoint.source))
+        self.tensors |= {name: TensorInfo.of(name, tensor, folder) for name, tensor in tensors.items()}
 
     @cached_property
     def of_layers(self) -> Fields:
-        """The config of the layers, with the defaults of their model type."""
-        nested = self.fields.nested("transformer_layer_config").values
-        return layer_fields(nested if self.is_nested else self.checkpoint.config)
+        """The config of the layers, with the defaults of their model type, which files may leave out."""
+        values = self.fields.nested("transformer_layer_config").values if self.is_nested else self.checkpoint.config
+        model_type = values.get("model_type") or "llama"
+        if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+            raise ValueError(
+                f"draft layers of model_type {str(model_type)[:60]!r} are not supported, only {', '.join(MODEL_TYPES)}"
+            )
+        fields = Fields(values, MODEL_TYPES[model_type]().to_dict())
+        return _gemma_fields(fields) if model_type in GEMMA else fields
 
     @cached_property
     def num_layers(self) -> int:
         """The number of layers."""
-        return count_layers(self.of_layers, self.names)
+        return count_layers(self.of_layers, self.tensors)
 
     def layer(self) -> LayerConfig:
-        """The configuration of the layers."""
-        queries, keys = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
-        return read_layer(self.of_layers, self.names, queries, keys)
+        """The configuration of the layers.
 
-    def common(self, layer: LayerConfig, projects: bool = True) -> dict[str, Any]:
-        """The fields of `HeadConfig`; `projects` says whether a linear layer reads the target's states."""
-        fields, hidden = self.fields, layer.hidden_size
+        The tensors say which biases there are: programs do not agree on what `attention_bias` stands for.
+        """
+        fields, has = self.of_layers, lambda name: self.has(f"layers.0.{name}")
+        query_rows, key_rows = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
+        sizes = ("num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
+        options: dict[str, Any] = {name: fields.integer(name) for name in sizes}
+        heads, configured = options["num_attention_heads"], Fields(fields.values)
+        head_dim = query_rows // heads
+        if query_rows != options["hidden_size"]:  # else EAGLE ignores the configured size, and divides the hidden size
+            head_dim = configured.optional_integer("head_dim") or head_dim
+        if heads * head_dim != query_rows:
+            rows = f"there are {query_rows} rows"
+            raise ValueError(f"config.json has {heads} attention heads of size {head_dim}, but {rows}")
+        is_gemma = fields.values.get("model_type") in GEMMA
+        return LayerConfig(
+            **options,
+            num_key_value_heads=configured.optional_integer("num_key_value_heads", 1) or key_rows // head_dim,
+            head_dim=head_dim,
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            hidden_act=fields.text("hidden_act"),
+            qkv_bias=has("self_attn.q_proj.bias"),
+            output_bias=has("self_attn.o_proj.bias"),
+            mlp_bias=has("mlp.gate_proj.bias"),
+            qk_norm=fields.values.get("model_type") == "qwen3" or has("self_attn.q_norm.weight"),
+            is_gemma=is_gemma,
+            values_are_keys=is_gemma and fields.flag("attention_k_eq_v"),
+            rope_parameters=_rope(configured),
+        )
+
+    def common(self, projects: bool = True) -> dict[str, Any]:
+        """The configuration of the layers and the fields of `HeadConfig`.
+
+        `projects` says whether a linear layer reads the target's states.
+        """
+        fields, layer = self.fields, self.layer()
+        hidden, vocab = layer.hidden_size, self.of_layers.integer("vocab_size")
         target_hidden = fields.optional_integer("target_hidden_size", 1) or hidden
-        vocab, draft_vocab = self.of_layers.integer("vocab_size"), fields.optional_integer("draft_vocab_size", 1)
+        draft_vocab = fields.optional_integer("draft_vocab_size", 1)
         if draft_vocab is None:
-            draft_vocab = self.tensors["d2t"].shape[0] if "d2t" in self.tensors and self.tensors["d2t"].shape else vocab
-        verifier = fields.nested("speculators_config").nested("verifier")
-        scales = layer.is_gemma and "embed_tokens.weight" in self.tensors
+            draft_vocab = (*self.tensors["d2t"].shape, vocab)[0] if self.has("d2t") else vocab
+        scales = layer.is_gemma and self.has("embed_tokens.weight")
         caps = layer.is_gemma and self.of_layers.get("final_logit_softcapping") is not None
         return {
+            "layer": layer,
             "hidden_size": hidden,
             "vocab_size": vocab,
             "draft_vocab_size": draft_vocab,
             "target_hidden_size": target_hidden,
             "num_aux_hidden_states": max(1, self.matrix("fc.weight")[1] // target_hidden) if projects else 1,
             "aux_hidden_state_layers": configured_layers(self.checkpoint.config),
-            "own_embeddings": "embed_tokens.weight" in self.tensors,
-            "own_lm_head": "lm_head.weight" in self.tensors,
+            "own_embeddings": self.has("embed_tokens.weight"),
+            "own_lm_head": self.has("lm_head.weight"),
             "speculative_tokens": self.speculative_tokens(),
             "trained_length": fields.optional_integer("trained_length", 1),
-            "base_model": verifier.text("name_or_path") if verifier.get("name_or_path") else None,
+            "base_model": fields.nested("speculators_config").nested("verifier").text("name_or_path") or None,
             "input_embedding_scale": hidden**0.5 if scales else 1.0,
             "final_logit_softcapping": self.of_layers.number("final_logit_softcapping") if caps else None,
         }
@@ -146,12 +187,6 @@ class HeadFile:
                 return self.fields.integer(name, 0)
         raise ValueError(f"the head predicts positions in parallel, but config.json has no {MASK_TOKEN_FIELDS[0]}")
 
-    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add tensors of another file, by their names in our modules."""
-        added = {name: TensorInfo.of(tensor, Path(str(self.checkpoint.source))) for name, tensor in tensors.items()}
-        self.checkpoint = replace(self.checkpoint, tensors={**self.tensors, **added})
-        self.names |= {name: name for name in added}
-
     def build(self, head_class: Callable[[Any], Head], config: HeadConfig) -> Head:
         """The head with its tensors, each of which is read when its name, shape and dtype are known to be right."""
         try:
@@ -165,14 +200,14 @@ class HeadFile:
         if membership is not None and membership.shape != (config.vocab_size,):
             raise ValueError(f"t2d has shape {membership.shape}, but config.json has vocab_size {config.vocab_size}")
         ids = None if head.draft_to_target is None else self._draft_to_target(config)
-        files = {name: self.tensors[self.names[name]] for name in expected}
-        dtype = self._dtype or next((one.dtype for one in files.values() if one.dtype.is_floating_point), torch.float32)
+        dtypes = (self.tensors[name].dtype for name in expected)
+        dtype = self._dtype or next((one for one in dtypes if one.is_floating_point), torch.float32)
         state = {} if ids is None else {"draft_to_target": ids}
         for name, tensor in expected.items():
-            info = files[name]
+            info = self.tensors[name]
             is_whole = ids is not None and len(tensor) == len(ids) and info.shape[:1] == (config.vocab_size,)
             shape = (*tensor.shape[:1], *info.shape[1:]) if is_whole else info.shape
-            check_tensor(self.names[name], shape, info.dtype, tensor)
+            check_tensor(info.name, shape, info.dtype, tensor)
             found = info.read()[ids] if is_whole else info.read()
             state[name] = found.to(dtype if tensor.is_floating_point() else tensor.dtype).reshape(tensor.shape)
         head.load_state_dict(state, assign=True)
@@ -180,7 +215,7 @@ class HeadFile:
 
     def _check_names(self, expected: Set[str]) -> None:
         """Raise unless the file has these tensors, and no others."""
-        missing, unknown = sorted(expected - self.names.keys()), sorted(self.names.keys() - expected - {"token_map"})
+        missing, unknown = sorted(expected - self.tensors.keys()), sorted(self.tensors.keys() - expected - TOKEN_MAPS)
         quantised = missing and self.fields.nested("quantization_config").get("quant_method")
         if quantised:  # some configs have that of the target, though the head is not quantised
             raise ValueError(
@@ -189,7 +224,7 @@ class HeadFile:
         if missing:
             raise ValueError(f"{len(missing)} tensors are missing, such as {', '.join(missing[:3])}; download it again")
         if unknown:
-            names = ", ".join(self.names[name] for name in unknown[:3])
+            names = ", ".join(self.tensors[name].name for name in unknown[:3])
             raise ValueError(
                 f"a head with this config.json has no tensors such as {names} ({len(unknown)} in all); it is of a "
                 "variant that is not supported"
@@ -197,20 +232,62 @@ class HeadFile:
 
     def _draft_to_target(self, config: HeadConfig) -> torch.Tensor:
         """The target's id of each draft id: vLLM's `token_map`, or from the differences of both in `d2t`."""
-        name = "token_map" if "token_map" in self.tensors else "d2t"
+        name = "token_map" if self.has("token_map") else "d2t"
         info, size = self.tensors.get(name), config.draft_vocab_size
         if info is None or info.shape != (size,) or info.dtype not in (torch.int64, torch.int32):
             description = "none" if info is None else f"one of shape {info.shape} and dtype {info.dtype}"
             raise ValueError(
                 f"a draft vocabulary of {size} tokens needs an integer tensor {name} of that size, found {description}"
             )
-        ids = self.checkpoint.read([name])[name].long()
+        ids = info.read().long()
         ids = ids + torch.arange(size) if name == "d2t" else ids
         if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
             raise ValueError(
                 f"{name} maps draft tokens to ids outside of the target's vocabulary of {config.vocab_size}"
             )
         return ids
+
+
+def _our_name(name: str) -> str:
+    """The name in our modules of a tensor in a file."""
+    for pattern, ours in RENAMED:
+        name = pattern.sub(ours, name)
+    return name
+
+
+def _gemma_fields(fields: Fields) -> Fields:
+    """The config of Gemma 4's full-attention layers under the names of Llama's."""
+    if set(fields.values.get("layer_types") or ()) != {"full_attention"}:
+        raise ValueError("draft layers of Gemma 4 have to be of type full_attention, all of them")
+    values = {**fields.values, "head_dim": fields.get("global_head_dim"), "hidden_act": fields.get("hidden_activation")}
+    if fields.flag("attention_k_eq_v"):
+        values["num_key_value_heads"] = fields.get("num_global_key_value_heads")
+    values["rope_parameters"] = fields.nested("rope_parameters").values.get("full_attention")
+    return Fields(values, fields.defaults)
+
+
+def _rope(config: Fields) -> dict[str, Any]:
+    """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; by default base 10,000, as EAGLE has."""
+    rope = {**config.nested("rope_scaling").values, **config.nested("rope_parameters").values}
+    rope_type = rope.pop("type", None)
+    rope_type = rope.get("rope_type") or rope_type or "default"
+    # The axes of "mrope" agree wherever there is only text.
+    rope["rope_type"] = "default" if rope_type == "mrope" else rope_type
+    rope["rope_theta"] = Fields({**config.values, **rope}, {"rope_theta": 10000.0}).number("rope_theta")
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0 and rope_type != "proportional":
+        raise ValueError(f"partial_rotary_factor {part!r:.40} with rope_type {rope_type!r:.60} is unknown")
+    return {name: value for name, value in rope.items() if value is not None}
+
+
+def count_layers(fields: Fields, names: Iterable[str]) -> int:
+    """The number of layers among the tensors, which the config has to confirm."""
+    numbers = {int(match[1]) for name in names if (match := LAYER_NAME.match(name))}
+    if not numbers or numbers != set(range(len(numbers))):
+        raise ValueError(f"the tensors have no complete sequence of layers, only numbers {sorted(numbers)[:8]}")
+    configured = fields.optional_integer("num_hidden_layers") if "num_hidden_layers" in fields.values else None
+    if configured not in (None, len(numbers)):
+        raise ValueError(f"config.json has {configured} layers, but the tensors have {len(numbers)}")
+    return len(numbers)
 
 
 def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: torch.Tensor) -> None:
@@ -226,13 +303,12 @@ def check_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, expected
 def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The `hidden_states` indices that a head's config.json names, or None if it leaves them to the default."""
     layers: dict[str, tuple[int, ...]] = {}
-    for path, offset in LAYER_FIELDS:
+    for name, offset in LAYER_FIELDS.items():
         ids: Any = config
-        for key in path:
+        for key in name.split("."):
             ids = ids.get(key) if isinstance(ids, Mapping) else None
         if ids is None:
             continue
-        name = ".".join(path)
         # Where ids count outputs of layers, -1 is the embedding.
         if not isinstance(ids, list) or not ids or not all(type(entry) is int and entry >= -offset for entry in ids):
             raise ValueError(f"{name} must be a list of layer numbers, got {str(ids)[:80]!r}")

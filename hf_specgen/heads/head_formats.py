@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -58,43 +57,29 @@ class Format(NamedTuple):
     """A format of checkpoints.
 
     Args:
-        name: as in messages; a type of speculators is recognised by it.
+        name: as in messages.
         strategy: the class of `hf_specgen.candidates` that drafts with it.
         load: reads the head; None for a format that is read together with its target.
         recognises: whether a checkpoint that is not of speculators is of this format.
+        kind: the type that speculators calls it.
     """
 
     name: str
     strategy: str
     load: Callable[[HeadFile], DraftHead] | None
-    recognises: Callable[[HeadFile], bool] = lambda file: False
+    recognises: Callable[[HeadFile], bool]
+    kind: str = ""
 
 
 FORMATS = (
     Format("Medusa heads", "MedusaCandidates", load_medusa, is_medusa),
-    Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint)),
-    Format("speculators mtp", "MTPCandidates", None),
-    Format("speculators eagle3", "EagleCandidates", load_eagle3),
-    Format("speculators peagle", "PEagleCandidates", load_eagle3),
-    Format("P-EAGLE", "PEagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES, "mask_hidden")),
-    Format(
-        "EAGLE-3 (original, SpecForge, ModelOpt, DeepSpec)",
-        "EagleCandidates",
-        load_eagle3,
-        lambda file: file.has(NORM_OF_STATES),
-    ),
-    Format("speculators dspark", "DFlashCandidates", load_dspark),
-    Format(
-        "DSpark (DeepSpec, SpecForge, ModelOpt)",
-        "DFlashCandidates",
-        load_dspark,
-        lambda file: block_type(file) == "dspark",
-    ),
-    Format("speculators dflash2", "DFlashCandidates", load_dflash2),
-    Format("DFlash2", "DFlashCandidates", load_dflash2, lambda file: block_type(file) == "dflash2"),
+    Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint), "mtp"),
+    Format("P-EAGLE", "PEagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES, "mask_hidden"), "peagle"),
+    Format("EAGLE-3", "EagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES), "eagle3"),
+    Format("DSpark", "DFlashCandidates", load_dspark, lambda file: block_type(file) == "dspark", "dspark"),
+    Format("DFlash2", "DFlashCandidates", load_dflash2, lambda file: block_type(file) == "dflash2", "dflash2"),
     Format("Domino", "DFlashCandidates", load_domino, lambda file: block_type(file) == "domino"),
-    Format("speculators dflash", "DFlashCandidates", load_block),
-    Format("DFlash, JetSpec", "DFlashCandidates", load_block, lambda file: block_type(file) is not None),
+    Format("DFlash, JetSpec", "DFlashCandidates", load_block, lambda file: block_type(file) is not None, "dflash"),
     Format(
         "EAGLE-1, EAGLE-2, HASS",
         "EagleCandidates",
@@ -161,12 +146,12 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
             read = {name.removeprefix(prefix): tensors[name].read() for name in parts}
             weight = reader(checkpoint, config, module, read)
             tensors = {name: info for name, info in tensors.items() if name not in parts}
-            tensors[f"{module}.weight"] = TensorInfo.of(weight, file)
+            tensors[f"{module}.weight"] = TensorInfo.of(f"{module}.weight", weight, file)
     except ImportError:
         raise ValueError(f"the head is quantised; install {method} to read it") from None
     except Exception as error:  # whatever the library raises for what it cannot work with
         raise ValueError(f"the quantised head cannot be read ({first_line(error)})") from None
-    return replace(checkpoint, tensors=tensors)
+    return checkpoint._replace(tensors=tensors)
 
 
 def _compressed_tensors(
@@ -217,9 +202,9 @@ QUANTISED: Mapping[str, tuple[str, WeightReader]] = {
 def head_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint, by its config and the names of its tensors."""
     plain = {PACKED.sub(".weight", name): info for name, info in checkpoint.tensors.items()}
-    file = HeadFile(replace(checkpoint, tensors=plain))
+    file = HeadFile(checkpoint._replace(tensors=plain))
     for candidate in FORMATS:
-        if candidate.recognises(file) if file.kind is None else candidate.name == f"speculators {file.kind}":
+        if candidate.recognises(file) if file.kind is None else candidate.kind == file.kind:
             return candidate
     if not checkpoint.tensors:
         raise ValueError(f"it has no tensors: none of {INDEX}, {SINGLE} and {PICKLED} is there")

@@ -1,31 +1,21 @@
-"""The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP; and its configuration.
+"""The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP.
 
 These are the layers of Llama, Qwen3 and Gemma 4, with the options that draft checkpoints use.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
-from hf_specgen.heads.checkpoint import Fields, first_line
+from hf_specgen.heads.checkpoint import first_line
 
-GEMMA = ("gemma4_text", "gemma4_unified_text")
-MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    **dict.fromkeys(GEMMA, Gemma4TextConfig),
-}
-LAYER_NAME = re.compile(r"^layers\.(\d{1,6})\.")
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of the positions of one pass, each `[batch, length, head_dim]`."""
 
@@ -142,81 +132,3 @@ class DecoderLayer(nn.Module):
         hidden = hidden + self.post_attention_layernorm(attended)
         fed_forward = self.mlp(self.pre_feedforward_layernorm(hidden))
         return (hidden + self.post_feedforward_layernorm(fed_forward)) * self.layer_scalar
-
-
-def layer_fields(values: Mapping[str, Any]) -> Fields:
-    """A config of Transformers' kind, with the defaults of its model type: files may leave out what equals them."""
-    model_type = values.get("model_type") or "llama"
-    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"draft layers of model_type {str(model_type)[:60]!r} are not supported, only {', '.join(MODEL_TYPES)}"
-        )
-    fields = Fields(values, MODEL_TYPES[model_type]().to_dict())
-    return _gemma_fields(fields) if model_type in GEMMA else fields
-
-
-def _gemma_fields(fields: Fields) -> Fields:
-    """The config of Gemma 4's full-attention layers under the names of Llama's."""
-    if set(fields.values.get("layer_types") or ()) != {"full_attention"}:
-        raise ValueError("draft layers of Gemma 4 have to be of type full_attention, all of them")
-    values = {**fields.values, "head_dim": fields.get("global_head_dim"), "hidden_act": fields.get("hidden_activation")}
-    if fields.flag("attention_k_eq_v"):
-        values["num_key_value_heads"] = fields.get("num_global_key_value_heads")
-    values["rope_parameters"] = fields.nested("rope_parameters").values.get("full_attention")
-    return Fields(values, fields.defaults)
-
-
-def read_layer(fields: Fields, names: Collection[str], query_rows: int, key_rows: int) -> LayerConfig:
-    """The configuration of decoder layers, whose projections have so many rows of queries and of keys.
-
-    The tensors say which biases there are: programs do not agree on what `attention_bias` stands for.
-    """
-    heads, hidden, given = fields.integer("num_attention_heads"), fields.integer("hidden_size"), Fields(fields.values)
-    head_dim = query_rows // heads
-    if query_rows != hidden:  # otherwise EAGLE ignores the configured size, and divides the hidden size
-        head_dim = given.optional_integer("head_dim") or head_dim
-    if heads * head_dim != query_rows:
-        raise ValueError(f"config.json has {heads} attention heads of size {head_dim}, but there are {query_rows} rows")
-    model_type = fields.values.get("model_type")
-    return LayerConfig(
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_attention_heads=heads,
-        num_key_value_heads=given.optional_integer("num_key_value_heads", 1) or key_rows // head_dim,
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps"),
-        hidden_act=fields.text("hidden_act"),
-        qkv_bias="layers.0.self_attn.q_proj.bias" in names,
-        output_bias="layers.0.self_attn.o_proj.bias" in names,
-        mlp_bias="layers.0.mlp.gate_proj.bias" in names,
-        qk_norm=model_type == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
-        is_gemma=model_type in GEMMA,
-        values_are_keys=model_type in GEMMA and fields.flag("attention_k_eq_v"),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
-        rope_parameters=read_rope(fields),
-    )
-
-
-def count_layers(fields: Fields, names: Collection[str]) -> int:
-    """The number of layers among the tensors, which the config has to confirm."""
-    numbers = {int(match[1]) for name in names if (match := LAYER_NAME.match(name))}
-    if not numbers or numbers != set(range(len(numbers))):
-        raise ValueError(f"the tensors have no complete sequence of layers, only numbers {sorted(numbers)[:8]}")
-    configured = fields.optional_integer("num_hidden_layers") if "num_hidden_layers" in fields.values else None
-    if configured not in (None, len(numbers)):
-        raise ValueError(f"config.json has {configured} layers, but the tensors have {len(numbers)}")
-    return len(numbers)
-
-
-def read_rope(fields: Fields) -> dict[str, Any]:
-    """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; by default base 10,000, as EAGLE has."""
-    config = Fields(fields.values)
-    rope = {**config.nested("rope_scaling").values, **config.nested("rope_parameters").values}
-    rope_type = rope.pop("type", None)
-    rope_type = rope.get("rope_type") or rope_type or "default"
-    # The axes of "mrope" agree wherever there is only text.
-    rope["rope_type"] = "default" if rope_type == "mrope" else rope_type
-    rope["rope_theta"] = Fields({**config.values, **rope}, {"rope_theta": 10000.0}).number("rope_theta")
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0 and rope_type != "proportional":
-        raise ValueError(f"partial_rotary_factor {part!r:.40} with rope_type {rope_type!r:.60} is unknown")
-    return {name: value for name, value in rope.items() if value is not None}

@@ -68,7 +68,7 @@ def base_of_adapter(source: Source) -> str | None:
     if (path := source.file(CONFIG)) is None:
         return None
     with named_errors(path):
-        return Fields(read_json(path), {BASE: ""}).text(BASE) or None
+        return Fields(read_json(path)).text(BASE) or None
 
 
 @torch.no_grad()

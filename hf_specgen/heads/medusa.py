@@ -23,7 +23,7 @@ Sources: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with M
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
-from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, Names
+from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, TensorInfo
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.lora import load_adapter
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
@@ -208,22 +208,22 @@ class MedusaRunner:
         return self.bound.to_target_vocabulary(logits)
 
 
-def our_names(names: Iterable[str]) -> Names:
-    """The tensors by their names in `MedusaHeads`; other tensors are left out."""
-    renamed: Names = {}
-    for name in names:
+def our_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors by their names in `MedusaHeads`; others are left out."""
+    renamed: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
         matches = ((re.fullmatch(pattern, name), ours) for pattern, ours in NAMES)
-        renamed |= {match.expand(ours): name for match, ours in matches if match}
+        renamed |= {match.expand(ours): info for match, ours in matches if match}
     if _count(renamed, "lm_heads.") == 1 and (heads := _count(renamed, "blocks.")) > 1:  # vLLM's `original_lm_head`
-        only = renamed.pop("lm_heads.0.weight", "")
-        if "token_map" in renamed:  # without a map it is the target's own matrix
+        only = renamed.pop("lm_heads.0.weight", None)
+        if only and "token_map" in renamed:  # without a map it is the target's own matrix
             renamed |= {f"lm_heads.{head}.weight": only for head in range(heads)}
     return renamed
 
 
 def is_medusa(file: HeadFile) -> bool:
     """Whether the tensors are those of Medusa heads."""
-    return _count(our_names(file.tensors), "blocks.") > 0
+    return _count(our_tensors(file.tensors), "blocks.") > 0
 
 
 def _count(names: Iterable[str], prefix: str) -> int:
@@ -233,25 +233,21 @@ def _count(names: Iterable[str], prefix: str) -> int:
 
 def load_medusa(file: HeadFile) -> MedusaHeads:
     """A set of Medusa heads of any format; their number and sizes are counted in the tensors."""
-    fields, file.names = file.fields, our_names(file.tensors)
-    base, own = fields.nested("base"), "lm_heads.0.weight" in file.names
-    hidden, heads = file.matrix("blocks.0.layers.0.weight")[1], _count(file.names, "blocks.")
+    fields, file.tensors = file.fields, our_tensors(file.tensors)
+    base, own = fields.nested("base"), file.has("lm_heads.0.weight")
+    hidden, heads = file.matrix("blocks.0.layers.0.weight")[1], _count(file.tensors, "blocks.")
     rows = file.matrix("lm_heads.0.weight")[0] if own else 0
-    kept = (*file.tensors["token_map"].shape, 0)[0] if "token_map" in file.names else 0
+    kept = (*file.tensors["token_map"].shape, 0)[0] if file.has("token_map") else 0
     vocab = fields.optional_integer("vocab_size") or rows
     vocab = vocab if kept or not own else rows
     if (configured := fields.optional_integer("truncated_vocab_size")) not in (None, kept or vocab):
         raise ValueError(f"truncated_vocab_size is {configured}, but token_map has {kept} tokens of {vocab}")
     rank = fields.optional_integer("lora_rank") or 0
-    if rank and "lora_A.0.weight" not in file.names:
+    if rank and not file.has("lora_A.0.weight"):
         with torch.device("meta"):
             adapted = nn.ModuleDict({"heads": nn.ModuleList(nn.Linear(hidden, vocab) for _ in range(heads))})
-        file.add(
-            {
-                re.sub(r"heads\.(\d+)\.(lora_.)", r"\2.\1", name): tensor
-                for name, tensor in load_adapter(adapted, file.checkpoint.source.inside(LORA_FOLDER)).items()
-            }
-        )
+        adapter = load_adapter(adapted, file.checkpoint.source.inside(LORA_FOLDER))
+        file.add({re.sub(r"heads\.(\d+)\.(lora_.)", r"\2.\1", name): tensor for name, tensor in adapter.items()})
     name = base.get("name_or_path") or fields.get("base_model_name_or_path")
     config = MedusaConfig(
         hidden_size=hidden,
@@ -260,19 +256,19 @@ def load_medusa(file: HeadFile) -> MedusaHeads:
         target_hidden_size=hidden,
         base_model=str(name) if name else None,
         num_target_layers=base.optional_integer("num_hidden_layers", 1),
-        target_type=base.text("model_type") if base.get("model_type") else None,
+        target_type=base.text("model_type") or None,
         num_heads=heads,
-        num_layers=_count(file.names, "blocks.0.layers."),
+        num_layers=_count(file.tensors, "blocks.0.layers."),
         own_outputs=own,
-        reads_path="token_maps.0.weight" in file.names,
+        reads_path=file.has("token_maps.0.weight"),
         logit_scale=Fields(fields.values, {"logit_scale": 1.0}).number("logit_scale"),
         lora_rank=rank,
     )
     for count in ("num_heads", "num_layers"):
         if fields.get("model_type") == MODEL_TYPE and fields.integer(count) != getattr(config, count):
             raise ValueError(f"{count} is {fields.get(count)}, but there are tensors for {getattr(config, count)}")
-    if not any(name.endswith(".bias") for name in file.names):  # vLLM's `medusa_fc_bias`
-        layers = [name.removesuffix("weight") for name in file.names if name.startswith("blocks.")]
+    if not any(name.endswith(".bias") for name in file.tensors):  # vLLM's `medusa_fc_bias`
+        layers = [name.removesuffix("weight") for name in file.tensors if name.startswith("blocks.")]
         file.add({f"{layer}bias": torch.zeros(hidden) for layer in layers})
     return file.build(MedusaHeads, config)
 
@@ -283,13 +279,12 @@ def medusa_file(
     """Config, file name and tensors of heads in a format: "medusa" (v1, v2), "tgi", "vllm", or "" for our own."""
     config, name = heads.config, "model.safetensors"
     tensors = dict(heads.state_dict())
-    ids = tensors.pop("draft_to_target", None)
-    if ids is not None:
+    if (ids := tensors.pop("draft_to_target", None)) is not None:
         tensors["token_map"] = ids
-    base = {"name_or_path": config.base_model, "model_type": config.target_type}
     fields: dict[str, Any] = {key: getattr(config, key) for key in OWN_FIELDS}
     if not to:
-        base["num_hidden_layers"] = cast(Any, config.num_target_layers)
+        base: dict[str, Any] = {"name_or_path": config.base_model, "model_type": config.target_type}
+        base["num_hidden_layers"] = config.num_target_layers
         return fields | {"model_type": MODEL_TYPE, "base": base}, name, tensors
     _check_expressible(config, to, target)
     if config.lora_rank:

@@ -151,7 +151,7 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
 def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
     """The head of a checkpoint, in the dtype of the target."""
     layers = _parts(checkpoint, first)
-    tensors = checkpoint.read(sorted({name for parts in layers for name in parts.values()}))
+    tensors = {name: checkpoint.tensors[name].read() for parts in layers for name in parts.values()}
     blocks = _blocks(decoder, checkpoint, [{part: tensors[name] for part, name in parts.items()} for parts in layers])
     links = _links(decoder, tensors, layers)
     hidden, vocab = decoder.config.hidden_size, decoder.config.vocab_size
