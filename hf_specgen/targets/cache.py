@@ -2,26 +2,37 @@
 
 Each layer is a buffer with some spare slots, and a number of filled slots per row. A step appends its tokens; the next
 one overwrites those that were rejected. Sliding-window layers drop the slots that are outside the window of every row.
+What layers cache beside keys and values, the keys of an indexer, convolutions and recurrent states, is in parts of its
+own, which are made when a model first writes to them.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
 
 from hf_specgen.compat import CACHE
+from hf_specgen.targets.model_parts import WITHOUT_ATTENTION
+from hf_specgen.targets.state_cache import MAX_ROLLBACK, LayerStates
 
 MIN_SPARE_SLOTS = 64
 """A buffer that grows gets so many spare slots, or a 32nd of its length: peak memory then is at most 1.05 times that of
 a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
-MAX_ROLLBACK = 64
-"""Accepted tokens that may be removed again, besides a step's own, where a stopping criterion cuts them off."""
 MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""
 
@@ -33,23 +44,15 @@ class RaggedLayer(CacheLayerMixin):
     at least, up to `MAX_ROLLBACK`.
     """
 
-    is_croppable = True
+    keys: Any
+    values: Any
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, has_attention: bool = True) -> None:
         super().__init__()
-        self.window, self.is_sliding = window, window is not None
+        self.window, self.is_sliding, self.has_attention = window, window is not None, has_attention
         self.committed: int | None = None
         self.lengths: tuple[int, ...] = ()
         self.first = 0
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The parts that are rolled back separately: the layer, and any states beside its keys and values."""
-        return (self,)
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.lengths)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -74,7 +77,6 @@ class RaggedLayer(CacheLayerMixin):
         width = max(starts) + new
         self.reserve(width)
         self._leave_inference_mode()
-        assert self.keys is not None and self.values is not None
         self.keys, key_states = _promoted(self.keys, key_states)
         self.values, value_states = _promoted(self.values, value_states)
         if len(set(starts)) == 1:
@@ -91,7 +93,6 @@ class RaggedLayer(CacheLayerMixin):
 
     def reserve(self, width: int) -> None:
         """Make the buffer at least `width` slots long."""
-        assert self.keys is not None and self.values is not None
         if width > self.keys.shape[2]:
             capacity = width + max(MIN_SPARE_SLOTS, width // 32)
             self.keys = _resized(self.keys, 0, capacity)
@@ -100,12 +101,11 @@ class RaggedLayer(CacheLayerMixin):
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers themselves, for captured passes, which write to given slots."""
         self._leave_inference_mode()
-        assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
     def _drop_invisible(self, committed: int) -> None:
         """Drop slots outside the sliding window of every later query, if each row keeps at least `committed` slots."""
-        if self.window is None or self.keys is None or self.values is None:
+        if self.window is None:
             return
         invisible = committed - MAX_ROLLBACK - self.window - self.first
         if invisible > max(MIN_SPARE_SLOTS, self.window // 2):  # rarely true, so that copying the window is negligible
@@ -116,12 +116,10 @@ class RaggedLayer(CacheLayerMixin):
     def _leave_inference_mode(self) -> None:
         """A cache made under `torch.inference_mode()` cannot be written to outside of it; a copy can."""
         if self.keys is not None and self.keys.is_inference() and not torch.is_inference_mode_enabled():
-            assert self.values is not None
             self.keys, self.values = self.keys.clone(), self.values.clone()
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots within rows; all three are `[moved, slots]`, on the layer's device."""
-        assert self.keys is not None and self.values is not None
         if self.first:
             source, destination = source - self.first, destination - self.first
         for states in (self.keys, self.values):
@@ -145,12 +143,7 @@ class RaggedLayer(CacheLayerMixin):
             raise RuntimeError(f"{shortest} tokens cannot be kept: the sliding window before them has been dropped")
         self.lengths, self.committed = tuple(lengths), shortest
 
-    def reset(self) -> None:
-        self.lengths = (0,) * len(self.lengths)
-        self.first = 0
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys[indices], self.values[indices]
         self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
@@ -162,8 +155,7 @@ class RaggedLayer(CacheLayerMixin):
             parts = (states, self.first), (more, other.first)
             return torch.cat([pad(part, (0, 0, first, capacity))[:, :, :capacity] for part, first in parts])
 
-        self.keys, self.values = joined(self.keys, other.keys), joined(self.values, other.values)
-        self.first = 0
+        self.keys, self.values, self.first = joined(self.keys, other.keys), joined(self.values, other.values), 0
         self.set_lengths(self.lengths + other.lengths)
 
 
@@ -173,14 +165,25 @@ class RaggedCache(Cache):
     `max_slots` are those of the whole call. Layers beyond `layers` have full attention.
     """
 
-    def __init__(self, max_slots: int | None = None, layers: Sequence[Any] = ()) -> None:
+    layers: list[Any]
+
+    def __init__(self, max_slots: int | None = None, layers: Sequence[RaggedLayer] = ()) -> None:
         super().__init__(layers=list(layers))
         self.layer_class_to_replicate, self._max_slots = RaggedLayer, max_slots or 0
+        self._indexers: dict[int, RaggedLayer] = defaultdict(RaggedLayer)
+        self._states: dict[int, LayerStates] = defaultdict(LayerStates)
+
+    @classmethod
+    def for_model(cls, config: Any, max_slots: int | None = None) -> RaggedCache:
+        """The cache of a model with this config: layers with a sliding window drop what is outside of it."""
+        types, settings = get_layer_types_and_kwargs(config)
+        attends = [layer_type not in WITHOUT_ATTENTION for layer_type in types]
+        return cls(max_slots, list(map(RaggedLayer, [one.get("sliding_window") for one in settings], attends)))
 
     @property
     def first_visible(self) -> int:
         """How many slots the sliding-window layers have dropped."""
-        return max((layer.first for layer in self.layers if isinstance(layer, RaggedLayer)), default=0)
+        return max((layer.first for layer in self.layers), default=0)
 
     def shared_copy(self) -> RaggedCache:
         """A cache with the same contents, in the same tensors: neither overwrites what the other one holds."""
@@ -191,34 +194,65 @@ class RaggedCache(Cache):
     @property
     def _filled(self) -> list[Any]:
         """The parts that something has been written to."""
-        return [part for layer in self.layers for part in getattr(layer, "parts", ()) if part.is_initialized]
+        parts = chain(self.layers, self._indexers.values(), self._states.values())
+        return [part for part in parts if part.is_initialized]
 
     @property
     def has_recurrent_state(self) -> bool:
         """Whether there is a state that can only be rolled back to the start of the last pass."""
-        return any(getattr(part, "has_recurrent_state", False) for part in self._filled)
+        return any(state.recurrent for state in self._states.values())
+
+    @property
+    def is_croppable(self) -> bool:
+        return not self.has_recurrent_state
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.lengths)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [not layer.has_attention for layer in self.layers]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths) or -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The length of the longest row in a layer; of a layer without attention, in the cache."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        return layer.get_seq_length() if isinstance(layer, RaggedLayer) else max(self.lengths, default=0)
+        has_attention = layer_idx < len(self.layers) and self.layers[layer_idx].has_attention
+        return max(self.layers[layer_idx].lengths if has_attention else self.lengths, default=0)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Append the indexer's keys `[batch, new, head_dim]` to each row; returns all slots up to the longest row."""
+        keys = indexer_key_states[:, None]
+        return self._indexers[layer_idx].update(keys, keys[..., :0])[0][:, 0]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Always None: models then pass all columns to `update_conv_state`, and overwrite no window in place."""
 
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        return self._states[layer_idx].append_columns(conv_states, state_idx, **kwargs)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Always: models then leave out kernels that overwrite a window in place."""
+        return True
+
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The state, for one pass, which may overwrite it; the layer keeps a copy for a rollback."""
-        if super().get_recurrent_state(layer_idx, state_idx) is None:
-            return None
-        layer: Any = self.layers[layer_idx]
-        state: torch.Tensor = layer.parts[-1].state_for_pass(state_idx)
-        return state
+        return self._states[layer_idx].for_pass(state_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        return self._states[layer_idx].replace(recurrent_states, state_idx)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of filled slots of each row."""
-        parts = (part for layer in self.layers for part in getattr(layer, "parts", ()))
-        return next((part.lengths for part in parts if part.is_initialized and part.lengths), ())
+        return next((part.lengths for part in chain(self.layers, self._states.values()) if part.lengths), ())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
@@ -233,8 +267,8 @@ class RaggedCache(Cache):
         self.set_lengths([max(length + tokens_to_remove, 0) for length in self.lengths])
 
     def reset(self) -> None:
-        for part in self._filled:
-            part.reset()
+        self._states.clear()
+        self.set_lengths((0,) * len(self.lengths))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         for part in self._filled:
@@ -308,16 +342,12 @@ class RaggedCache(Cache):
             cache.layers.append(DynamicLayer())
         pairs: Any = zip(cache.layers, self.layers, strict=True)
         for layer, source in pairs:
-            if not source.is_initialized:
-                continue
-            if not layer.is_initialized:
-                layer.lazy_initialization(source.keys, source.values)
-            first = 0
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.cumulative_length = source.get_seq_length()
-                first = max(0, layer.cumulative_length - layer.sliding_window + 1)
-            held = slice(first - source.first, source.get_seq_length() - source.first)
-            layer.keys, layer.values = source.keys[:, :, held].clone(), source.values[:, :, held].clone()
+            if source.is_initialized:
+                length = source.get_seq_length()
+                layer.reset()
+                layer.update(*(states[:, :, : length - source.first] for states in (source.keys, source.values)))
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    layer.cumulative_length = length
 
 
 def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> torch.Tensor:

@@ -17,7 +17,6 @@ from hf_specgen import compat
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.model_parts import decoder_argument, has_special_layers
-from hf_specgen.targets.state_cache import make_layers
 from hf_specgen.tree import DraftTree
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
@@ -245,7 +244,7 @@ def call_cache(given: Any, config: Any, generation_config: GenerationConfig, kee
         return RaggedCache.from_dynamic(given, slots)
     if keeps_all:
         return RaggedCache(None if slots is None else slots + 128)  # for the padding of captured passes
-    return RaggedCache(slots, make_layers(config))
+    return RaggedCache.for_model(config, slots)
 
 
 def return_cache(cache: RaggedCache, given: Any) -> Any:
@@ -253,7 +252,7 @@ def return_cache(cache: RaggedCache, given: Any) -> Any:
     if given is None:
         return cache
     if isinstance(given, RaggedCache):
-        given.layers = cache.layers
+        vars(given).update(vars(cache))
     else:
         cache.to_dynamic(given)
     return given

@@ -14,14 +14,16 @@ from hf_specgen import compat
 
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
 """Attributes of the decoder under which architectures keep their final norm."""
-STATE_TYPES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
+ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""The type of attention in layers that combine it with a recurrent state."""
+WITHOUT_ATTENTION = ("conv", "linear_attention")
+"""Types of layers with a recurrent state or a convolution alone."""
+STATE_TYPES = (*WITHOUT_ATTENTION, *ATTENTION_OF_TYPE)
 """Types of layers with a recurrent state or a convolution, as Transformers' configurations name them."""
 INDEXED_TYPES = ("indexed_attention",)
 """Types of layers whose attention selects keys by an indexer, which has keys of its own."""
 WITHOUT_CACHE = ("dummy", "moe", "mlp")
 """Types of layers that write nothing to the cache."""
-ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-"""The type of attention in layers that combine it with a recurrent state."""
 
 
 def unwrapped_model(model: Any) -> PreTrainedModel | None:
@@ -55,7 +57,7 @@ def layer_kinds(config: Any) -> set[str]:
     """The types of attention in the model's layers, under the names of Transformers' mask functions."""
     if hasattr(config, "layer_types"):
         types = {ATTENTION_OF_TYPE.get(layer_type, layer_type) for layer_type in config.layer_types}
-        return types - {"conv", "linear_attention", *WITHOUT_CACHE}
+        return types - {*WITHOUT_ATTENTION, *WITHOUT_CACHE}
     if getattr(config, "sliding_window", None) is not None:
         return {"sliding_attention"}
     if getattr(config, "attention_chunk_size", None) is not None:

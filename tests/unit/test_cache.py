@@ -32,9 +32,9 @@ def write(cache: RaggedCache | DynamicCache, numbers: Text) -> list[tuple[torch.
 
 
 def assert_holds(cache: RaggedCache, text: Text) -> None:
-    assert cache.lengths == tuple(map(len, text))
+    assert cache.lengths == tuple(map(len, text)) and cache.batch_size == len(text)
     for index, layer in enumerate(cache.layers):
-        assert layer.lengths == cache.lengths and layer.batch_size == len(text)
+        assert layer.lengths == cache.lengths
         for row, numbers in enumerate(text):
             keys, values = states([numbers], index)
             assert torch.equal(layer.keys[row : row + 1, :, : len(numbers)], keys), (index, row)
