@@ -216,21 +216,17 @@ def on_batch_processor(manager: Any, prepare: Callable[[Any], None]) -> None:
 def hook_packed_steps(processor: Any, steps: Any) -> None:
     """Let `steps` extend, sample and read the packed steps of a `ContinuousBatchProcessor`; None removes the hooks.
 
-    Symbols: its `scheduler.schedule_batch`; `get_model_kwargs`, `prepare_batch_update` and `_bulk_input_tensor` of its
+    Symbols: its `scheduler.schedule_batch`; `prepare_batch_update` and `_bulk_input_tensor` of its
     `inputs_and_outputs`; `model_runner.compute_batch` and `_sample`.
     """
     scheduler, ios, runner = processor.scheduler, processor.inputs_and_outputs, processor.model_runner
-    for part, name in (
-        (scheduler, "schedule_batch"),
-        (ios, "get_model_kwargs"),
-        (ios, "prepare_batch_update"),
-        (runner, "compute_batch"),
-        (runner, "_sample"),
-    ):
-        vars(part).pop(name, None)
+    hooked = {scheduler: ["schedule_batch"], ios: ["prepare_batch_update"], runner: ["compute_batch", "_sample"]}
+    for part, names in hooked.items():
+        for name in names:
+            vars(part).pop(name, None)
     if steps is None:
         return
-    schedule, get_kwargs, compute = scheduler.schedule_batch, ios.get_model_kwargs, runner.compute_batch
+    schedule, compute = scheduler.schedule_batch, runner.compute_batch
 
     def schedule_batch(token_budget: int, cache_budget: int) -> Any:
         requests, is_decode, tokens, kv_read = schedule(token_budget, cache_budget)
@@ -239,28 +235,19 @@ def hook_packed_steps(processor: Any, steps: Any) -> None:
             is_decode, tokens = is_decode and not drafted, tokens + drafted
         return requests, is_decode, tokens, kv_read
 
-    def get_model_kwargs(use_padding: bool = False) -> dict[str, Any]:
-        kwargs: dict[str, Any] = get_kwargs(use_padding)
-        positions, requests = steps.logit_rows(ios.requests_in_batch)
+    def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
+        positions, requests = steps.logit_rows()
         arguments = ios._bulk_input_tensor[ios.static_inputs :]
         processor.logit_processor.prepare_tensor_args(requests, arguments)
-        kwargs["logits_indices"] = torch.tensor(positions, dtype=torch.long, device=ios.device)
-        kwargs["logits_processor_args"] = arguments[:, : len(positions)]
-        if (masks := kwargs["attention_mask"]) is not None:
-            masks = masks if isinstance(masks, dict) else dict.fromkeys(processor.cache.cache_allocators, masks)
-            steps.place_trees(ios.requests_in_batch, kwargs["position_ids"][0], masks)
-        return kwargs
-
-    def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
+        batch_data["logits_indices"] = torch.tensor(positions, dtype=torch.long, device=ios.device)
+        batch_data["logits_processor_args"] = arguments[:, : len(positions)]
+        if batch_data["attention_mask"] is not None:
+            steps.place_trees(batch_data["position_ids"][0], batch_data["attention_mask"])
         with steps.capturing():
             compute(model, batch_data)
 
-    def prepare_batch_update() -> Any:
-        return ios.requests_in_batch, *steps.commit(ios.requests_in_batch)
-
-    scheduler.schedule_batch, ios.get_model_kwargs = schedule_batch, get_model_kwargs
-    ios.prepare_batch_update, runner._sample = prepare_batch_update, steps.sample
-    runner.compute_batch = compute_batch
+    scheduler.schedule_batch, runner.compute_batch, runner._sample = schedule_batch, compute_batch, steps.sample
+    ios.prepare_batch_update = lambda: (ios.requests_in_batch, *steps.commit())
 
 
 def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> None:

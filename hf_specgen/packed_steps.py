@@ -48,14 +48,15 @@ class PackedTarget(HiddenStateTarget):
     """The target as the loop and the drafter of one request see it: its passes are parts of packed steps."""
 
     batch, rows, has_common, returns_cache = 1, [0], True, False
-    verifies_chains_only, _graphs = False, None
+    slot_limit, _graphs, _queue = UNLIMITED, None, None
+    verifies_chains_only = False
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int], prompt: int, positions: int, chains_only: bool):
-        self.device, self.verifies_chains_only = compat.input_device(model), chains_only
-        self.first_positions, self.last_position, self.slot_limit = (prompt,), positions - 1, UNLIMITED
-        self._indices, self._kept, self._queue = tuple(layers), [[]], None
-        width = len(layers) * text_config(model).hidden_size
-        self.states = torch.zeros(1, width, dtype=model.dtype, device=self.device)
+    def __init__(self, steps: PackedSteps, prompt: int):
+        self.device, self.verifies_chains_only = compat.input_device(steps.model), steps.chains_only
+        self.first_positions, self.last_position = (prompt,), steps.positions - 1
+        self._indices, self._kept = tuple(steps.layers), [[]]
+        width = len(steps.layers) * text_config(steps.model).hidden_size
+        self.states = torch.zeros(1, width, dtype=steps.model.dtype, device=self.device)
         self.pass_states = self._step_states = self.states[None, :0]
 
     def process(self, states: Sequence[torch.Tensor], step: int) -> None:
@@ -74,33 +75,17 @@ class PackedTarget(HiddenStateTarget):
 
 
 class Request:
-    """A request: its decoding loop, and its draft in the current step.
+    """A request, by Transformers' `RequestState`: its decoding loop, and its draft in this step, `tree`."""
 
-    Args:
-        state: Transformers' `RequestState`.
-        settings: whose strategy may draft for several requests at once.
-        seed: of its samples.
-
-    Attributes:
-        tree: the draft tokens that are verified in this step.
-    """
-
-    def __init__(
-        self,
-        state: Any,
-        model: PreTrainedModel,
-        target: PackedTarget,
-        config: GenerationConfig,
-        settings: Settings,
-        seed: int,
-    ):
-        tokens, [prompt] = state.initial_tokens + state.generated_tokens, target.first_positions
-        limit = float("inf") if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
-        self.target, self._stack, self.tree = target, ExitStack(), DraftTree.empty(1)
-        ids = torch.tensor([tokens[:prompt]], device=self.target.device)
+    def __init__(self, state: Any, steps: PackedSteps):
+        prompt, tokens = compat.prompt_of_request(state), state.initial_tokens + state.generated_tokens
+        limit = UNLIMITED if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
+        self.target, self.tree, self._stack = PackedTarget(steps, prompt), DraftTree.empty(1), ExitStack()
+        ids, settings = torch.tensor([tokens[:prompt]], device=self.target.device), steps.common.settings
         text = GenerationState(ids, None, compat.end_tokens(state), limit)
         text.append(0, tokens[prompt:])
-        call = Call(model, text, config, settings.candidates.settings(), remembers=settings.memory, seed=seed)
+        drafting, seed = settings.candidates.settings(), (steps.seed + compat.request_number(state)) % 2**63
+        call = Call(steps.model, text, steps.config, drafting, remembers=settings.memory, seed=seed)
         outputs = OutputCollector(call, StoppingCriteriaList())
         self.loop = DecodingLoop(call, self.target, settings, outputs, self._stack)
 
@@ -149,30 +134,22 @@ class PackedSteps:
         seed: int,
         finished: Callable[[Statistics], None],
     ):
-        self._processor, self._model, self._config = processor, model, config
-        self._seed, self._finished = seed, finished
-        self._requests: dict[str, Request] = {}
-        self._steps = CommonSteps(settings)
-        self._layers = settings.candidates.target_requirements(model).aux_hidden_state_layers
-        self._states: list[torch.Tensor] = []  # captured in the step
+        self.model, self.config, self.seed, self.common = model, config, seed, CommonSteps(settings)
+        self.layers = settings.candidates.target_requirements(model).aux_hidden_state_layers
+        self.chains_only = processor.inputs_and_outputs.attention_mask is None
+        self._processor, self._cache, self._finished = processor, processor.cache, finished
         self._allocators: dict[str, Any] = processor.cache.cache_allocators
-        self._chains_only = processor.inputs_and_outputs.attention_mask is None
         # Slots of a sliding window are written in turn: one that a rejected token has overwritten would be lost.
         windows = [getattr(part, "sliding_window", None) for part in self._allocators.values()]
         self._slots = min([window for window in windows if window], default=UNLIMITED)
-        self._tokens = self._drafted = self._decoding = 0
+        self.positions = min(position_table(text_config(model)), self._slots)
+        self._requests: dict[str, Request] = {}
+        self._step: list[tuple[Any, Request]] = []
+        """The requests of the step, each with Transformers' `FutureRequestState`."""
+        self._states: list[torch.Tensor] = []  # captured in the step
+        self._drafted = self._decoding = 0
         self._began = 0.0  # when the passes of the step began
         self._seconds: Floats | None = None  # of the step by draft tokens
-
-    def _request(self, state: Any) -> Request:
-        if state.request_id not in self._requests:
-            positions = min(position_table(text_config(self._model)), self._slots)
-            prompt = compat.prompt_of_request(state)
-            target = PackedTarget(self._model, self._layers, prompt, positions, self._chains_only)
-            seed = (self._seed + compat.request_number(state)) % 2**63
-            request = Request(state, self._model, target, self._config, self._steps.settings, seed)
-            self._requests[state.request_id] = request
-        return self._requests[state.request_id]
 
     def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
         """Add draft tokens to the requests of a scheduled step; returns how many.
@@ -182,89 +159,89 @@ class PackedSteps:
             tokens: in the step so far.
             token_budget: tokens of the step at most.
         """
-        self._drop_cancelled()
-        requests = [self._request(one.state) for one in scheduled]
-        self._tokens = tokens
+        for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
+            self._finished(self._requests.pop(name).end())
+        for one in scheduled:
+            if one.state.request_id not in self._requests:
+                self._requests[one.state.request_id] = Request(one.state, self)
+        self._step = [(one, self._requests[one.state.request_id]) for one in scheduled]
         self._decoding = sum(bool(one.has_new_token and one.state.generated_tokens) for one in scheduled)
         most = max(0, token_budget - tokens) if self._decoding else 0
-        self._steps.begin([request.loop for request in requests], self._decoding)
-        self._seconds = self._step_seconds(token_budget)
+        self.common.begin([request.loop for _, request in self._step], self._decoding)
+        self._seconds = self._step_seconds(tokens, token_budget)
         # Not where even drafts that are accepted as a whole would not be faster.
         drafts = self._seconds is None or best_count([1.0] * most, self._decoding, self._seconds) > 0
-        pairs = zip(scheduled, requests, strict=True)
-        planned = {request: one for one, request in pairs if one.has_new_token and request.text}
-        may_draft = [drafts and bool(one.state.generated_tokens) for one in planned.values()]
-        trees = self._steps.draft([request.loop for request in planned], may_draft)
-        for request, tree in zip(planned, trees, strict=True):
+        planned = [(one, request) for one, request in self._step if one.has_new_token and request.text]
+        may_draft = [drafts and bool(one.state.generated_tokens) for one, _ in planned]
+        trees = self.common.draft([request.loop for _, request in planned], may_draft)
+        for (_, request), tree in zip(planned, trees, strict=True):
             request.tree = tree
-        counts = self._counts(requests, most)
-        for one, request, count in zip(scheduled, requests, counts, strict=True):
-            count = max(0, min(count, self._slots - 1 - one.state.position_offset))
+        self._drafted, counts = 0, self._counts(most)
+        for number, (one, request) in enumerate(self._step):
+            count = max(0, min(counts[number], self._slots - 1 - one.state.position_offset))
             request.tree = request.tree.first_nodes(count if count and self._has_slots(one.state, 1 + count) else 0)
             one.state.tokens_to_process = one.state.tokens_to_process + request.tree.token_lists()[0]
             one.query_length += request.tree.nodes
-            self._tokens += request.tree.nodes
-        self._drafted, self._began = self._tokens - tokens, perf_counter()
+            self._drafted += request.tree.nodes
+        self._began = perf_counter()
         return self._drafted
 
-    def _step_seconds(self, tokens: int) -> Floats | None:
-        """Seconds of the step by draft tokens, up to `tokens` in all; None if the policy has no latencies.
+    def _step_seconds(self, tokens: int, most: int) -> Floats | None:
+        """Seconds of the step by draft tokens beside so many others, up to `most` in all; None without latencies.
 
         Without the time of prompts in the step: what they take does not depend on drafts.
         """
-        if self._steps.latency is None:
+        if self.common.latency is None:
             return None
-        seconds = step_seconds(self._steps.latency.target, tokens)
-        return seconds[self._tokens :] - seconds[self._tokens] + seconds[self._decoding]
+        seconds = step_seconds(self.common.latency.target, most)
+        return seconds[tokens:] - seconds[tokens] + seconds[self._decoding]
 
-    def _counts(self, requests: Sequence[Request], most: int) -> list[int]:
+    def _counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
-        ranked = [(gain, number) for number, request in enumerate(requests) for gain in request.gains()]
+        ranked = [(gain, number) for number, (_, request) in enumerate(self._step) for gain in request.gains()]
         ranked = sorted(ranked, key=lambda one: -one[0])[:most]
         if ranked and self._seconds is not None:
             gains = [gain for gain, _ in ranked]
             ranked = ranked[: best_count(gains, self._decoding, self._seconds[: 1 + len(gains)])]
-        taken = Counter(number for _, number in ranked)
-        return [taken[number] for number in range(len(requests))]
+        return Counter(number for _, number in ranked)
 
     def _has_slots(self, state: Any, tokens: int) -> bool:
         """Allocate the slots of a request in the step, unless other running requests may need the last free ones."""
-        cache, scheduler = self._processor.cache, self._processor.scheduler
-        if cache.pool.num_free_sectors < len(scheduler.active_requests):
-            length = state.current_len()
-            parts = cache.cache_allocators.values()
+        if self._cache.pool.num_free_sectors < len(self._processor.scheduler.active_requests):
+            length, parts = state.current_len(), self._allocators.values()
             if any(part.needs_new_blocks(state.request_id, length, tokens) for part in parts):
                 return False
-        return bool(cache.can_store_request_tokens(state, tokens))
+        return bool(self._cache.can_store_request_tokens(state, tokens))
 
-    def logit_rows(self, scheduled: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    def logit_rows(self) -> tuple[list[int], list[Any]]:
         """The positions in the step after which tokens are chosen, and the request of each."""
         positions, requests, end = list[int](), list[Any](), 0
-        for one in scheduled:
+        for one, request in self._step:
             end += one.query_length
             if one.has_new_token:
-                nodes = self._request(one.state).tree.nodes
-                positions += range(end - 1 - nodes, end)
-                requests += [one] * (1 + nodes)
+                positions += range(end - 1 - request.tree.nodes, end)
+                requests += [one] * (1 + request.tree.nodes)
         return positions, requests
 
-    def place_trees(self, scheduled: Sequence[Any], positions: torch.Tensor, masks: dict[str, torch.Tensor]) -> None:
+    def place_trees(self, positions: torch.Tensor, masks: Any) -> None:
         """Give the nodes of trees the positions of their depths, and hide all nodes but their ancestors from them.
 
+        The tokens of the step count as cached.
+
         Args:
-            scheduled: the requests of the step, whose tokens count as cached.
             positions: `[tokens]` of the step.
-            masks: `[1, 1, tokens, keys]`, added to attention scores, of each kind of attention.
+            masks: `[1, 1, tokens, keys]`, added to attention scores, for all layers or for each kind of attention.
         """
+        masks = masks if isinstance(masks, dict) else dict.fromkeys(self._allocators, masks)
         end, keys = 0, dict.fromkeys(masks, 0)
-        for one in scheduled:
-            tree, past = self._request(one.state).tree, one.state.position_offset - one.query_length
+        for one, request in self._step:
+            past = one.state.position_offset - one.query_length
             end += one.query_length
             for kind in masks:
                 keys[kind] += self._allocators[kind].get_seqlen_k(past, one.query_length)
-            if tree.is_chain:
+            if request.tree.is_chain:
                 continue
-            depths, ancestors = (part[0].to(positions.device) for part in tree.structure())
+            depths, ancestors = (part[0].to(positions.device) for part in request.tree.structure())
             size = len(depths)
             positions[end - size : end] = past + depths
             for kind, mask in masks.items():
@@ -274,7 +251,7 @@ class PackedSteps:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Captures the hidden states that drafters read, of the pass inside."""
-        with captured_states(self._model, self._layers) as captured:
+        with captured_states(self.model, self.layers) as captured:
             yield
         self._states = [parts[0] for parts in captured]
 
@@ -282,22 +259,20 @@ class PackedSteps:
         """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `commit`."""
         self._scores = scores[0]
 
-    def commit(self, scheduled: Sequence[Any]) -> tuple[list[int], list[float] | None]:
+    def commit(self) -> tuple[list[int], list[float] | None]:
         """Verify; returns the last new token of each request, and its logarithmic probability if asked for.
 
         The tokens before it are appended to the requests, whose positions are set back over rejected ones.
         """
         seconds = perf_counter() - self._began
-        requests = [self._request(one.state) for one in scheduled]
-        pairs = zip(scheduled, requests, strict=True)
-        steps = [1 + request.tree.nodes if one.has_new_token else 0 for one, request in pairs]
-        self._pass_states_on(scheduled, requests, steps)
+        steps = [1 + request.tree.nodes if one.has_new_token else 0 for one, request in self._step]
+        self._pass_states_on(steps)
         last, last_logprobs, accepted = list[int](), list[float](), 0
         moves: Moves = {kind: ([], []) for kind in self._allocators}
-        for one, request, scores in zip(scheduled, requests, self._scores.split(steps), strict=True):
+        for (one, request), scores in zip(self._step, self._scores.split(steps), strict=True):
             if not one.has_new_token:
                 continue
-            if self._decoding == len(scheduled):
+            if self._decoding == len(self._step):
                 request.loop.timer.add("forward", seconds)
             tokens, values = request.commit(scores), list[Any]()
             if self._processor.return_logprobs:
@@ -313,15 +288,15 @@ class PackedSteps:
             if request.loop.state.has_ended(0):
                 self._finished(self._requests.pop(one.state.request_id).end())
         if self._seconds is not None:
-            self._steps.count_loss(self._seconds[self._drafted], self._decoding + accepted, self._steps.passes)
-        compat.move_slots(self._processor.cache, moves)
+            self.common.count_loss(self._seconds[self._drafted], self._decoding + accepted, self.common.passes)
+        compat.move_slots(self._cache, moves)
         return last, last_logprobs if self._processor.return_logprobs else None
 
-    def _pass_states_on(self, scheduled: Sequence[Any], requests: Sequence[Request], steps: Sequence[int]) -> None:
+    def _pass_states_on(self, steps: Sequence[int]) -> None:
         """Give each request the hidden states of its tokens; those of the output matrix are of the logit rows alone."""
-        tokens = [one.query_length for one in scheduled]
+        tokens = [one.query_length for one, _ in self._step]
         parts = [states.split(tokens if states.shape[1] == sum(tokens) else steps, dim=1) for states in self._states]
-        for number, request in enumerate(requests):
+        for number, (_, request) in enumerate(self._step):
             request.target.process([part[number] for part in parts], steps[number])
         self._states = []
 
@@ -342,16 +317,12 @@ class PackedSteps:
                 )
                 sources += [slots[1 + node] for node in path]
                 destinations += slots[1 : 1 + len(path)]
-        one.complete_blocks = self._processor.cache.count_new_complete_blocks(one.state, kept)
+        one.complete_blocks = self._cache.count_new_complete_blocks(one.state, kept)
         one.state.position_offset += kept
-
-    def _drop_cancelled(self) -> None:
-        scheduler = self._processor.scheduler
-        for name in [name for name in self._requests if scheduler.request_is_cancelled(name)]:
-            self._finished(self._requests.pop(name).end())
 
     def close(self) -> None:
         """End the sessions of requests that were not finished."""
-        for name in list(self._requests):
-            self._requests.pop(name).end()
-        self._steps.close()
+        for request in self._requests.values():
+            request.end()
+        self._requests.clear()
+        self.common.close()

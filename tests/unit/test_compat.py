@@ -35,7 +35,6 @@ METHODS = [
     (GenerationMixin, "_get_logits_processor", "self generation_config"),
     (ContinuousBatchingManager, "_create_batch_processor", "self"),
     (Scheduler, "schedule_batch", "self token_budget cache_budget"),
-    (ContinuousBatchingIOs, "get_model_kwargs", "self"),
     (ContinuousBatchingIOs, "prepare_batch_update", "self"),
     (ModelRunner, "compute_batch", "self model batch_data"),
     (ModelRunner, "_sample", "self scores output_ids"),
