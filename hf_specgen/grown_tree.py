@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from hf_specgen.tree import DraftTree, Parents, TreeStructure, chain_parents
@@ -30,9 +31,13 @@ class GrownTree(DraftTree):
 
     drafting_rows: int = 0
     is_chain: bool
+    selection: Selection | None = None
+    """The nodes of which these are the first ones."""
     _host: _HostTree | None = None
     _copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
     """The values in memory of the host, and when they have arrived there."""
+    _known: NDArray[np.floating[Any]] | None = None
+    """The values, where the host has read them."""
 
     def __init__(
         self,
@@ -78,7 +83,7 @@ class GrownTree(DraftTree):
         return self._read().tokens
 
     def read_with(self, chosen: torch.Tensor) -> list[list[int]]:
-        if self._host is None and chosen.device == self.tokens.device:
+        if self._host is None and self._known is None and chosen.device == self.tokens.device:
             return self._read(chosen).chosen
         return super().read_with(chosen)
 
@@ -97,10 +102,10 @@ class GrownTree(DraftTree):
         depths: list[int] = self.structure().depths[row].tolist()
         return depths
 
-    def replace(self, **tensors: torch.Tensor) -> GrownTree:
-        """The same trees with other `tokens` or `q`."""
+    def replace(self, **parts: Any) -> GrownTree:
+        """The same trees with other parts, such as `tokens` or `q`."""
         tree = copy.copy(self)
-        vars(tree).update(tensors)
+        vars(tree).update(parts)
         return tree
 
     def select(self, rows: Sequence[int]) -> GrownTree:
@@ -110,29 +115,33 @@ class GrownTree(DraftTree):
         structure = None if self.is_chain else TreeStructure(*(part[index] for part in self.structure()))
         parts = {"_values": self._values, "_inputs": self._inputs, "above": self.above}
         selected = {name: part[index] for name, part in parts.items() if part is not None}
-        tree = self.replace(tokens=self.tokens[index], **selected)
-        tree.batch, tree._structure, tree._host, tree._copied = len(index), structure, None, None
+        tree = self.replace(tokens=self.tokens[index], selection=None, _known=None, _host=None, **selected)
+        tree._copied = None
+        tree.batch, tree._structure = len(index), structure
         return tree
 
-    def padded(self, nodes: int) -> DraftTree:
-        more, structure = nodes - self.nodes, None if self.is_chain else self.structure()
+    def padded(self, nodes: int) -> GrownTree:
+        more = nodes - self.nodes
         if more <= 0:
             return self
+        if self.selection is not None and nodes < self.selection.tokens.shape[1]:
+            return self.selection.first(nodes)  # further nodes instead of padding: their results are ignored alike
+        structure = None if self.is_chain else self.structure()
         if structure is not None:
             ancestors = pad(structure.ancestors, (0, more, 0, more))
-            ancestors[:, -more:, 0] = True  # a query that sees nothing would write NaN into the cache
+            ancestors[:, -more:, 0].fill_(True)  # a query that sees nothing would write NaN into the cache
             structure = TreeStructure(pad(structure.depths, (0, more)), ancestors)
-        tree = self.replace(tokens=pad(self.tokens, (0, more)))
-        tree.nodes, tree._structure, tree._host, tree._copied = nodes, structure, None, None
+        tree = self.replace(tokens=pad(self.tokens, (0, more)), _known=None, _host=None, _copied=None)
+        tree.nodes, tree._structure = nodes, structure
         if self._values is not None:
             tree._values = pad(self._values, (0, more), value=-2)  # no number, and that of no parent
-            tree._values[:, PATH, -more:] = NO_NODE
+            tree._values[:, PATH, -more:].fill_(NO_NODE)
         tree._inputs = None if self._inputs is None else pad(self._inputs, (0, more))
         return tree
 
     def start_reading(self) -> None:
         """Let a GPU copy the tree to the host, which then can read it during the target's pass."""
-        if self._values is not None and self._values.is_cuda:
+        if self._values is not None and self._values.is_cuda and self._known is None:
             host = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(self._values, non_blocking=True)
             self._copied = host, torch.cuda.current_stream(self._values.device).record_event()
 
@@ -141,6 +150,9 @@ class GrownTree(DraftTree):
         if self._host is None:
             if self._values is None:
                 raise ValueError("a draft tree that still grows is not read by the host")
+            if self._known is not None:
+                self._host = _HostTree.of(self._known, [], self.is_chain, self.keeps_all)
+                return self._host
             if self._copied is not None and chosen is None:
                 copied, arrival = self._copied
                 arrival.synchronize()
@@ -153,6 +165,44 @@ class GrownTree(DraftTree):
             read = packed[:, (1 + PATH) * size :].astype(int).tolist()
             self._host = _HostTree.of(values, read, self.is_chain, self.keeps_all)
         return self._host
+
+
+class Selection(NamedTuple):
+    """The best nodes of a growing tree, most probable first: any first ones of them are the best tree of that size.
+
+    Args:
+        known: `[batch, (1 + PATH) * width + frontier]` what the host reads: the values of each row's last token and of
+            the nodes, see `GrownTree`, and the logarithms of the path probabilities of the last level.
+        tokens: `[batch, width]` integers.
+        structure: None for chains.
+    """
+
+    known: torch.Tensor
+    tokens: torch.Tensor
+    structure: TreeStructure | None
+
+    @classmethod
+    def of(cls, tree: GrownTree, frontier: torch.Tensor) -> Selection:
+        """All nodes of a tree."""
+        assert tree._values is not None and tree._inputs is not None
+        known = torch.cat([tree._values.flatten(1), frontier], dim=1)
+        return cls(known, tree._inputs, None if tree.is_chain else tree.structure())
+
+    def parts(self, known: Any) -> tuple[Any, Any]:
+        """`[batch, 1 + PATH, width]` values, and the last level; of `known`, on any device or as an array."""
+        batch, width = self.tokens.shape
+        size = (1 + PATH) * width
+        return known[:, :size].reshape(batch, 1 + PATH, width), known[:, size:]
+
+    def first(self, nodes: int, values: Any = None, drafting_rows: int = 0) -> GrownTree:
+        """The tree of so many nodes; `values` are those that the host has read, if it has."""
+        width, structure = 1 + nodes, self.structure
+        if structure is not None:
+            structure = TreeStructure(structure.depths[:, :width], structure.ancestors[:, :width, :width])
+        tokens, on_device = self.tokens[:, :width], self.parts(self.known)[0][:, :, :width]
+        tree = GrownTree(tokens[:, 1:], structure, on_device, drafting_rows=drafting_rows, inputs=tokens)
+        tree.selection, tree._known = self, None if values is None else values[:, :, :width]
+        return tree
 
 
 class _HostTree(NamedTuple):

@@ -51,6 +51,7 @@ class AutoregressiveSession(NetworkSession):
         self._threshold = confidence_threshold
         self._qs: list[torch.Tensor] = []
         self._expanded = 0  # nodes of each row that were expanded in the current draft
+        self._nodes = 0  # that it has at most
         self.max_depths: Sequence[int] = ()
         self.passes: list[int] = []
 
@@ -109,7 +110,7 @@ class AutoregressiveSession(NetworkSession):
         pending, limits = torch.tensor([last_tokens, depths]).to(device, non_blocking=True)[..., None]
         is_captured = levels is not None or self.level_passes() is not None
         growth = Growth(depths, min(size.children, self._vocab), pending, limits if is_captured else None)
-        self._proposals = self._settings(growth.children)
+        self._proposals, self._nodes = self._settings(growth.children), size.max_nodes
         if levels is not None and not self._grow_first(growth, size, levels, active):
             logits = self.first_scores()[:, None]
         if logits is not None:
@@ -121,7 +122,7 @@ class AutoregressiveSession(NetworkSession):
         # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
         least = growth.expanded if first or self.wants_q else 0
         draft, parents = growth.best(max(size.nodes(growth), least), first, with_expanded=self.wants_q)
-        if self.wants_q and draft.nodes:
+        if self.wants_q and draft.nodes and parents is not None:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
             draft = draft.replace(q=q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
         if self.call.do_sample:  # the verification needs to know where each node is
@@ -160,7 +161,7 @@ class AutoregressiveSession(NetworkSession):
         first = [len(text) + growth.levels for text in self.call.state.generated]
         steps = [list(range(start, start + (drafter.text is not None) + passes)) for start in first]
         noise = verification.draft_noise(steps, growth.device)
-        drafted = grow_captured(growth, passes, width, drafter, self._proposals, noise)
+        drafted = grow_captured(growth, passes, width, self._nodes, drafter, self._proposals, noise)
         if drafted is not None:
             self.after_levels(drafted.states, growth.expanded)
         return drafted

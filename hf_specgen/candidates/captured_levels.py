@@ -1,7 +1,8 @@
 """Several levels of a draft tree as one captured function: expansion, passes of the drafter, and their proposals.
 
 Nothing in it is decided by the host, so that a CUDA graph can repeat it. It is used for all of a chain, and for four
-levels at a time of a tree: the first ones follow a pass over new text, and later ones a read by the host.
+levels at a time of a tree: the first ones follow a pass over new text, and later ones a read by the host. At its end
+the best nodes are selected, of which the host then takes as many as are to be verified.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
-from hf_specgen.candidates.growth import Frontier, Grown, Growth
+from hf_specgen.candidates.growth import Grown, Growth, Shape
+from hf_specgen.grown_tree import Selection
 from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.masks import StepLayout
 from hf_specgen.tree import TreeStructure
@@ -77,11 +79,12 @@ class LevelInputs(NamedTuple):
     """The tensors that the passes read besides the drafter's cache."""
 
     text: TextInputs | None
-    last: Frontier
+    last_tokens: torch.Tensor  # [batch, 1] of the rows
+    limits: torch.Tensor | None  # [batch, 1] maximum depths; None if no level exceeds them
+    parts: list[Grown]  # of the tree so far
     states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
     visible: torch.Tensor | None  # [batch, capacity], False for padding
     offsets: torch.Tensor | None  # [batch, 1] position minus slot
-    depths: torch.Tensor  # [1 + expanded] of all nodes, after the last pass
     noise: torch.Tensor | None  # [batch, passes, vocab], if tokens are sampled; one more for new text
 
 
@@ -89,6 +92,7 @@ class Drafted(NamedTuple):
     """What a captured function returns: the levels that it added, and states of the drafter `[batch, nodes, …]`."""
 
     grown: Grown
+    selection: Selection
     states: Any
     """Of the last level."""
     after_text: Any = None
@@ -99,19 +103,21 @@ class Drafted(NamedTuple):
 class CapturedLevels:
     """`passes` passes, before each of which `width` nodes of every row are expanded; equal ones share a graph.
 
-    A pass over new text may precede them.
+    A pass over new text may precede them. At most `nodes` nodes are selected.
     """
 
-    key: tuple[Any, ...]
+    shape: Shape
     passes: int
     width: int
+    nodes: int
     proposals: Proposals
     level: Any
-    growth: Growth = field(compare=False)
-    """The shape alone, for which `key` stands in comparisons."""
+    constants: Any = field(compare=False)
+    """Those of the tree after the passes, which a graph reads as long as it is there."""
 
     def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> Drafted:
-        growth, states, after_text = self.growth.continued(inputs.last), inputs.states, None
+        tree_so_far = self.shape, inputs.last_tokens, inputs.limits, inputs.parts
+        growth, states, after_text = Growth.of_parts(*tree_so_far, self.constants), inputs.states, None
         noise = None if inputs.noise is None else inputs.noise.unbind(dim=1)
         if inputs.text is not None:
             logits, *after_text = self._read(module, inputs.text, inputs, cache)
@@ -123,11 +129,11 @@ class CapturedLevels:
         roots, columns = layer.next_slots - 1 - growth.expanded, layer.get_mask_sizes(0)[0]
         for number in range(self.passes):
             tree = growth.expand(self.width)
-            layout = StepLayout(roots, columns, *growth.structure(inputs.depths), inputs.visible)
+            layout = StepLayout(roots, columns, *growth.structure(), inputs.visible)
             states = None if states is None else tree.of_parents(states)
             logits, states, *_ = self.level(module, tree.tokens, layout, states, inputs.offsets, cache)
             self._add(growth, logits, None if noise is None else noise[number])
-        return Drafted(growth.packed(), states, after_text)
+        return Drafted(growth.parts()[-1], growth.select(self.nodes), states, after_text)
 
     def _read(self, module: Any, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
         """What the drafter returns for the last new token of each row; what follows is written after that token."""
@@ -152,6 +158,7 @@ def grow_captured(
     growth: Growth,
     passes: int,
     width: int,
+    nodes: int,
     drafter: LevelPasses,
     proposals: Proposals,
     noise: torch.Tensor | None,
@@ -171,10 +178,11 @@ def grow_captured(
     visible = drafter.visible
     if visible is not None:
         visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
-    key, depths = growth.key, growth.depths_after(passes, width)
-    levels = CapturedLevels(key, passes, width, proposals, drafter.level, growth.without_tensors())
+    parts, constants = growth.parts(), growth.constants_after(passes, width)
+    levels = CapturedLevels(growth.shape, passes, width, nodes, proposals, drafter.level, constants)
     states = None if text is not None else drafter.states
-    inputs = LevelInputs(text_inputs, growth.last(), states, visible, drafter.offsets, depths, noise)
+    tree_so_far = growth.last_tokens, growth.limits_on_device, parts
+    inputs = LevelInputs(text_inputs, *tree_so_far, states, visible, drafter.offsets, noise)
     drafted: Drafted | None = graphs.run(
         levels,
         drafter.module,
@@ -187,6 +195,6 @@ def grow_captured(
         is_optional=True,
     )
     if drafted is not None:
-        growth.extend(drafted.grown, passes, width)
+        growth.extend(drafted.grown, (width,) * passes, drafted.selection)
         drafter.cache.set_lengths([start + count + passes * width for start, count in zip(starts, reads, strict=True)])
     return drafted

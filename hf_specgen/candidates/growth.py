@@ -9,7 +9,6 @@ Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Dr
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -21,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_specgen.grown_tree import DEPTH, NO_NODE, NUMBER, PARENT, PATH, TOKEN, GrownTree
+from hf_specgen.grown_tree import DEPTH, NO_NODE, NUMBER, PARENT, PATH, TOKEN, GrownTree, Selection
+from hf_specgen.targets.cache import padded_width
 from hf_specgen.tree import TreeStructure
 
 Floats = NDArray[np.floating[Any]]
@@ -48,21 +48,20 @@ class _Expansion(NamedTuple):
     chosen: Tensor | None = None
 
 
-class Frontier(NamedTuple):
-    """What the next passes of a growing tree read."""
-
-    tokens: Tensor | None
-    open: Tensor | None
-    limits: Tensor | None
-    ancestors: Tensor | None
-
-
 class Grown(NamedTuple):
-    """Levels of a growing tree: path probabilities of candidates, their tokens, and the last ancestors."""
+    """Levels of a growing tree in few tensors: path probabilities of candidates, their tokens, the last ancestors."""
 
     paths: Tensor
     integers: Tensor
     ancestors: Tensor | None
+
+
+class Shape(NamedTuple):
+    """The shape of a growing tree: rows, children of each node, and by part the nodes that each pass expanded."""
+
+    rows: int
+    children: int
+    widths: tuple[tuple[int, ...], ...]
 
 
 def reads_are_free(tokens: Tensor) -> bool:
@@ -89,29 +88,35 @@ class Growth:
     """
 
     _open: Tensor
-    _known = 0
-    """How many levels `packed` leaves out."""
+    _selection: Selection | None = None
+    """The best nodes of all levels, if a captured function has selected them."""
+    _values: Any = None
+    """What the host has read of them."""
+    _given: _Constants | None = None
 
     def __init__(self, depths: Sequence[int], children: int, last_tokens: Tensor, limits: Tensor | None = None):
         """`limits`, `[rows, 1]`, are the depths as a tensor: needed if levels may go beyond them, as captured ones."""
         self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
         self.rows = sum(depth > 0 for depth in depths)
         self.levels_per_read = 1 if reads_are_free(last_tokens) else LEVELS_PER_READ
-        self._last_tokens = last_tokens
+        self.last_tokens = last_tokens
         self._levels: list[_Level] = []
         self._expansions: list[_Expansion] = []
         self._widths: tuple[int, ...] = ()
         # Of the last nodes, `[rows, last nodes, 1 + expanded]`; and of later ones the parents, not yet included.
         self._ancestors: Tensor | None = None
         self._above: list[Tensor | None] = []
-        self._limits = limits
+        self._parts: list[Grown] = []  # the first `_in_parts` levels
+        self._widths_of_parts: tuple[tuple[int, ...], ...] = ()
+        self._in_parts = 0
+        self.limits_on_device = limits
         if limits is None and len(set(depths)) > 1:
-            self._limits = torch.tensor(self.limits, device=last_tokens.device)[:, None]
+            self.limits_on_device = torch.tensor(self.limits, device=last_tokens.device)[:, None]
 
     @property
     def device(self) -> torch.device:
         """Where it grows."""
-        return self._last_tokens.device
+        return self.last_tokens.device
 
     @property
     def candidates(self) -> int:
@@ -131,10 +136,10 @@ class Growth:
         """
         path = log_acceptance + self._expansions[-1].reached[..., None] if self._expansions else log_acceptance
         path = path.flatten(1)
-        if self._limits is not None:
-            path = path.masked_fill(self._limits <= self.levels, NO_NODE)
+        if self.limits_on_device is not None:
+            path = path.masked_fill(self.limits_on_device <= self.levels, NO_NODE)
         self._open = path if expandable is None else torch.where(expandable.flatten(1), path, path - CLOSED)
-        self.levels += 1
+        self.levels, self._selection = self.levels + 1, None
         self._levels.append(_Level(tokens.flatten(1), path))
 
     def expand(self, width: int) -> GrownTree:
@@ -152,23 +157,13 @@ class Growth:
             reached, index = self._open.topk(width, dim=1)
             self._expansions.append(_Expansion(reached, index))
             above = index // self.children
-            tree = GrownTree(tokens.gather(1, index), lambda: self.structure(self.depths), above=above, **shown)
+            tree = GrownTree(tokens.gather(1, index), self.structure, above=above, **shown)
         self._above.append(above)
         return tree
 
-    @property
-    def depths(self) -> Tensor:
-        """`[1 + expanded]` of each row's last token and of the expanded nodes."""
-        return self.depths_after(0, 0)
-
-    def depths_after(self, passes: int, width: int) -> Tensor:
-        """`depths` after so many passes that expand so many nodes."""
-        widths = self._widths + (width,) * passes
-        return _constants(self.children, widths, self._last_tokens.device).depths
-
-    def structure(self, depths: Tensor) -> TreeStructure:
+    def structure(self) -> TreeStructure:
         """Depths of all expanded nodes, and ancestors of the last ones: for drafters that read it in every pass."""
-        rows, device = len(self.limits), depths.device
+        rows, device = len(self.limits), self.device
         if self._ancestors is None:
             self._ancestors = _identity(1, torch.bool, device).expand(rows, -1, -1)
         for above, width in zip(self._above, self._widths[len(self._widths) - len(self._above) :], strict=True):
@@ -178,81 +173,101 @@ class Growth:
             itself = _identity(width, torch.bool, device).expand(rows, -1, -1)
             self._ancestors = torch.cat([inherited, itself], dim=2)
         self._above = []
-        return TreeStructure(depths[: 1 + self.expanded].expand(rows, -1), self._ancestors)
-
-    def without_tensors(self) -> Growth:
-        """The shape alone, from which `continued` makes a growing tree."""
-        shape = copy.copy(self)
-        for name in ("_last_tokens", "_open", "_limits", "_ancestors"):
-            setattr(shape, name, None)
-        shape._levels, shape._expansions, shape._above = [], [], []
-        return shape
+        return TreeStructure(self.constants.depths[: 1 + self.expanded].expand(rows, -1), self._ancestors)
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """What the shapes of the next passes depend on."""
-        return len(self.limits), self.children, self.levels, self._widths
+    def constants(self) -> _Constants:
+        """What depends on the shape of the tree alone."""
+        return self._given or self.constants_after(0, 0)
 
-    def last(self) -> Frontier:
-        """What the next passes read."""
-        if not self._levels:
-            return Frontier(None, None, self._limits, None)
-        if self._widths:
-            self.structure(self.depths)
-        return Frontier(self._levels[-1].tokens, self._open, self._limits, self._ancestors)
+    def constants_after(self, passes: int, width: int) -> _Constants:
+        """Those of the tree after so many passes that expand so many nodes."""
+        return _constants(self.children, self._widths + (width,) * passes, self.device)
 
-    def continued(self, last: Frontier) -> Growth:
-        """A growing tree of this shape, whose earlier levels are not known."""
-        growth = copy.copy(self)
-        growth._levels, growth._expansions, growth._above, growth._limits = [], [], [], last.limits
-        if last.tokens is not None and last.open is not None:
-            growth._levels = [_Level(last.tokens, last.open)]
-            growth._open, growth._ancestors = last.open, last.ancestors
-        growth._known = len(growth._levels)
+    def parts(self) -> list[Grown]:
+        """All levels so far, in few tensors."""
+        first = self._in_parts
+        if first < len(self._levels):
+            begin = max(0, first - 1)  # the first level comes before anything is expanded
+            levels, expansions = self._levels[first:], self._expansions[begin:]
+            if self._widths:
+                self.structure()
+            paths = [*(level.paths for level in levels), *(one.reached for one in expansions), self._open]
+            integers = [level.tokens for level in levels]
+            integers += [one.chosen for one in expansions if one.chosen is not None]
+            grown = Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), self._ancestors)
+            self._add_part(grown, self._widths[begin:])
+        return self._parts
+
+    def _add_part(self, grown: Grown, widths: tuple[int, ...]) -> None:
+        self._parts.append(grown)
+        self._widths_of_parts, self._in_parts = (*self._widths_of_parts, widths), len(self._levels)
+
+    @property
+    def shape(self) -> Shape:
+        """What the shapes of `parts` and of the next passes depend on."""
+        return Shape(len(self.limits), self.children, self._widths_of_parts)
+
+    @classmethod
+    def of_parts(
+        cls, shape: Shape, last_tokens: Tensor, limits: Tensor | None, parts: Sequence[Grown], constants: _Constants
+    ) -> Growth:
+        """A growing tree that was taken apart, in a captured function; `constants` are those at the end of it."""
+        growth = cls([0] * shape.rows, shape.children, last_tokens, limits)
+        growth._given = constants
+        for grown, widths in zip(parts, shape.widths, strict=True):
+            growth.extend(grown, widths)
         return growth
 
-    def packed(self) -> Grown:
-        """What was added since `continued`, in as few tensors as possible."""
-        levels = self._levels[self._known :]
-        paths = [*(level.paths for level in levels), *(one.reached for one in self._expansions), self._open]
-        integers = [level.tokens for level in levels]
-        integers += [one.chosen for one in self._expansions if one.chosen is not None]
-        return Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), self._ancestors)
-
-    def extend(self, grown: Grown, passes: int, width: int) -> None:
-        """Add the levels of so many passes that were made elsewhere, and of one before if there was none yet."""
-        sizes = [self.children] * (not self.levels) + [width * self.children] * passes
+    def extend(self, grown: Grown, widths: tuple[int, ...], selection: Selection | None = None) -> None:
+        """Add the levels of passes that expanded so many nodes each, and of one before if there was none yet."""
+        sizes = [self.children] * (not self.levels) + [width * self.children for width in widths]
         *paths, rest = grown.paths.split([*sizes, grown.paths.shape[1] - sum(sizes)], dim=1)
-        *reached, self._open = rest.split([width] * passes + [sizes[-1]], dim=1)
-        parts = grown.integers.split([*sizes, *[width] * passes * (self.children > 1)], dim=1)
+        *reached, self._open = rest.split([*widths, sizes[-1]], dim=1)
+        parts = grown.integers.split([*sizes, *(widths if self.children > 1 else ())], dim=1)
         self._levels += map(_Level, parts[: len(sizes)], paths)
-        self._expansions += map(_Expansion, reached, parts[len(sizes) :] or [None] * passes)
+        self._expansions += map(_Expansion, reached, parts[len(sizes) :] or [None] * len(widths))
         self._ancestors, self._above = grown.ancestors, []
-        self.levels, self.expanded = self.levels + len(sizes), self.expanded + passes * width
-        self._widths += (width,) * passes
+        self.levels, self.expanded = self.levels + len(sizes), self.expanded + sum(widths)
+        self._widths += widths
+        self._selection, self._values = selection, None
+        self._add_part(grown, widths)
+
+    def select(self, nodes: int) -> Selection:
+        """The best nodes, at most so many, in the width of a captured pass."""
+        tree, _ = self.best(nodes)
+        return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._open)
 
     def read(self) -> Snapshot:
-        """Read the probabilities, in one transfer to the host."""
-        paths = [level.paths for level in self._levels]
-        values = np.exp(torch.cat([*paths, self._open], dim=1).cpu().numpy().astype(float))
-        opened = values[:, self.candidates :] * (np.array(self.limits)[:, None] > self.levels)
-        return Snapshot(values[:, : self.candidates], opened)
+        """Read the probabilities, in one transfer to the host; all that is known of nodes that were selected."""
+        if self._selection is not None:
+            self._values, opened = self._selection.parts(self._selection.known.cpu().numpy())
+            paths = self._values[:, PATH, 1:]
+        else:
+            levels = [level.paths for level in self._levels]
+            values = torch.cat([*levels, self._open], dim=1).cpu().numpy()
+            paths, opened = values[:, : self.candidates], values[:, self.candidates :]
+        paths, opened = (np.exp(part.astype(float)) for part in (paths, opened))
+        return Snapshot(self.levels, paths, opened * (np.array(self.limits)[:, None] > self.levels))
 
-    def best(self, nodes: int, expanded_first: bool = False, with_expanded: bool = False) -> tuple[GrownTree, Tensor]:
-        """The best trees of at most `nodes` nodes, and `[rows, nodes]` the number of each node's parent.
+    def best(
+        self, nodes: int, expanded_first: bool = False, with_expanded: bool = False
+    ) -> tuple[GrownTree, Tensor | None]:
+        """The best trees of at most `nodes` nodes; `[rows, nodes]` the number of each node's parent, if it is known.
 
         With `expanded_first` expanded nodes come first, whatever their probability; `with_expanded` they are among the
         nodes, of which there must be as many.
         """
-        nodes, rows = min(nodes, self.candidates), len(self.limits)
-        constants = _constants(self.children, self._widths, self._open.device)
-        numbers, ids = constants.numbers[: self.children + self.candidates].expand(rows, -1), self._last_tokens
+        nodes, rows, constants = min(nodes, self.candidates), len(self.limits), self.constants
+        if self._selection is not None and not expanded_first and not with_expanded:
+            return self._selection.first(nodes, self._values, self.rows), None
+        numbers, ids = constants.numbers[: self.children + self.candidates].expand(rows, -1), self.last_tokens
         if self.children > 1:
             chosen = [one.chosen for one in self._expansions if one.chosen is not None]
             ids = torch.cat([constants.no_ids.expand(rows, -1), *chosen], dim=1) + constants.offsets
             numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
         tokens, paths = zip(*self._levels, strict=True)
-        parts = [self._last_tokens.expand(-1, self.children), *tokens, numbers, constants.places.expand(rows, -1)]
+        parts = [self.last_tokens.expand(-1, self.children), *tokens, numbers, constants.places.expand(rows, -1)]
         parts += [constants.root_paths.expand(rows, -1), *paths]
         values = torch.cat(parts, dim=1).view(rows, 1 + PATH, -1)
         if self.children > 1:
@@ -326,6 +341,7 @@ def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class Snapshot:
     """What the host has read of a `Growth`: path probabilities."""
 
+    levels: int
     probability: Floats  # [rows, candidates], 0 for candidates that are no node
     frontier: Floats  # [rows, last level] of candidates that can be expanded, else 0
 

@@ -28,8 +28,9 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
 Tag = TypeVar("Tag")
-MAX_NODES = 64
-"""Maximum number of nodes of a row: beyond, each further one adds to the latency even of a memory-bound target."""
+MAX_NODES = 63
+"""Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further one adds to the
+latency even of a memory-bound target."""
 MAX_CHILDREN = 8
 """Maximum number of children of a node, and of nodes of a row that are expanded in one pass."""
 CHILD_ACCEPTANCE = 0.8
@@ -142,7 +143,7 @@ class TreeSize:
         """How many nodes of each row are verified."""
         if not self.is_fastest:
             return self.max_nodes if self.children > 1 else max(1, *growth.limits)
-        if self._snapshot is None or self._snapshot.probability.shape[1] < growth.candidates:
+        if self._snapshot is None or self._snapshot.levels < growth.levels:
             self._snapshot = growth.read()
         return self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
 

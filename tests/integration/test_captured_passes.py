@@ -270,7 +270,7 @@ def test_captured_levels_same_drafts(
     made, grow = [], autoregressive.grow_captured
 
     def counted(*arguments: Any) -> Any:
-        made.append((grow(*arguments), arguments[3].text))
+        made.append((grow(*arguments), arguments[4].text))
         return made[-1][0]
 
     monkeypatch.setattr(autoregressive, "grow_captured", counted)
