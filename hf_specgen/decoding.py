@@ -24,13 +24,11 @@ from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.requirements import check_computation, make_target
 from hf_specgen.targets.support import check_length
-from hf_specgen.targets.target import Target
+from hf_specgen.targets.target import UNLIMITED, Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import TopTokens
 
-UNLIMITED = 2**31
-"""Draft tokens of a row that no position table limits."""
 STEP_PARTS = ("draft", "forward", "verify")
 """Parts of a call's wall time that make up the latency of a step."""
 

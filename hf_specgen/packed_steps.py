@@ -31,13 +31,14 @@ from hf_specgen import compat
 from hf_specgen.call import Call, GenerationState
 from hf_specgen.common_steps import CommonSteps
 from hf_specgen.counters import Statistics
-from hf_specgen.decoding import UNLIMITED, DecodingLoop
+from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import Floats, best_count, step_seconds
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
+from hf_specgen.targets.target import UNLIMITED
 from hf_specgen.tree import DraftTree
 
 Moves = dict[str, tuple[list[int], list[int]]]

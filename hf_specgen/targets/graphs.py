@@ -29,6 +29,7 @@ from hf_specgen.targets.cache import RaggedCache, padded_width
 from hf_specgen.targets.lasting_buffers import BufferSet, GraphBuffers, StepCache, StepLayer
 from hf_specgen.targets.masks import StepLayout, StepMasks
 from hf_specgen.targets.model_parts import fingerprint
+from hf_specgen.tree import TreeStructure
 
 logger = logging.getLogger("hf_specgen")
 GRAPH_DEVICES = ("cuda",)
@@ -131,9 +132,10 @@ def _repair(memory: GraphMemory) -> None:
 
 
 class _Graph:
-    """One captured graph: where its inputs lie, and its outputs."""
+    """One captured graph: where its inputs lie, and its outputs; `function` keeps constants that it reads."""
 
-    def __init__(self, run: Callable[[Any], Any], inputs: Any, memory: GraphMemory):
+    def __init__(self, run: Callable[[Any], Any], inputs: Any, memory: GraphMemory, function: Any = None):
+        self.function = function
         leaves, structure = pytree.tree_flatten(inputs)
         self._memory = memory
         self._inputs = [leaf.to(memory.device, copy=True) if _is_tensor(leaf) else leaf for leaf in leaves]
@@ -282,7 +284,7 @@ class CapturedFunctions:
             layers: Any = [StepLayer(keys, values, slots) for keys, values in lasting.buffers]
             return function(module, static[0], StepCache(layers, lasting.joined))
 
-        return _Graph(run, inputs, self._memory)
+        return _Graph(run, inputs, self._memory, function)
 
     def _give_up(self, module: nn.Module, error: Exception, mode: Compile) -> None:
         """Capture nothing of this module any more; raises unless graphs are used only where they work."""
@@ -337,6 +339,37 @@ class LevelPasses(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.cache.buffers()[0][0].device
+
+
+class TreeInputs(NamedTuple):
+    """The tensors of a pass over draft trees, and the other arguments of the model."""
+
+    tokens: torch.Tensor  # [batch, width] of each row's last token, then its nodes
+    places: torch.Tensor  # [batch, 2] position minus slot, and the last position
+    structure: TreeStructure | None  # None: chains
+    visible: torch.Tensor | None  # [batch, capacity], False for padding
+    axes: torch.Tensor | None  # [axes, batch, 1] see `CallInputs.axes`
+    others: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TreePass:
+    """A pass of a target over draft trees, which makes positions and masks of their structure; to be captured."""
+
+    run: Any
+    masks: StepMasks = field(compare=False)
+
+    def __call__(self, model: Any, inputs: TreeInputs, cache: Any) -> Any:
+        (batch, width), layer = inputs.tokens.shape, cache.layers[0]
+        structure = inputs.structure
+        if structure is None:
+            structure = TreeStructure.of_captured_chains(batch, width - 1, inputs.tokens.device)
+        layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *structure, inputs.visible)
+        offsets, last = inputs.places.split(1, dim=1)
+        positions = (structure.depths + layout.starts + offsets).minimum(last)
+        positions = positions if inputs.axes is None else positions + inputs.axes
+        arguments = {**inputs.others, "attention_mask": self.masks.of_layout(layout), "position_ids": positions}
+        return self.run(model, {**arguments, "input_ids": inputs.tokens}, cache)
 
 
 @dataclass(frozen=True)

@@ -73,21 +73,32 @@ class RowLayout:
         self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
     ) -> torch.Tensor:
         """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
-        bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        last, device = self._last_position, tree.device
-        depths = torch.arange(1 + tree.nodes, device=device)[None] if tree.is_chain else tree.structure().depths
+        depths = torch.arange(1 + tree.nodes, device=tree.device)[None] if tree.is_chain else tree.structure().depths
         depths = depths[:, cached:]
+        bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
         first = bases[0] if len(set(bases)) == 1 else torch.tensor(bases, device=depths.device)[:, None]
-        if max(bases) + tree.nodes <= last:
+        limits = self.limits(tree, bases, active, cached)
+        if limits is None:
             return depths + first
-        # An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
-        # nodes. The results of all these are ignored. The other rows exceed it as in plain decoding.
+        return (depths + first).minimum(torch.tensor(limits, device=depths.device)[:, None])
+
+    def limits(
+        self, tree: DraftTree, bases: Sequence[int], active: Sequence[bool] | None, cached: int = 0
+    ) -> list[int] | None:
+        """The highest position of each row, whose last token has position `bases`; None if no node can exceed it.
+
+        An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
+        nodes. The results of all these are ignored. The other rows exceed it as in plain decoding.
+        """
+        last = self._last_position
+        if max(bases) + tree.nodes <= last:
+            return None
         takes_part = [True] * len(bases) if active is None else self.gather(active)
         limits = []
         for index, (base, part) in enumerate(zip(bases, takes_part, strict=True)):
             is_clamped = not part or (base <= last and (cached > 0 or isinstance(tree, GrownTree)))
             limits.append(last if is_clamped else max(last, base + max(tree.depths(index))))
-        return (depths + first).minimum(torch.tensor(limits, device=depths.device)[:, None])
+        return limits
 
     def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
         """The indices in the cache of the rows still needed; None unless a quarter, or half of the last four, ended."""
@@ -156,11 +167,16 @@ class CallInputs:
 
     def is_text(self, cache: Any) -> bool:
         """Whether passes read text alone, at one position for each token, so that rows can be dropped and joined."""
-        return self._axes is None and not accompanying_inputs(self._others(cache, 1))
+        return self._axes is None and not accompanying_inputs(self.others(cache, 1))
+
+    @property
+    def axes(self) -> torch.Tensor | None:
+        """`[axes, batch, 1]` what positions on each axis have more than on the first one; None with a single axis."""
+        return None if self._axes is None else self._axes[..., None]
 
     def positions(self, text: torch.Tensor) -> torch.Tensor:
         """`[batch, tokens]` positions on the first axis to those on all axes."""
-        return text if self._axes is None else text + self._axes[..., None].to(text.device)
+        return text if self.axes is None else text + self.axes.to(text.device)
 
     def arguments(
         self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
@@ -170,9 +186,9 @@ class CallInputs:
         if self._takes_positions:
             values["position_ids"] = self.positions(positions)
         named = {self._names.get(name, name): value for name, value in values.items()}
-        return {**self._others(cache, positions.shape[1]), **named}
+        return {**self.others(cache, positions.shape[1]), **named}
 
-    def _others(self, cache: Any, tokens: int) -> dict[str, Any]:
+    def others(self, cache: Any, tokens: int) -> dict[str, Any]:
         """The other arguments of a pass over so many tokens per row, once the prompt is in the cache."""
         if self._extra is None:
             self._extra = self._after_prompt(cache)

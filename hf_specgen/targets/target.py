@@ -19,6 +19,8 @@ from hf_specgen.targets.graphs import (
     LevelPasses,
     ModelLevel,
     NewText,
+    TreeInputs,
+    TreePass,
     captured_functions,
     is_captured,
 )
@@ -29,6 +31,9 @@ from hf_specgen.targets.model_parts import keeps_state, text_config
 from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
 from hf_specgen.tree import DraftTree
+
+UNLIMITED = 2**31
+"""A position that no text reaches."""
 
 
 class PassOutput(NamedTuple):
@@ -100,6 +105,7 @@ class Target:
         self.batch = len(input_ids)
         self._layout = RowLayout(self.batch, self.last_position)
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
+        self._step_masks = StepMasks(model, None, required=True)  # of captured passes, which receive what is padding
 
     @property
     def rows(self) -> list[int]:
@@ -182,7 +188,7 @@ class Target:
         most = levels + (0 if text is None else text.tokens.shape[1])
         if len(self.rows) < self.batch or max(map(sum, places)) + most > self.last_position:
             return None
-        level = ModelLevel(self._pass, StepMasks(self.model, None, required=True))
+        level = ModelLevel(self._pass, self._step_masks)
         offsets = torch.tensor(self._layout.offsets)[:, None]
         return LevelPasses(graphs, self._mode, self.model, self.cache, level, None, self._masks.visible, offsets, text)
 
@@ -242,40 +248,68 @@ class Target:
     ) -> PassOutput:
         """One pass of a module over a tree but its first `cached` tokens, for the rows that are present."""
         tree, inputs = self._layout.select(tree, inputs)
-        new = 1 + tree.nodes - cached
-        graphs = self._active_graphs
-        if graphs is not None:
-            more = padded_width(new) - new
-            tree = tree.padded(tree.nodes + more)
-            inputs = {name: pad(values, (0, more)) for name, values in inputs.items()}
-        lengths = self.cache.lengths
-        if cached:
-            lengths = tuple(length - cached for length in lengths)
-        positions = self._layout.positions(tree, lengths, active, cached).to(self.device)
-        mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
-        arguments = self._inputs.arguments(inputs, mask, positions, self._model_cache)
+        graphs, new = self._active_graphs, 1 + tree.nodes - cached
+        if graphs is not None and (more := padded_width(new) - new):
+            tree, inputs = tree.padded(tree.nodes + more), {name: pad(one, (0, more)) for name, one in inputs.items()}
         with without_cudnn_attention(self.device):
             if graphs is None:
-                return self._pass(module, arguments, self._model_cache)
-            return self._replayed(graphs, arguments, new)
+                return self._pass(module, self._arguments(tree, inputs, active, cached), self._model_cache)
+            output = self._replayed(graphs, tree, inputs, active, cached)
+        self.cache.set_lengths([length + new - inputs["input_ids"].shape[1] for length in self.cache.lengths])
+        return PassOutput(output.logits[:, :new], tuple(state[:, :new] for state in output.states))
 
-    def _replayed(self, graphs: CapturedFunctions, arguments: dict[str, Any], new: int) -> PassOutput:
-        """A padded pass as a graph, once it was captured; its first `new` columns are kept."""
-        lengths, (batch, width) = self.cache.lengths, arguments["input_ids"].shape
-        mask, capacity = arguments["attention_mask"], graphs.capacity(self.model, self.cache, width, self._mode)
-        output = graphs.run(
-            self._pass,
+    def _arguments(
+        self, tree: DraftTree, inputs: dict[str, torch.Tensor], active: Sequence[bool] | None, cached: int
+    ) -> dict[str, Any]:
+        """The arguments of an eager pass but the cache."""
+        lengths = tuple(length - cached for length in self.cache.lengths)
+        positions = self._layout.positions(tree, lengths, active, cached).to(self.device)
+        mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
+        return self._inputs.arguments(inputs, mask, positions, self._model_cache)
+
+    def _replayed(
+        self,
+        graphs: CapturedFunctions,
+        tree: DraftTree,
+        inputs: dict[str, torch.Tensor],
+        active: Sequence[bool] | None,
+        cached: int,
+    ) -> PassOutput:
+        """A pass as a graph, once it was captured."""
+        tokens = inputs["input_ids"]
+        capacity = graphs.capacity(self.model, self.cache, tokens.shape[1], self._mode)
+        function, given = self._pass, cast(Any, None)
+        if capacity and cached:  # where each level of a tree would take a graph of its own
+            given = self._arguments(tree, inputs, active, cached)
+            given["attention_mask"] = fixed_mask(given["attention_mask"], len(tokens), capacity)
+        elif capacity:
+            function, given = TreePass(self._pass, self._step_masks), self._tree_inputs(tree, tokens, active, capacity)
+        output: PassOutput = graphs.run(
+            function,
             self.model,
-            {**arguments, "attention_mask": fixed_mask(mask, batch, capacity) if capacity else mask},
+            given,
             self.cache,
-            width,
+            tokens.shape[1],
             mode=self._mode,
-            eagerly=lambda: self._pass(self.model, arguments, self.cache),
+            eagerly=lambda: self._pass(self.model, self._arguments(tree, inputs, active, cached), self.cache),
             agree=_agree,
             at_once=self._captures_at_once,
         )
-        self.cache.set_lengths([length + new for length in lengths])
-        return PassOutput(output.logits[:, :new], tuple(state[:, :new] for state in output.states))
+        return output
+
+    def _tree_inputs(
+        self, tree: DraftTree, tokens: torch.Tensor, active: Sequence[bool] | None, capacity: int
+    ) -> TreeInputs:
+        """The inputs of a captured pass over trees that begin with each row's last token."""
+        offsets, visible = self._layout.offsets, self._masks.visible
+        bases = [length + offset for length, offset in zip(self.cache.lengths, offsets, strict=True)]
+        last = self._layout.limits(tree, bases, active) or [UNLIMITED] * len(bases)
+        if visible is not None:
+            visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
+        structure = None if tree.is_chain else tree.structure()
+        others = self._inputs.others(self.cache, tokens.shape[1])
+        places = torch.tensor(list(zip(offsets, last, strict=True)))
+        return TreeInputs(tokens, places, structure, visible, self._inputs.axes, others)
 
     def capture_at_once(self) -> None:
         """Capture further shapes when they are used first, if the model has been captured in some other shape."""
