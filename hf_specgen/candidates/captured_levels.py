@@ -81,7 +81,7 @@ class LevelInputs(NamedTuple):
     text: TextInputs | None
     last_tokens: torch.Tensor  # [batch, 1] of the rows
     limits: torch.Tensor | None  # [batch, 1] maximum depths; None if no level exceeds them
-    parts: list[Grown]  # of the tree so far
+    parts: tuple[Grown, ...]  # of the tree so far
     states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
     visible: torch.Tensor | None  # [batch, capacity], False for padding
     offsets: torch.Tensor | None  # [batch, 1] position minus slot

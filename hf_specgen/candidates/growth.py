@@ -184,7 +184,7 @@ class Growth:
         """Those of the tree after so many passes that expand so many nodes."""
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
-    def parts(self) -> list[Grown]:
+    def parts(self) -> tuple[Grown, ...]:
         """All levels so far, in few tensors."""
         first = self._in_parts
         if first < len(self._levels):
@@ -197,7 +197,7 @@ class Growth:
             integers += [one.chosen for one in expansions if one.chosen is not None]
             grown = Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), self._ancestors)
             self._add_part(grown, self._widths[begin:])
-        return self._parts
+        return tuple(self._parts)
 
     def _add_part(self, grown: Grown, widths: tuple[int, ...]) -> None:
         self._parts.append(grown)
