@@ -37,26 +37,21 @@ class LayeredRunner(HeadRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        self._drop(needed)
-        pairs = list(zip(self._again, *self._new(features, next_tokens), strict=True))
+        new = self._new(features, next_tokens, needed)
+        pairs = list(zip(self._again, *new, strict=True))
         states = [torch.cat([before, new]) for (before, _), new, _ in pairs]
         tokens = [before + new for (_, before), _, new in pairs]
-        self.cache.set_lengths(self.lengths)
-        *early, rest = self._chunks([len(row) for row in tokens])
-        for parts in early:
-            self._read(states, tokens, parts)
-            self._commit([part.stop - part.start for part in parts])
-        outputs, counts = self._read(states, tokens, rest), [part.stop - part.start for part in rest]
+        outputs, counts = self._read(states, tokens)
         rows, device = torch.arange(len(counts), device=self._like.device), self._like.device
         self._last = [  # by layer, the output at the last position whose tokens are all known
             hidden[rows, torch.tensor([max(0, count - 1 - layer) for count in counts], device=device)]
             for layer, hidden in enumerate(outputs)
         ]
-        self._ends = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._ends = self.lengths
         again = [min(self.layers - 1, count) for count in counts]
         ends = [slice(len(row) - count, len(row)) for row, count in zip(tokens, again, strict=True)]
         self._again = [(row[end], read[end]) for row, read, end in zip(states, tokens, ends, strict=True)]
-        self._commit([count - back for count, back in zip(counts, again, strict=True)])
+        self._commit([-count for count in again])
         hidden = outputs[0]
         # Of each node the outputs and tokens at the last `layers` positions.
         self._hidden = hidden.new_zeros(len(rows), 1, self.layers, hidden.shape[-1])
@@ -88,12 +83,12 @@ class LayeredRunner(HeadRunner):
         self._hidden = self._layer(tree.level, self._paths, tree.of_parents(self._hidden))
         return self._scatter(self.bound.target_logits(self._hidden[:, :, -1]))
 
-    def _read(
-        self, states: Sequence[torch.Tensor], tokens: Sequence[list[int]], parts: Sequence[slice]
+    def _pass(
+        self, features: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]], parts: Sequence[slice]
     ) -> list[torch.Tensor]:
         """Run all layers over a part of each row's new positions; the outputs of each layer `[active, new, hidden]`."""
         head: Any = self.bound.head
-        hidden = padded(states, parts)
+        hidden = padded(features, parts)
         count, outputs = hidden.shape[1], []
         places = self._places(count)
         for layer in range(self.layers):

@@ -137,8 +137,7 @@ class PathRunner(BlockRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        self._drop(needed)
-        block = self._run_block(*self._new(features, next_tokens))
+        block = self._run_block(*self._new(features, next_tokens, needed))
         state = self._head.first_state(block, self._anchor, self.bound.embed, self.first)
         self._base, self._tokens = self.bound.logits(self._hidden).topk(self.max_candidates, dim=-1)
         self._keys = self._head.keys()[self._tokens]  # [active, positions, candidates, rank]

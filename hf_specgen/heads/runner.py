@@ -7,7 +7,7 @@ dropped before the next accepted tokens are processed with the features that the
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, cast
 
@@ -19,7 +19,6 @@ from hf_specgen.call import Compile
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
-from hf_specgen.heads.eagle import EagleConfig
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache, padded_width
 from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText, captured_functions
@@ -35,15 +34,6 @@ class HeadRunner:
     def __init__(self, bound: BoundHead, batch: int):
         self.bound, self.cache, self.lengths, self.rows = bound, RaggedCache(), [0] * batch, list(range(batch))
         self._batch, self._like = batch, next(bound.head.parameters())
-
-    def _drop(self, needed: Sequence[bool]) -> list[int]:
-        """Drop rows that are not needed any more, unless none is; returns the indices of those that stay."""
-        kept = [index for index, row in enumerate(self.rows) if needed[row]]
-        if not kept or len(kept) == len(self.rows):
-            return list(range(len(self.rows)))
-        self.rows, self.lengths = [self.rows[index] for index in kept], [self.lengths[index] for index in kept]
-        self._select(kept)
-        return kept
 
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
         """Continue with these rows of the call, and `new` ones after them for which nothing was computed yet.
@@ -85,10 +75,47 @@ class HeadRunner:
         self.cache.batch_select_indices(torch.tensor(rows))
 
     def _new(
-        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]]
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool] | None
     ) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """The new features and tokens of the active rows, in the dtype and on the device of the head."""
+        """The new features and tokens of the active rows, in the dtype and on the device of the head.
+
+        Rows that are not needed any more are dropped, unless none is; entries of draft nodes as well.
+        """
+        kept = [index for index, row in enumerate(self.rows) if needed is None or needed[row]]
+        if 0 < len(kept) < len(self.rows):
+            self.rows, self.lengths = [self.rows[index] for index in kept], [self.lengths[index] for index in kept]
+            self._select(kept)
+        self.cache.set_lengths(self.lengths)
         return [features[row].to(self._like) for row in self.rows], [list(next_tokens[row]) for row in self.rows]
+
+    def _read(
+        self, features: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]], masked: int = 0
+    ) -> tuple[Any, list[int]]:
+        """Run the head over new positions, of which the last `masked` are unknown, in passes of `PREFILL_CHUNK`.
+
+        Returns the output of the last pass, in which all rows end, and how many known positions of each row it has.
+        """
+        known = [len(row) - masked for row in tokens]
+        early = [max(0, count - PREFILL_CHUNK) for count in known]
+        for start in [*range(0, max(early), PREFILL_CHUNK), max(early)]:
+            parts = [slice(min(start, end), min(start + PREFILL_CHUNK, end)) for end in early]
+            if start == max(early):
+                parts = [slice(end, len(row)) for end, row in zip(early, tokens, strict=True)]
+            output = self._pass(features, tokens, parts)
+            counts = [min(part.stop, count) - part.start for part, count in zip(parts, known, strict=True)]
+            self._commit(counts)
+        return output, counts
+
+    def _pass(self, features: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]], parts: Sequence[slice]) -> Any:
+        """One pass over a part of each row's new positions, which appends to the cache."""
+        head: Any = self.bound.head
+        read = padded([torch.tensor(row, dtype=torch.long) for row in tokens], parts)
+        states = head.combine(padded(features, parts))
+        return self._run(HeadInputs(self.bound.embed(read), states, *self._places(read.shape[1])))
+
+    def _run(self, inputs: HeadInputs) -> HeadOutput:
+        """One pass of the head, which appends to the cache."""
+        return run_head(self.bound.head, inputs, self.cache)
 
     def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The positions of `count` tokens after those in the cache, and their mask."""
@@ -105,13 +132,6 @@ class HeadRunner:
             first = self.lengths[0]
             return torch.arange(first, first + count, device=device).expand(len(self.lengths), -1)
         return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
-
-    def _chunks(self, new: Sequence[int]) -> Iterator[list[slice]]:
-        """Parts of each row's new positions for passes of at most `PREFILL_CHUNK`; all rows end in the last one."""
-        early = [max(0, count - PREFILL_CHUNK) for count in new]
-        for start in range(0, max(early), PREFILL_CHUNK):
-            yield [slice(min(start, end), min(start + PREFILL_CHUNK, end)) for end in early]
-        yield [slice(end, count) for end, count in zip(early, new, strict=True)]
 
     def restart(self, row: int) -> None:
         """Forget what was computed for a row of the call."""
@@ -138,17 +158,9 @@ class EagleRunner(HeadRunner):
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
-        if self._graphs is None:  # another number of rows would be captured anew
-            self._drop(needed)
-        self.cache.set_lengths(self.lengths)
-        states, rows = self._new(features, next_tokens)
-        head: Any = self.bound.head
-        for parts in self._chunks([len(row) for row in rows]):
-            hidden = head.combine(padded(states, parts))
-            tokens = padded([torch.tensor(row, dtype=torch.long) for row in rows], parts)
-            output = self._run(HeadInputs(self.bound.embed(tokens), hidden, *self._places(tokens.shape[1])))
-            self._commit(counts := [part.stop - part.start for part in parts])
-        self._keep_last(output, counts)
+        # Another number of rows would be captured anew.
+        new = self._new(features, next_tokens, needed if self._graphs is None else None)
+        self._keep_last(*self._read(*new))
         self._hidden = self.last.hidden
         return self._scatter(self.bound.target_logits(self.last.output)[:, 0])
 
@@ -203,15 +215,14 @@ class EagleRunner(HeadRunner):
         counts = [len(row) for row in next_tokens]
         if not self.cache.lengths or not 0 < min(counts) <= max(counts) <= MAX_CAPTURED:
             return None
-        self.cache.set_lengths(self.lengths)
-        states, rows = self._new(features, next_tokens)
-        self._read = counts
+        states, rows = self._new(features, next_tokens, None)
+        self._counts = counts
         return NewText.of(rows, padded(states, [slice(0, count) for count in counts]))
 
     def after_text(self, hidden: torch.Tensor, output: torch.Tensor) -> None:
         """Go on after new positions that a captured function has processed."""
         self.last = HeadOutput(output, hidden)
-        self.lengths = [length + count for length, count in zip(self.lengths, self._read, strict=True)]
+        self.lengths = [length + count for length, count in zip(self.lengths, self._counts, strict=True)]
 
     def after_levels(self, states: torch.Tensor) -> None:
         """Go on after passes that were made by a captured function."""
@@ -264,8 +275,7 @@ class ParallelRunner(HeadRunner):
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool], depth: int
     ) -> torch.Tensor:
         """Process new accepted positions, as `first_logits`, and draft: `[batch, depth, vocab]`."""
-        self._drop(needed)
-        output = self._outputs(*self._new(features, next_tokens), depth)
+        output = self._outputs(*self._new(features, next_tokens, needed), depth)
         return self._scatter(self.bound.target_logits(output))
 
     def first_logits(
@@ -288,28 +298,12 @@ class PEagleRunner(ParallelRunner):
     """
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
-        *early, rest = self._chunks([len(row) for row in tokens])
-        for parts in early:
-            self._pass(features, tokens, parts, masked=0)
-        output = self._pass(features, tokens, rest, masked=depth - 1)
-        device = output.device
-        first = torch.tensor([part.stop - part.start for part in rest], device=device) - 1
-        indices = first[:, None] + torch.arange(depth, device=device)
-        return output[torch.arange(len(rest), device=device)[:, None], indices.clamp(min=0)]
-
-    def _pass(
-        self, features: list[torch.Tensor], tokens: list[list[int]], parts: Sequence[slice], masked: int
-    ) -> torch.Tensor:
-        """A pass over a part of each row and `masked` positions after it: `[active, new + masked, hidden]`."""
         head: Any = self.bound.head
-        unknown = head.mask_hidden[0].expand(masked, -1)
-        mask_tokens = [cast(EagleConfig, head.config).mask_token_id] * masked
-        rows = list(zip(features, tokens, parts, strict=True))
-        states = pad_sequence([torch.cat([states[part], unknown]) for states, _, part in rows], batch_first=True)
-        read = pad_sequence([torch.tensor([*row[part], *mask_tokens], dtype=torch.long) for _, row, part in rows], True)
-        output = head(self.bound.embed(read), head.combine(states), *self._places(read.shape[1]), self.cache).output
-        self._commit([part.stop - part.start for part in parts])
-        return cast(torch.Tensor, output)
+        masked, device = depth - 1, self._like.device
+        states = [torch.cat([row, head.mask_hidden[0].expand(masked, -1)]) for row in features]
+        output, counts = self._read(states, [[*row, *[head.config.mask_token_id] * masked] for row in tokens], masked)
+        places = torch.tensor(counts, device=device)[:, None] - 1 + torch.arange(depth, device=device)
+        return cast(torch.Tensor, output.output[torch.arange(len(counts), device=device)[:, None], places.clamp(min=0)])
 
 
 class BlockRunner(ParallelRunner):
