@@ -61,17 +61,9 @@ class CommonSteps:
         return [loop.draft_step() for loop in loops]
 
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
-        """Count a step with drafts: its time, less that of plain steps for the tokens that its rows emitted.
-
-        Args:
-            seconds: of the target's pass, by the latencies.
-            emitted: tokens of all rows.
-            passes: tokens of each pass of the drafters.
-        """
-        if self.latency is None or not self._has_draft:
-            return
-        seconds += self.latency.drafter.draft(passes)
-        self._loss.add(seconds / self.latency.target.seconds_of(self._rows) - emitted / self._rows)
+        """Count a step with drafts, see `DraftingLoss.count`."""
+        if self.latency is not None and self._has_draft:
+            self._loss.count(self.latency, self._rows, seconds, passes, emitted)
 
     def close(self) -> None:
         """End the common drafts."""

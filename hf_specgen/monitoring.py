@@ -20,8 +20,6 @@ from hf_specgen.counters import RowStep, Statistics, StepRecord
 
 PREFIX = "spec_decode_num_"
 """Of the names of counters for Prometheus, as in vLLM."""
-Latency = Callable[[float], float] | None
-"""T(q) / T(1) of a target, such as `CostCurve.relative`; None for one for which draft tokens are free."""
 
 logger = logging.getLogger("hf_specgen")
 
@@ -86,12 +84,9 @@ class SpeculationMonitor(Monitor):
         """Number of drafts with so many (drafted, accepted) tokens, over all calls."""
         self.calls = 0
         """Number of calls that were started."""
-        try:
-            self._counters = None if prometheus is False else _prometheus_counters()
-        except ImportError as error:
-            if prometheus:
-                raise ImportError("counters need prometheus_client: pip install 'hf-specgen[monitor]'") from error
-            self._counters = None
+        self._counters = () if prometheus is False else _prometheus_counters()
+        if prometheus and not self._counters:
+            raise ImportError("counters need prometheus_client: pip install 'hf-specgen[monitor]'")
         self._lock = threading.Lock()
 
     def start(self, call: Call) -> MonitorSession:
@@ -102,17 +97,15 @@ class SpeculationMonitor(Monitor):
     def record(self, call: Call, step: StepRecord) -> None:
         """Record a step of any call, in the thread of that call; subclass and extend it to do more with each step."""
         rows = [row for row in step.rows if row is not None]
-        drafts = [(row.drafted, row.accepted) for row in rows if row.drafted]
         with self._lock:
             self.window.extend(rows)
-            self.drafts.update(drafts)
-        if self._counters is not None:
-            of_drafts, of_drafted, of_accepted, by_position = self._counters
-            of_drafts.inc(len(drafts))
-            of_drafted.inc(sum(drafted for drafted, _ in drafts))
-            of_accepted.inc(sum(accepted for _, accepted in drafts))
-            for position in (position for _, accepted in drafts for position in range(accepted)):
-                by_position.labels(position=str(position)).inc()
+            self.drafts.update((row.drafted, row.accepted) for row in rows if row.drafted)
+        if self._counters:
+            counts, (*counters, by_position) = Statistics([rows]), self._counters
+            for counter, count in zip(counters, (counts.drafts, counts.drafted, counts.accepted), strict=True):
+                counter.inc(count)
+            for position, count in enumerate(counts.accepted_per_position):
+                by_position.labels(position=str(position)).inc(count)
 
     def acceptance(self, over: Literal["window", "total"] = "window") -> AcceptanceRates:
         """Mean, standard deviation, minimum, maximum, median and 95th percentile of the drafts' acceptance rates."""
@@ -131,12 +124,11 @@ class SpeculationMonitor(Monitor):
     def summary(self) -> str:
         """One line about the window."""
         counts, rates = self.statistics, self.acceptance()
-        if not counts.drafted:
-            return f"last {counts.steps} row steps: nothing was drafted"
-        return (
-            f"last {counts.steps} row steps: {counts.tokens_per_step:.2f} tokens per step, {counts.acceptance_rate:.0%}"
-            f" of draft tokens accepted; by draft {rates.mean:.0%} ± {rates.std:.0%}, median {rates.p50:.0%}"
+        found = (
+            f"{counts.tokens_per_step:.2f} tokens per step, {counts.acceptance_rate:.0%} of draft tokens accepted; "
+            f"by draft {rates.mean:.0%} ± {rates.std:.0%}, median {rates.p50:.0%}"
         )
+        return f"last {counts.steps} row steps: {found if counts.drafted else 'nothing was drafted'}"
 
 
 class _SpeculationMonitorSession(MonitorSession):
@@ -161,9 +153,11 @@ class _SpeculationMonitorSession(MonitorSession):
 
 @cache
 def _prometheus_counters() -> tuple[Any, ...]:
-    """The counters of this process in the default registry, which appends `_total` and takes each name once."""
-    from prometheus_client import Counter
-
+    """The counters of this process in the default registry, which takes each name once; none without the package."""
+    try:
+        from prometheus_client import Counter
+    except ImportError:
+        return ()
     return (
         Counter(f"{PREFIX}drafts", "Drafts that the target verified."),
         Counter(f"{PREFIX}draft_tokens", "Draft tokens that the target verified."),
@@ -180,8 +174,7 @@ def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     steps = list(monitor.window)
     if not steps:
         raise ValueError("the monitor has no steps yet; pass it to generate(…, monitor=monitor)")
-    figure = _figure()
-    newest, histogram = figure.subplots(2, 1)
+    figure, (newest, histogram) = _figure(2)
     numbers = range(1, len(steps) + 1)
     newest.bar(numbers, [step.depth for step in steps], color="lightgray", label="depth of the draft")
     newest.bar(numbers, [step.accepted for step in steps], color="seagreen", label="accepted")
@@ -193,7 +186,7 @@ def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     figure.savefig(path)
 
 
-def speedup(acceptance: float, k: int, latency: Latency = None, draft_pass: float = 0.0) -> float:
+def speedup(acceptance: float, k: int, latency: Callable[[float], float] | None = None, draft_pass: float = 0.0) -> float:
     """Expected speedup of chains of k draft tokens over plain decoding, if each is accepted with this probability.
 
     A step yields 1 + a + a² + … + a^k tokens and takes T(1 + k) / T(1) plus k passes of the drafter.
@@ -214,11 +207,10 @@ def speedup(acceptance: float, k: int, latency: Latency = None, draft_pass: floa
 
 
 def plot_speedup(
-    path: str | Path, *, latency: Latency = None, draft_pass: float = 0.05, depths: Sequence[int] = (1, 2, 3, 5, 8, 12)
+    path: str | Path, *, latency: Callable[[float], float] | None = None, draft_pass: float = 0.05, depths: Sequence[int] = (1, 2, 3, 5, 8, 12)
 ) -> None:
     """Plot `speedup` over the acceptance rate, a line for each k; where it is below 1, drafting loses."""
-    figure = _figure()
-    axes, rates = figure.subplots(), np.linspace(0, 1, 101)
+    (figure, axes), rates = _figure(1), np.linspace(0, 1, 101)
     for k in depths:
         axes.plot(rates, [speedup(rate, k, latency, draft_pass) for rate in rates], label=f"k = {k}")
     axes.axhline(1, color="lightgray")
@@ -227,9 +219,11 @@ def plot_speedup(
     figure.savefig(path)
 
 
-def _figure() -> Any:
+def _figure(plots: int) -> tuple[Any, Any]:
+    """A figure of so many plots, and their axes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib: pip install 'hf-specgen[plot]'") from error
-    return Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
+    return figure, figure.subplots(plots)

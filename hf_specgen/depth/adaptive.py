@@ -34,15 +34,16 @@ class DraftingLoss:
     plain_steps: float = 0.0
 
     def add(self, loss: float) -> None:
-        """Count a step: the time that it took beyond plain steps for the same tokens."""
+        """Count a loss."""
         self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
 
-    def count(self, step: StepRecord, latency: StepLatency) -> None:
-        """Count a step with a draft by the latencies of its passes, the tokens of rows on average."""
-        emitted = sum(row.emitted for row in step.rows if row is not None) / step.batch
-        plain = latency.target.seconds_of(step.batch)
-        seconds = latency.target.seconds_of(step.batch * step.tokens_per_row) + latency.drafter.draft(step.passes)
-        self.add(seconds / plain - emitted)
+    def count(self, latency: StepLatency, rows: int, seconds: float, passes: Sequence[int], emitted: int) -> None:
+        """Count a step with a draft: its time, less that of plain steps for the tokens that its rows emitted.
+
+        `seconds` are those of the target's pass, `passes` the tokens of each pass of the drafter.
+        """
+        seconds += latency.drafter.draft(passes)
+        self.add(seconds / latency.target.seconds_of(rows) - emitted / rows)
 
     def copy(self) -> DraftingLoss:
         """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
@@ -93,18 +94,15 @@ class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
-        self._call, drafting, self._policy = call, call.drafting, policy
-        self._has_common_loss = policy.common_loss is not None
+        self._call, drafting, self._has_common_loss = call, call.drafting, policy.common_loss is not None
         # With a budget for all calls each drafts as much as if it had all of it.
         self._is_alone = self._has_common_loss and drafting.negligible_cost
         self.remembers = policy.latency is None and call.remembers
-        self._key = ("loss", drafting.key, call.temperature)
-        self._model = call.model if self.remembers else None
+        self._model, self._key = call.model if self.remembers else None, ("loss", drafting.key, call.temperature)
         self._loss = policy.common_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
         self._uncached, self._has_drafted = call.context_length, False
-        self.known: LatencyModel | None = None
         if policy.latency is None:
             self._use(policy.curve or known_curve(call))
         else:
@@ -156,12 +154,10 @@ class AdaptiveSession(PolicySession):
 
     def _pauses(self, rows: int) -> bool:
         """Whether drafting has lost too much, or would by the tokens that the drafter has to process before it."""
-        lost = self._loss.plain_steps
-        if self._call.drafting.has_free_drafts:
-            return lost >= MAX_LOSS
-        if self._has_drafted:
-            return lost + self._catching_up(rows) >= MAX_LOSS
-        return lost >= MAX_LOSS or not self.affords_prefill()
+        lost, is_free = self._loss.plain_steps, self._call.drafting.has_free_drafts
+        if self._has_drafted and not is_free:
+            lost += self._catching_up(rows)
+        return lost >= MAX_LOSS or not (is_free or self._has_drafted or self.affords_prefill())
 
     def _fastest_chain(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, if each token is accepted equally often."""
@@ -188,7 +184,9 @@ class AdaptiveSession(PolicySession):
             if self._timer.observe(step):
                 self.known = self._timer.latency()
         if not self._has_common_loss:
-            self._loss.count(step, self._at(step.batch))
+            latency, emitted = self._at(step.batch), sum(row.emitted for row in rows)
+            seconds = latency.target.seconds_of(step.batch * step.tokens_per_row)
+            self._loss.count(latency, step.batch, seconds, step.passes, emitted)
             memory.store(self._model, self._key, self._loss)
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)

@@ -9,12 +9,11 @@ ones; decisions then follow from the text alone. All ranks of a tensor-parallel 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from itertools import cycle
 from math import inf, sqrt
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,18 +40,6 @@ def known_curve(call: Call) -> CostCurve | None:
     return None if call.model is None else memory.recall(call.model, _key(call), lambda: None)
 
 
-def target_curve(call: Call, target: Target) -> CostCurve | None:
-    """T(q) of the target, measured now and kept; None near the end of its position table."""
-    if max(target.first_positions, default=0) + QUERIES[1] > target.last_position:
-        return None
-    curve, delayed = _measure(call, target), memory.recall(call.model, ("delayed", *_key(call)), lambda: None)
-    if delayed is not None:
-        seconds = [min(measured, delayed(q)) for q, measured in zip(curve.queries, curve.seconds, strict=True)]
-        curve = replace(curve, seconds=tuple(seconds))
-    memory.store(call.model, _key(call), curve)
-    return curve
-
-
 def model_curve(model: PreTrainedModel) -> CostCurve | None:
     """T(q) of one row with a short text, for passes that no `Target` runs; measured now, if no call has done so."""
     state = GenerationState(torch.zeros(1, 8, dtype=torch.long))
@@ -73,8 +60,7 @@ def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
 
 
 def _key(call: Call) -> tuple[Hashable, ...]:
-    model = call.model
-    assert model is not None
+    model: Any = call.model
     attention = compat.attention_implementation(text_config(model))
     rows = (call.state.batch - 1).bit_length()  # powers of two
     context = max(0, (call.context_length - 1).bit_length() - 9) // 2  # powers of four from 512 on
@@ -82,15 +68,18 @@ def _key(call: Call) -> tuple[Hashable, ...]:
     return "T(q)", model.dtype, compat.input_device(model), attention, captured, rows, context
 
 
-def _measure(call: Call, target: Target) -> CostCurve:
-    """Time chains of several sizes until `MAX_PLAIN_STEPS` are spent; the minimum of each size counts.
+def target_curve(call: Call, target: Target) -> CostCurve | None:
+    """T(q) of the target, measured now and kept; None near the end of its position table.
 
-    Sizes beyond are assumed to take time in proportion, so that no large tree is built because a small one was fast.
+    Times chains of several sizes until `MAX_PLAIN_STEPS` are spent; the minimum of each size counts. Sizes beyond are
+    assumed to take time in proportion, so that no large tree is built because a small one was fast.
     """
+    longest = target.last_position - max(target.first_positions, default=0) + 1
+    if longest <= QUERIES[1]:
+        return None
     pending, group = call.state.pending(), lockstep_group(call.model)
     attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
     target.capture_at_once()
-    longest = target.last_position - max(target.first_positions) + 1
     times: dict[int, float] = {}
     spent = 0.0
     for q in cycle(q for q in QUERIES if q <= longest):
@@ -106,8 +95,11 @@ def _measure(call: Call, target: Target) -> CostCurve:
         spent += seconds / times[1]
     vars(target).update(attributes)
     times.setdefault(QUERIES[-1], times[max(times)] * QUERIES[-1] / max(times))
-    sizes = sorted(times)
-    return CostCurve(tuple(sizes), tuple(times[q] for q in sizes), call.context_length, call.state.batch)
+    delayed = memory.recall(call.model, ("delayed", *_key(call)), lambda: None) or times.__getitem__
+    seconds = tuple(min(times[q], delayed(q)) for q in sorted(times))
+    curve = CostCurve(tuple(sorted(times)), seconds, call.context_length, call.state.batch)
+    memory.store(call.model, _key(call), curve)
+    return curve
 
 
 def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
@@ -140,21 +132,20 @@ class DrafterTimer:
     """
 
     def __init__(self, call: Call, curve: CostCurve):
-        self._call, self._curve, self._model = call, curve, call.model
+        self._call, self._curve, self._model = call, curve, cast(PreTrainedModel, call.model)
         self._without_passes = call.drafting.negligible_cost
-        self._key, self._group = (*_key(call), call.drafting.key), lockstep_group(call.model)
-        self._is_cpu = compat.input_device(call.model).type == "cpu"  # type: ignore[arg-type]
+        self._key, self._group = (*_key(call), call.drafting.key), lockstep_group(self._model)
+        self._is_cpu = compat.input_device(self._model).type == "cpu"
         known: float | None = memory.recall(self._model, self._key, lambda: None)
         self.is_known, self._ratios = known is not None, list[float]()
         self.fraction = known or (0.0 if self._without_passes else 0.3)
 
     def latency(self) -> LatencyModel:
         """The latencies of target and drafter, as far as they are known."""
-        curve = self._curve
+        curve, fraction = self._curve, self.fraction
         tokens = tuple(float(curve.batch * q) for q in curve.queries)
-        drafter = DraftLatency(tokens, tuple(self.fraction * seconds for seconds in curve.seconds))
-        if self._without_passes:
-            drafter = DraftLatency(overhead=self.fraction * curve.seconds[0])
+        of_passes = DraftLatency(tokens, tuple(fraction * seconds for seconds in curve.seconds))
+        drafter = DraftLatency(overhead=fraction * curve.seconds[0]) if self._without_passes else of_passes
         return LatencyModel((Bucket(curve, {ANY_DRAFTER: drafter}),))
 
     def check(self, step: StepRecord) -> None:

@@ -27,13 +27,11 @@ ANY_DRAFTER = "any"
 
 def interpolate(size: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
     """Piecewise linear through the measured sizes; extrapolated along the last piece, with a slope of at least 0."""
-    index = min(bisect_right(sizes, size), len(sizes) - 1)
-    if size <= sizes[0] or index == 0:
+    if size <= sizes[0] or len(sizes) == 1:
         return seconds[0]
+    index = min(bisect_right(sizes, size), len(sizes) - 1)
     slope = (seconds[index] - seconds[index - 1]) / (sizes[index] - sizes[index - 1])
-    if size >= sizes[-1]:
-        return seconds[-1] + max(0.0, slope) * (size - sizes[-1])
-    return seconds[index - 1] + slope * (size - sizes[index - 1])
+    return seconds[index] + (slope if size < sizes[-1] else max(0.0, slope)) * (size - sizes[index])
 
 
 def _check_curve(sizes: Sequence[float], seconds: Sequence[float]) -> None:
@@ -181,20 +179,18 @@ class LatencyModel:
             return 2 * abs(log2(together / curve.batch)) + abs(log2(context / curve.context))
 
         together = rows + self.other_rows
-        nearest = self.buckets[0] if len(self.buckets) == 1 else min(self.buckets, key=distance)
-        step = StepLatency(nearest.target, nearest.drafters.get(self.drafter) or nearest.drafters[ANY_DRAFTER])
+        target, drafters = min(self.buckets, key=distance)
+        step = StepLatency(target, drafters.get(self.drafter) or drafters[ANY_DRAFTER])
         return step.part_of_row(together, self.drafts_together) if self.other_rows else step
 
     def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""
-        buckets = []
-        for target, drafters in self.buckets:
-            if negligible_draft_cost:
-                drafters = {ANY_DRAFTER: DraftLatency(), **drafters}
+        free = {ANY_DRAFTER: DraftLatency()} if negligible_draft_cost else {}
+        buckets = tuple(Bucket(target, free | dict(drafters)) for target, drafters in self.buckets)
+        for _, drafters in buckets:
             if not {drafter, ANY_DRAFTER} & drafters.keys():
                 raise ValueError(f"the latency file has no drafter {drafter!r}; it has {sorted(drafters)}")
-            buckets.append(Bucket(target, drafters))
-        return LatencyModel(tuple(buckets), drafter)
+        return LatencyModel(buckets, drafter)
 
     @classmethod
     def from_curves(cls, *curves: CostCurve, draft_token: float = 0.0, draft_step: float = 0.0) -> LatencyModel:
@@ -204,12 +200,8 @@ class LatencyModel:
 
     def save(self, path: str | Path) -> None:
         """Write a file for `load`."""
-        buckets = [
-            {"target": asdict(one.target), "drafters": {kind: asdict(draft) for kind, draft in one.drafters.items()}}
-            for one in self.buckets
-        ]
-        data = {"format": FORMAT, "slices": buckets}
-        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        data = {"format": FORMAT, "slices": [bucket._asdict() for bucket in self.buckets]}
+        Path(path).write_text(json.dumps(data, indent=1, default=asdict) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> LatencyModel:
