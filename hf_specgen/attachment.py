@@ -12,12 +12,11 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -75,9 +74,8 @@ def attach(
         1
     """
     target = _target(model)
-    attachment = _attachment(target, candidate_generator, strict, settings)
+    setattr(target, ATTACHMENT, _attachment(target, candidate_generator, strict, settings))
     install()
-    setattr(target, ATTACHMENT, attachment)
     return model
 
 
@@ -119,37 +117,34 @@ def attached(
     """
     target = _target(model)
     attachment = _attachment(target, candidate_generator, settings.pop("strict", False), settings)
-    install()
-    with _blocks_lock:
-        stack = _blocks.setdefault(target, [vars(target).get(ATTACHMENT)])
-        stack.append(attachment)
-        setattr(target, ATTACHMENT, attachment)
-    token = _own_blocks.set({**_own_blocks.get(), id(target): attachment})
-    try:
-        yield attachment.totals
-    finally:
-        _own_blocks.reset(token)
-        with _blocks_lock:
-            stack.remove(attachment)
-            if vars(target).get(ATTACHMENT) is attachment:  # not where a block of another thread began later
-                detach(target) if stack[-1] is None else setattr(target, ATTACHMENT, stack[-1])
-            if len(stack) == 1:
-                del _blocks[target]
+    with _block(target, attachment):
+        token = _own_blocks.set({**_own_blocks.get(), id(target): attachment})
+        try:
+            yield attachment.totals
+        finally:
+            _own_blocks.reset(token)
+
+
+def attached_to_every_model(candidates: CandidateGenerator) -> AbstractContextManager[Attachment]:
+    """Attach a strategy to all models of the process that have none of their own, such as those that a server loads."""
+    return _block(GenerationMixin, Attachment(Settings(candidates)))
 
 
 @contextmanager
-def attached_to_every_model(candidates: CandidateGenerator) -> Iterator[Attachment]:
-    """Attach a strategy to all models of the process that have none of their own, such as those that a server loads."""
+def _block(owner: Any, attachment: Attachment) -> Iterator[Attachment]:
+    """Set the attachment of a model, or of the class of all models; then restore that of a block which still runs."""
     install()
-    attachment, before = Attachment(Settings(candidates)), getattr(GenerationMixin, ATTACHMENT, None)
-    setattr(GenerationMixin, ATTACHMENT, attachment)
+    with _lock:
+        attachment.before = vars(owner).get(ATTACHMENT)
+        setattr(owner, ATTACHMENT, attachment)
     try:
         yield attachment
     finally:
-        if before is None:
-            delattr(GenerationMixin, ATTACHMENT)
-        else:
-            setattr(GenerationMixin, ATTACHMENT, before)
+        with _lock:
+            attachment.has_ended, current = True, vars(owner).get(ATTACHMENT)
+            while current is not None and current.has_ended:  # blocks of several threads end in any order
+                current = current.before
+                delattr(owner, ATTACHMENT) if current is None else setattr(owner, ATTACHMENT, current)
 
 
 def statistics(model: nn.Module) -> CallTotals:
@@ -168,9 +163,7 @@ def statistics(model: nn.Module) -> CallTotals:
         return copy.deepcopy(attachment.totals)
 
 
-_blocks_lock = threading.Lock()
-_blocks: WeakKeyDictionary[PreTrainedModel, list[Attachment | None]] = WeakKeyDictionary()
-"""What was attached to a model before its `attached` blocks, and the attachments of those that run."""
+_lock = threading.Lock()
 _own_blocks: ContextVar[Mapping[int, Attachment]] = ContextVar("hf_specgen_own_blocks", default=MappingProxyType({}))
 """By model, the innermost `attached` block of this thread: its calls count there, whatever other threads attach."""
 _running: ContextVar[frozenset[int]] = ContextVar("hf_specgen_running", default=frozenset())
@@ -179,6 +172,10 @@ _running: ContextVar[frozenset[int]] = ContextVar("hf_specgen_running", default=
 
 class Attachment:
     """An attached strategy and the statistics of its calls. May be used by several threads."""
+
+    before: Attachment | None = None
+    """What was attached when the block of this one began."""
+    has_ended = False
 
     def __init__(self, settings: Settings, strict: bool = False):
         self.settings, self.strict = settings, strict

@@ -20,6 +20,7 @@ from hf_specgen.counters import RowStep, Statistics, StepRecord
 
 PREFIX = "spec_decode_num_"
 """Of the names of counters for Prometheus, as in vLLM."""
+Latency = Callable[[float], float] | None
 
 logger = logging.getLogger("hf_specgen")
 
@@ -135,8 +136,7 @@ class _SpeculationMonitorSession(MonitorSession):
     """Passes the steps of a call on to its monitor, and logs their sums at the end."""
 
     def __init__(self, monitor: SpeculationMonitor, call: Call):
-        self._monitor, self._call, self._started = monitor, call, perf_counter()
-        self._rows = list[RowStep]()
+        self._monitor, self._call, self._started, self._rows = monitor, call, perf_counter(), list[RowStep]()
 
     def observe(self, step: StepRecord) -> None:
         self._rows += [row for row in step.rows if row is not None]
@@ -186,7 +186,7 @@ def plot_monitor(monitor: SpeculationMonitor, path: str | Path) -> None:
     figure.savefig(path)
 
 
-def speedup(acceptance: float, k: int, latency: Callable[[float], float] | None = None, draft_pass: float = 0.0) -> float:
+def speedup(acceptance: float, k: int, latency: Latency = None, draft_pass: float = 0.0) -> float:
     """Expected speedup of chains of k draft tokens over plain decoding, if each is accepted with this probability.
 
     A step yields 1 + a + a² + … + a^k tokens and takes T(1 + k) / T(1) plus k passes of the drafter.
@@ -207,7 +207,7 @@ def speedup(acceptance: float, k: int, latency: Callable[[float], float] | None 
 
 
 def plot_speedup(
-    path: str | Path, *, latency: Callable[[float], float] | None = None, draft_pass: float = 0.05, depths: Sequence[int] = (1, 2, 3, 5, 8, 12)
+    path: str | Path, *, latency: Latency = None, draft_pass: float = 0.05, depths: Sequence[int] = (1, 2, 3, 5, 8, 12)
 ) -> None:
     """Plot `speedup` over the acceptance rate, a line for each k; where it is below 1, drafting loses."""
     (figure, axes), rates = _figure(1), np.linspace(0, 1, 101)

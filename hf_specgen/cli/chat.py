@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,6 +17,7 @@ from hf_specgen.cli.settings import ChatSettings
 from hf_specgen.compat import CACHE
 from hf_specgen.counters import StepRecord
 from hf_specgen.evaluation import workloads
+from hf_specgen.evaluation.measure import Variant, measure_call
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN
 from hf_specgen.monitoring import Monitor, MonitorSession
 
@@ -29,17 +29,18 @@ HELP = """\
 /again            answer the last question again, to compare strategies
 /new              forget the conversation
 /quit             leave (or Ctrl-D)"""
-Write = Callable[[str, bool], None]
-"""Receives a piece of text, and whether it is an accepted draft token."""
 
 
 class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
-    """Writes an answer token by token: as the streamer of a plain call, or as the monitor of one that speculates."""
+    """Writes an answer token by token: as the streamer of a plain call, or as the monitor of one that speculates.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Write):
+    `write` receives a piece of text, and whether it is an accepted draft token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], None]):
         self._tokenizer, self._write = tokenizer, write
-        self._generated: list[int] = []
-        self._done, self._written, self._has_prompt = 0, "", False  # tokens and text that were written
+        self._generated, self._has_prompt = list[int](), False
+        self._done, self._written = 0, ""  # tokens and text that were written
 
     def put(self, value: torch.Tensor) -> None:
         """Receive the prompt, then every token of a plain call."""
@@ -58,23 +59,22 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
         self._write_tokens(row.accepted, row.emitted)
 
     def end(self) -> None:
-        """Write what is left."""
+        """Write what is left, also of characters that are not complete."""
         self._write_tokens(0, 0)
-        self._decode(False, final=True)
+        self._write(self._text(self._done)[len(self._written) :], False)
+
+    def _text(self, tokens: int) -> str:
+        return str(self._tokenizer.decode(self._generated[:tokens], skip_special_tokens=True))
 
     def _write_tokens(self, accepted: int, emitted: int) -> None:
         """Write the new tokens; the last `emitted` are those of a step that accepted so many draft tokens."""
         first = len(self._generated) - emitted
         while self._done < len(self._generated):
             self._done += 1
-            self._decode(first < self._done <= first + accepted)
-
-    def _decode(self, accepted: bool, *, final: bool = False) -> None:
-        """Write what the last token adds to the text, once its characters are complete."""
-        text = str(self._tokenizer.decode(self._generated[: self._done], skip_special_tokens=True))
-        if final or not text.endswith("\ufffd"):
-            self._write(text[len(self._written) :], accepted)
-            self._written = text
+            text = self._text(self._done)
+            if not text.endswith("\ufffd"):
+                self._write(text[len(self._written) :], first < self._done <= first + accepted)
+                self._written = text
 
 
 class Chat:
@@ -121,28 +121,24 @@ class Chat:
                 line = line.encode("utf-8", "replace").decode("utf-8")  # lone surrogates, which no tokenizer takes
                 self._answer([*self.messages, {"role": "user", "content": line}])
 
-    def generate(self, messages: list[dict[str, str]], write: Write) -> str:
+    def generate(self, messages: list[dict[str, str]], write: Callable[[str, bool], None]) -> str:
         """Answer the last of these messages; returns a line about strategy, speed, and accepted draft tokens."""
         candidates, writer = self.choices[self.strategy], AnswerWriter(self._tokenizer, write)
         has_template = bool(self._tokenizer.chat_template)
         prompt = messages if has_template else "\n".join(message["content"] for message in messages)
         (inputs,) = workloads.encode(self._tokenizer, [prompt], 1)
-        ids, cache = inputs["input_ids"].to(self._model.device), None
+        ids, arguments = inputs["input_ids"], {"return_dict_in_generate": True, **self._generation}
         if self.cached is not None and torch.equal(ids[:, : self.cached[0].shape[1]], self.cached[0]):
-            cache = self.cached[1]  # unless the template or the tokenizer writes earlier turns in another way now
-        arguments = {**self._generation, CACHE: cache, "return_dict_in_generate": True}
-        arguments["streamer" if candidates is None else "monitor"] = writer
-        torch.manual_seed(0)
-        begin, generate = perf_counter(), cast(Any, self._model).generate
-        output = generate(ids, attention_mask=torch.ones_like(ids), candidate_generator=candidates, **arguments)
-        seconds = perf_counter() - begin
-        tokens = output.sequences[0, ids.shape[1] :]
-        self.cached = output.sequences, output[CACHE]
-        answer = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            # Unless the template or the tokenizer writes earlier turns in another way now.
+            arguments[CACHE] = self.cached[1]
+        receiver = {"streamer" if candidates is None else "monitor": writer}
+        variant = Variant(self.strategy, lambda: {"candidate_generator": candidates, **receiver})
+        call = measure_call(self._model, inputs, variant, arguments, 0)
+        self.cached = call.ids, call.cache
+        answer = str(self._tokenizer.decode(call.ids[0, ids.shape[1] :], skip_special_tokens=True))
         self.messages = [*messages, {"role": "assistant", "content": answer}]
-        parts = [self.strategy, f"{len(tokens)} tokens", f"{len(tokens) / seconds:.1f} tokens/s"]
-        if candidates is not None:
-            counts = output.speculation
+        parts = [self.strategy, f"{call.tokens} tokens", f"{call.tokens / call.seconds:.1f} tokens/s"]
+        if (counts := call.speculation) is not None:
             parts += [f"{counts.tokens_per_step:.2f} per step", f"{counts.acceptance_rate:.0%} accepted"]
         return " · ".join(parts)
 
@@ -164,9 +160,9 @@ class Chat:
     def _command(self, name: str = "", argument: str = "") -> None:
         message = HELP
         if name in ("plain", "strategy"):
-            wanted = PLAIN if name == "plain" else argument
-            self.strategy = wanted if wanted in self.choices else self.strategy
-            unknown = f"there is no strategy {wanted!r}; " if wanted not in ("", self.strategy) else ""
+            wanted = PLAIN if name == "plain" else argument or self.strategy
+            unknown = "" if wanted in self.choices else f"there is no strategy {wanted!r}; "
+            self.strategy = self.strategy if unknown else wanted
             message = f"{unknown}strategies: {', '.join(self.choices)}; now: {self.strategy}"
         elif name == "again" and self.messages[-1:] != self._begin:
             self.cached = None
@@ -182,10 +178,9 @@ class Chat:
 def show(settings: ChatSettings) -> None:
     """Load the models and chat on the terminal."""
     model, tokenizer = workloads.load(settings.target, settings.dtype, settings.device)
-    choices: dict[str, Candidates | None] = {PLAIN: None, DEFAULT: AUTO}
     trust = settings.trust_remote_code
-    named = workloads.strategies(settings.draft, tokenizer=tokenizer, trust_remote_code=trust)
-    choices |= {strategy.name: strategy.candidates for strategy in named[1:]}  # without n-grams alone
+    named = workloads.strategies(settings.draft, tokenizer=tokenizer, trust_remote_code=trust)[1:]  # n-grams are first
+    choices = {PLAIN: None, DEFAULT: AUTO, **{strategy.name: strategy.candidates for strategy in named}}
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
     console = Console()
     console.print(

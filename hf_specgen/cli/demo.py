@@ -5,13 +5,13 @@ The comparison is level: all variants run eagerly, with the weights as they are.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import product
 from time import perf_counter
+from typing import Any
 
 import torch
 from rich.console import Console, Group
 from rich.live import Live
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.candidates.combined import AUTO
 from hf_specgen.cli.checkpoints import BAD
@@ -30,9 +30,8 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
     """Run the demo and print it; returns False if a token differs in float32."""
     console, begin = console or terminal(), perf_counter()
     model, tokenizer = workloads.load("", settings.dtype, settings.device)
-    end = begin + settings.seconds
-    first_end = begin + settings.seconds * (FIRST_SHARE if settings.wide else 1)
-    same = measure_target("16M", (model, tokenizer), settings, first_end, console)
+    end, first_end = begin + settings.seconds, begin + settings.seconds * (FIRST_SHARE if settings.wide else 1)
+    same = measure_target("16M", model, tokenizer, settings, first_end, console)
     if settings.wide and settings.seconds and perf_counter() > end:
         console.print(f"[yellow]The {settings.wide}M target was left out: the first one took all of the time.[/]")
     elif settings.wide:
@@ -40,7 +39,7 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
             dtype = fast_dtype(model, settings.wide * 10**6)
             model = widen(model, settings.wide * 10**6, getattr(torch, dtype))
         console.print()
-        same &= measure_target(f"{settings.wide}M", (model, tokenizer), settings, end, console)
+        same &= measure_target(f"{settings.wide}M", model, tokenizer, settings, end, console)
         console.print(
             f"[dim]The target of {settings.wide}M computes the function of the small one with wider layers: a latency "
             "model of a larger target. Texts and acceptance are those of the small one, the cost of a step is not.[/]"
@@ -50,17 +49,12 @@ def show(settings: DemoSettings, console: Console | None = None) -> bool:
 
 
 def measure_target(
-    size: str,
-    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-    settings: DemoSettings,
-    deadline: float,
-    console: Console,
+    size: str, model: Any, tokenizer: Any, settings: DemoSettings, deadline: float, console: Console
 ) -> bool:
     """Measure all variants on a target and print them; returns False if a token differs in float32.
 
     Answers are cut so that a prompt of each domain fits into the time, if no variant is slower than plain `generate`.
     """
-    model, tokenizer = loaded
     title, measured = f"{size} {str(model.dtype).removeprefix('torch.')}", Comparison(variants(settings))
     with Live(console=console, auto_refresh=False, transient=True) as live:
         live.update(f"{title}: loading drafts, checking the target, warming up", refresh=True)
@@ -72,20 +66,17 @@ def measure_target(
         fitting = (deadline - perf_counter()) * speed / (len(measured.variants) * len(domains))
         length = int(min(settings.max_new_tokens, max(24, fitting)))
         # The first prompt of every domain, then the second of every domain, and so on.
-        rounds = [zip(domains, prompts, strict=True) for prompts in zip(*domains.values(), strict=True)]
-        for domain, prompt in chain.from_iterable(rounds):
+        for number, domain in product(range(min(map(len, domains.values()))), domains):
             started = perf_counter()
             if slowest and started + slowest > deadline:
                 break
-            (inputs,) = encode(tokenizer, [prompt], 1)
+            (inputs,) = encode(tokenizer, [domains[domain][number]], 1)
             for name in measured.measure(model, inputs, {"max_new_tokens": length, **workloads.DOMAINS[domain]}):
                 live.update(Group(ranking(measured, title), f"[dim]{domain}, {name}[/]"), refresh=True)
             slowest = max(slowest, perf_counter() - started)
     console.print(ranking(measured, title))
-    ours = [name for name in measured.samples if name not in (PLAIN, PEER)]
-    best, reason = recommend(measured, ours)
-    count = len(measured.plain)
-    prompts = "1 prompt" if count == 1 else f"{count} prompts"
+    ours, count = [name for name in measured.samples if name not in (PLAIN, PEER)], len(measured.plain)
+    (best, reason), prompts = recommend(measured, ours), f"{count} prompt{'' if count == 1 else 's'}"
     console.print(f"[bold green]{best}[/]: {reason} ({prompts}, up to {length} new tokens each)", highlight=False)
     findings = list(judge(measured, ours, exact=model.dtype == torch.float32))
     for finding in findings:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markup import escape
 from typer import Argument, Option
 
-Target = Annotated[str, Argument(help="Hub id or folder of the target.")]
 Drafts = Annotated[
     list[str],
     Option("--draft", "--heads", "--adapter", help="Hub id (ID@REVISION for a revision) or folder of what drafts: a "
@@ -23,10 +22,8 @@ Drafts = Annotated[
 Revision = Annotated[str, Option(help="Branch, tag or commit of the target.")]
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run code of the models' own repositories.")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Prompts = Annotated[list[str], Option(help="A prompt like yours; may be given several times.")]
 Temperature = Annotated[float, Option(help="Sampling temperature; 0 for greedy decoding.", min=0)]
 BatchSize = Annotated[int, Option(help="Prompts that are answered at a time.", min=1)]
-BatchSizes = Annotated[list[int], Option(help="Rows; may be given several times.", min=1)]
 NewTokens = Annotated[int, Option(help="Tokens per answer.", min=1)]
 Device = Annotated[str, Option(help="cpu, cuda:1, mps …; auto for several; the accelerator if left out.")]
 NONE: Any = ()
@@ -38,7 +35,7 @@ ONE_ROW: Any = (1,)
 class TargetSettings:
     """A target, in the terms of `from_pretrained`."""
 
-    model: Target
+    model: Annotated[str, Argument(help="Hub id or folder of the target.")]
     revision: Revision = ""
     trust_remote_code: TrustRemoteCode = False
 
@@ -81,7 +78,7 @@ class DoctorSettings(ModelSettings):
     Exit code 1 if a problem has to be solved first.
     """
 
-    prompt: Prompts = NONE
+    prompt: Annotated[list[str], Option(help="A prompt like yours; may be given several times.")] = NONE
     batch_size: BatchSize = 1
     temperature: Temperature = 0.0
     max_new_tokens: NewTokens = 96
@@ -105,7 +102,7 @@ class TuneSettings(ModelSettings):
     """Measure latencies on this machine and write them to a file, by which AdaptiveDepth chooses draft depths."""
 
     latency: Annotated[Path, Option(help="File to write, for AdaptiveDepth(latency=...).")] = Path("latency.json")
-    batch_size: BatchSizes = ONE_ROW
+    batch_size: Annotated[list[int], Option(help="Rows; may be given several times.", min=1)] = ONE_ROW
     context: Annotated[int, Option(help="Cached tokens per row.", min=1)] = 256
 
 

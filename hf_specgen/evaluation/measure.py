@@ -65,11 +65,12 @@ def measure_call(
 
     Args:
         inputs: `input_ids` and `attention_mask` `[batch, prompt]`.
-        generation: arguments of `generate` that all variants share; `return_dict_in_generate` keeps the cache.
+        generation: arguments of `generate` that all variants share; `return_dict_in_generate` keeps the cache, and a
+            `streamer` takes the place of the one that records the time of the first token.
     """
     device, clock = compat.input_device(model), _FirstToken()
     inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-    arguments = {**generation, **variant.arguments(), "streamer": clock}
+    arguments = {"streamer": clock, **generation, **variant.arguments()}
     generator = arguments.get("candidate_generator")
     torch.manual_seed(seed)
     wait(device)
