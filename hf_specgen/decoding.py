@@ -12,6 +12,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call
@@ -19,11 +21,9 @@ from hf_specgen.candidates.base import ChainSession, DraftCall
 from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth import PolicySession
-from hf_specgen.outputs import OutputCollector, Padding
+from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
-from hf_specgen.targets.requirements import check_computation, make_target
-from hf_specgen.targets.support import check_length
 from hf_specgen.targets.target import UNLIMITED, Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -36,15 +36,22 @@ STEP_PARTS = ("draft", "forward", "verify")
 class DecodingLoop:
     """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
 
-    def __init__(self, call: Call, target: Target, settings: Settings, outputs: OutputCollector, stack: ExitStack):
+    def __init__(
+        self,
+        call: Call,
+        target: Target,
+        settings: Settings,
+        stack: ExitStack,
+        criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None = None,
+    ):
         """Start the sessions, which end when `stack` closes, also after an exception."""
-        self.call, self.state, self.target, self.outputs = call, call.state, target, outputs
+        self.call, self.state, self.target = call, call.state, target
         self.timer, self._candidates = StepTimer(), settings.candidates
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
         self.verification = settings.verification.start(call)
-        if outputs.has_custom_criteria:
-            self.verification.is_stopped_by_criteria = outputs.is_stopped
-        stack.callback(lambda: self.verification.end(outputs.columns))
+        self.outputs = OutputCollector(call, target, self.verification, criteria, streamer)
+        stack.callback(lambda: self.verification.end(self.outputs.columns))
         self.policy: PolicySession = settings.policy.start(call)
         self._monitor = None if settings.monitor is None else settings.monitor.start(call)
         if self._monitor is not None:
@@ -56,29 +63,6 @@ class DecodingLoop:
         if target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
-        self.padding = Padding(call, target, self.verification, outputs)
-
-    @classmethod
-    def of_call(
-        cls,
-        call: Call,
-        settings: Settings,
-        input_ids: torch.Tensor,
-        model_kwargs: dict[str, Any],
-        outputs: OutputCollector,
-        stack: ExitStack,
-    ) -> DecodingLoop:
-        """The loop of a call as prepared by `generate`; raises a `ValueError` for a model that cannot speculate.
-
-        `input_ids` are `[batch, prompt]`, left-padded.
-        """
-        model = call.model
-        assert model is not None
-        requirements = settings.candidates.target_requirements(model)
-        check_computation(model, requirements, input_ids, call.config, model_kwargs)
-        target = make_target(requirements, model, input_ids, call.config, model_kwargs, call.compiled)
-        check_length(model, target.first_positions, call.max_new_tokens)
-        return cls(call, target, settings, outputs, stack)
 
     def run(self) -> Any:
         """Generate as plain `generate` does, several tokens per forward pass of the target; returns its output."""
@@ -117,13 +101,13 @@ class DecodingLoop:
             with self.timer.part("forward"):
                 logits = self.target.forward(tree, state.pending(), self._active)
             self.end_step(tree, logits)
-            if state.batch > 1 and not self.padding.is_visible:
+            if state.batch > 1 and not self.outputs.shows_padding:
                 self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
 
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose how deep the rows draft in the next step."""
         self._active = self._active_rows()
-        drafts = may_draft and not self.padding.needs_plain_steps
+        drafts = may_draft and not self.outputs.needs_plain_steps
         with self.timer.part("policy"):
             self.max_depths = self._depths(self._active if drafts else [False] * self.state.batch)
         with self.timer.part("draft"):
@@ -152,10 +136,7 @@ class DecodingLoop:
 
     def complete(self) -> Any:
         """Complete the statistics, cache, scores and stream of a call whose rows have stopped; returns its output."""
-        self.finished_statistics()
-        self.padding.process_rest()
-        cache = self.target.finish() if self.padding.is_visible else None
-        return self.outputs.returned(self.statistics, cache)
+        return self.outputs.returned(self.finished_statistics())
 
     def finished_statistics(self) -> Statistics:
         """The statistics of a call, completed."""

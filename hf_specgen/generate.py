@@ -23,11 +23,12 @@ from hf_specgen.counters import Statistics
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import Policy
 from hf_specgen.monitoring import Monitor
-from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, OutputCollector, SpeculativeOutput
+from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.settings import CALL_SETTINGS, Settings, Verification, settings_in
 from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import decoder_argument
-from hf_specgen.targets.support import check_model
+from hf_specgen.targets.requirements import check_computation, make_target
+from hf_specgen.targets.support import check_length, check_model
 from hf_specgen.verification import Verifier
 
 ASSISTANT_SETTINGS = {
@@ -106,9 +107,12 @@ class Speculation:
             seed=self.seed,
             tokenizer=tokenizer,
         )
-        outputs = OutputCollector(call, stopping_criteria, self.streamer)
         with compat.without_compilation(model), ExitStack() as stack:
-            loop = DecodingLoop.of_call(call, settings, input_ids, model_kwargs, outputs, stack)
+            requirements = candidates.target_requirements(model)
+            check_computation(model, requirements, input_ids, config, model_kwargs)
+            target = make_target(requirements, model, input_ids, config, model_kwargs, call.compiled)
+            check_length(model, target.first_positions, call.max_new_tokens)
+            loop = DecodingLoop(call, target, settings, stack, stopping_criteria, self.streamer)
             self.statistics = loop.statistics
             if self.streamer is not None:
                 self.streamer.put(input_ids.cpu())

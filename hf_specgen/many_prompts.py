@@ -174,7 +174,7 @@ class _Batch:
                     self._step()
                 for place, row in enumerate(self._joined):
                     if row.loop.state.all_stopped:
-                        if row.loop.padding.is_visible:
+                        if row.loop.outputs.shows_padding:
                             row.loop.target.leave(self._target, place)
                         yield self._completed(row)
         finally:

@@ -12,9 +12,8 @@ stopping criterion receives its scores.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,28 +61,41 @@ class OutputCollector:
 
     Attributes:
         columns: how many columns are emitted.
-        kept: `[batch, vocab]` of each emitted column: "scores" and "logits", as far as they were asked for.
-        process_padding: makes those of ended rows, up to the last column; set by `Padding`.
+        shows_padding: whether what the target computes for the padding of ended rows is returned, as cache or scores.
     """
 
-    process_padding: weakref.WeakMethod[Callable[[], None]]
-
-    def __init__(self, call: Call, criteria: StoppingCriteriaList, streamer: BaseStreamer | None = None):
-        self._call, self._state = call, call.state
+    def __init__(
+        self,
+        call: Call,
+        target: Target,
+        verification: VerificationSession,
+        criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None = None,
+    ):
+        self._call, self._state, self._target, self._streamer = call, call.state, target, streamer
+        self._processors, batch = verification.processors, call.state.batch
         self._custom = StoppingCriteriaList([c for c in criteria if type(c) not in BUILT_IN_CRITERIA])
-        self._streamer = streamer
+        if self._custom:
+            verification.is_stopped_by_criteria = self._is_stopped
         self.columns = 0
         names = {"scores": call.keeps_scores, "logits": call.keeps_logits}
-        self.kept: dict[str, list[torch.Tensor]] = {name: [] for name, is_kept in names.items() if is_kept}
+        self._kept: dict[str, list[torch.Tensor]] = {name: [] for name, is_kept in names.items() if is_kept}
         self._stops: dict[int, list[bool]] = {}  # of columns that are not emitted yet
-        self._waiting = {name: [deque[torch.Tensor]() for _ in range(self._state.batch)] for name in self.kept}
+        self._waiting = {name: [deque[torch.Tensor]() for _ in range(batch)] for name in self._kept}
+        self._processed = [0] * batch  # padding, by row
+        self.shows_padding = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property
-    def has_custom_criteria(self) -> bool:
-        """Whether there are stopping criteria besides EOS and maximum length; they may stop a row in any column."""
-        return bool(self._custom)
+    def needs_plain_steps(self) -> bool:
+        """Whether steps must not draft, because what the user sees besides the tokens could not be computed.
 
-    def is_stopped(self, columns: int, scores: Sequence[torch.Tensor]) -> bool:
+        In a batch a custom stopping criterion may cut off tokens of an earlier step, which a recurrent state cannot
+        forget.
+        """
+        is_cut = bool(self._custom) and self.shows_padding and self._state.batch > 1
+        return is_cut and self._target.has_recurrent_state
+
+    def _is_stopped(self, columns: int, scores: Sequence[torch.Tensor]) -> bool:
         """Whether a custom criterion stops a row after so many columns, which verification has chosen.
 
         `scores` are those of the last of them, which are not emitted yet. Criteria are called once for each column.
@@ -107,17 +119,18 @@ class OutputCollector:
         """`[batch, prompt + generated]` the ids that plain `generate` returns."""
         return self._state.prefix(self._state.prompt_length + self.columns)
 
-    def returned(
-        self, statistics: Statistics, cache: Any
-    ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
+    def returned(self, statistics: Statistics) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         """End the stream; the return value of the call: its ids, or with `return_dict_in_generate=True` an output."""
+        cache, call = None, self._call
+        if self.shows_padding:
+            self._process_padding()
+            cache = self._target.finish()
         if self._streamer is not None:
             self._streamer.end()
-        call = self._call
         if not call.config.return_dict_in_generate:
             return self.output_ids()
         assert call.model is not None
-        fields: dict[str, Any] = {name: tuple(columns) for name, columns in self.kept.items()}
+        fields: dict[str, Any] = {name: tuple(columns) for name, columns in self._kept.items()}
         fields |= {"sequences": self.output_ids(), CACHE: cache}
         if not call.model.config.is_encoder_decoder:
             return SpeculativeOutput(**fields, speculation=statistics)
@@ -137,7 +150,7 @@ class OutputCollector:
         state, column = self._state, self.columns
         self.columns += 1
         for name, rows in self._waiting.items():
-            self.kept[name].append(_next_column(rows))
+            self._kept[name].append(_next_column(rows))
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
         stops = self._stops.pop(self.columns, None) or self._custom_stops(self.columns)
         if self._streamer is not None:
@@ -154,54 +167,19 @@ class OutputCollector:
         if not self._custom:
             return [False] * self._state.batch
         scores: Any = None
-        if "scores" in self.kept:
+        if "scores" in self._kept:
             is_stopped, pads = self._state.is_stopped, self._state.pad_id is not None
             has_padding = pads and any(map(is_stopped, range(self._state.batch)))
             if has_padding and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
-                process = self.process_padding()
-                assert process is not None
-                process()
-            scores = (*self.kept["scores"], *more_scores)
+                self._process_padding()
+            scores = (*self._kept["scores"], *more_scores)
         ids = self._state.prefix(self._state.prompt_length + columns)
         with checked(self._custom, ids, self._call.do_sample):
             return self._custom(ids, scores).tolist()
 
-
-def _next_column(rows: list[deque[torch.Tensor]]) -> torch.Tensor:
-    """`[batch, vocab]` the first entry of each row, which is removed; zeros for rows that have none."""
-    blank = torch.zeros_like(next(row[0] for row in rows if row))
-    return torch.stack([row.popleft() if row else blank for row in rows])
-
-
-class Padding:
-    """Runs the target on the padding of ended rows, where the returned cache or scores contain the results."""
-
-    def __init__(self, call: Call, target: Target, verification: VerificationSession, outputs: OutputCollector):
-        self._state, self._target, self._outputs = call.state, target, outputs
-        self._processors, self._processed = verification.processors, [0] * call.state.batch  # padding, by row
-        outputs.process_padding = weakref.WeakMethod(
-            self._process
-        )  # not a cycle, which would hold caches until collected
-        self.is_visible = bool(call.config.return_dict_in_generate) or target.returns_cache
-
-    @property
-    def needs_plain_steps(self) -> bool:
-        """Whether steps must not draft, because what the user sees besides the tokens could not be computed.
-
-        In a batch a custom stopping criterion may cut off tokens of an earlier step, which a recurrent state cannot
-        forget.
-        """
-        criteria = self._outputs.has_custom_criteria
-        return criteria and self.is_visible and self._state.batch > 1 and self._target.has_recurrent_state
-
-    def process_rest(self) -> None:
-        """At the end of a call with a visible cache: cut it to the output, process all padding, add its scores."""
-        if self.is_visible:
-            self._process()
-
-    def _process(self) -> None:
+    def _process_padding(self) -> None:
         """Cut the cache of ended rows to the output, process their padding up to the last column, add its scores."""
-        state, columns = self._state, self._outputs.columns
+        state, columns = self._state, self.columns
         target = copy.copy(self._target)  # which keeps what drafters read of the last step, in the middle of a call
         ends = [len(text) + processed for text, processed in zip(state.generated, self._processed, strict=True)]
         target.rewind([end - 1 for end in ends])
@@ -220,14 +198,13 @@ class Padding:
             target.commit([list(range(count - 1)) if count else None for count in counts])
             pending = [state.pad_id] * state.batch
         self._processed = [sum(pair) for pair in zip(self._processed, missing, strict=True)]
-        if self._outputs.kept:
+        if self._kept:
             self._fill_in_scores(torch.cat(logits, dim=1), missing)
 
     def _fill_in_scores(self, logits: torch.Tensor, missing: Sequence[int]) -> None:
         rows = torch.arange(len(missing), device=logits.device)
-        outputs = self._outputs
-        for column in range(outputs.columns - max(missing), outputs.columns):
-            places = [column - (outputs.columns - count) for count in missing]
+        for column in range(self.columns - max(missing), self.columns):
+            places = [column - (self.columns - count) for count in missing]
             nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
             column_logits = logits[rows, nodes].to(self._state.device)
             values = {"logits": column_logits}
@@ -235,5 +212,11 @@ class Padding:
                 values["scores"] = self._processors.column(column, column_logits)
             for row, place in enumerate(places):
                 if place >= 0 and missing[row]:
-                    for name, columns in outputs.kept.items():
+                    for name, columns in self._kept.items():
                         columns[column][row] = values[name][row]
+
+
+def _next_column(rows: list[deque[torch.Tensor]]) -> torch.Tensor:
+    """`[batch, vocab]` the first entry of each row, which is removed; zeros for rows that have none."""
+    blank = torch.zeros_like(next(row[0] for row in rows if row))
+    return torch.stack([row.popleft() if row else blank for row in rows])

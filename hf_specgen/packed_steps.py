@@ -33,7 +33,6 @@ from hf_specgen.common_steps import CommonSteps
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import Floats, best_count, step_seconds
-from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
 from hf_specgen.targets.model_parts import text_config
@@ -87,8 +86,7 @@ class Request:
         text.append(0, tokens[prompt:])
         drafting, seed = settings.candidates.settings(), (steps.seed + compat.request_number(state)) % 2**63
         call = Call(steps.model, text, steps.config, drafting, remembers=settings.memory, seed=seed)
-        outputs = OutputCollector(call, StoppingCriteriaList())
-        self.loop = DecodingLoop(call, self.target, settings, outputs, self._stack)
+        self.loop = DecodingLoop(call, self.target, settings, self._stack, StoppingCriteriaList())
 
     @property
     def text(self) -> list[int]:

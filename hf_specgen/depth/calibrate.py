@@ -96,8 +96,8 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
     vars(target).update(attributes)
     times.setdefault(QUERIES[-1], times[max(times)] * QUERIES[-1] / max(times))
     delayed = memory.recall(call.model, ("delayed", *_key(call)), lambda: None) or times.__getitem__
-    seconds = tuple(min(times[q], delayed(q)) for q in sorted(times))
-    curve = CostCurve(tuple(sorted(times)), seconds, call.context_length, call.state.batch)
+    smallest = tuple(min(times[q], delayed(q)) for q in sorted(times))
+    curve = CostCurve(tuple(sorted(times)), smallest, call.context_length, call.state.batch)
     memory.store(call.model, _key(call), curve)
     return curve
 
