@@ -24,6 +24,7 @@ from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import Policy
 from hf_specgen.monitoring import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
+from hf_specgen.prepacked_weights import maybe_prepacked
 from hf_specgen.settings import CALL_SETTINGS, Settings, Verification, settings_in
 from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import decoder_argument
@@ -196,11 +197,7 @@ def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method
     kwargs = {**kwargs, **_with_tokenizer(model, kwargs), "custom_generate": method_with_tokenizer}
     for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
-    if not method.settings.pack_weights:
-        return original(model, **kwargs)
-    from hf_specgen.prepacked_weights import prepacked
-
-    with prepacked(model):
+    with maybe_prepacked(model, method.settings.pack_weights):
         return original(model, **kwargs)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, cast
 
@@ -63,6 +63,11 @@ def prepacked(model: nn.Module) -> Iterator[None]:
         for layer in layers:
             if vars(layer.module).get("forward") is layer:
                 del layer.module.__dict__["forward"]
+
+
+def maybe_prepacked(model: nn.Module, pack: bool) -> AbstractContextManager[None]:
+    """`prepacked(model)` if `pack`, else nothing."""
+    return prepacked(model) if pack else nullcontext()
 
 
 class _PrepackedLayer:

@@ -29,7 +29,8 @@ from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, first_difference
-from hf_specgen.evaluation.workloads import load, maybe_prepacked
+from hf_specgen.evaluation.workloads import load
+from hf_specgen.prepacked_weights import maybe_prepacked
 
 DEFAULT_PLAIN = "plain, default"
 """Plain `generate` as it runs without any setting, beside comparisons in which all sides run otherwise."""

@@ -19,8 +19,9 @@ from tqdm.auto import tqdm
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.workloads import chosen_strategy, maybe_prepacked, prompt_text, read_rows
+from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows
 from hf_specgen.many_prompts import generate_many
+from hf_specgen.prepacked_weights import maybe_prepacked
 
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "device")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -35,7 +34,6 @@ from hf_specgen.candidates import (
 from hf_specgen.candidates.combined import AUTO
 from hf_specgen.evaluation.measure import Variant
 from hf_specgen.heads.checkpoint import Source, source_errors
-from hf_specgen.prepacked_weights import prepacked
 
 
 def _assets() -> Path:
@@ -208,11 +206,6 @@ def generation_settings(max_new_tokens: int, temperature: float) -> dict[str, An
     """Arguments of `generate` for a temperature; 0 is greedy decoding."""
     sampling = {"do_sample": True, "temperature": temperature} if temperature else GREEDY
     return {"max_new_tokens": max_new_tokens, **sampling}
-
-
-def maybe_prepacked(model: PreTrainedModel, pack: bool) -> AbstractContextManager[Any]:
-    """`hf_specgen.prepacked(model)` if `pack`, else nothing."""
-    return prepacked(model) if pack else nullcontext()
 
 
 @dataclass(frozen=True)

@@ -45,21 +45,21 @@ def result_for(result: VerificationResult, tree: DraftTree) -> VerificationResul
         >>> part.paths, part.accepted
         ([[1]], [1])
     """
-    tokens = tree.token_lists()
-    paths: list[list[int] | None] = []
-    accepted: list[int] = []
-    for row, path in enumerate(result.paths):
-        # Only accepted tokens: the bonus token may be in a superset too.
-        emitted = result.tokens[row][: result.accepted[row]]
-        node, nodes = -1, list[int]()
-        for child, parent in enumerate(tree.parents[row]):
-            if len(nodes) < len(emitted) and parent == node and tokens[row][child] == emitted[len(nodes)]:
-                node = child
-                nodes.append(child)
-        # An accepted token that ends the row is the pending token, which no path contains.
-        paths.append(None if path is None else nodes[: len(path)])
-        accepted.append(len(nodes))
-    return replace(result, paths=paths, accepted=accepted)
+    # Only accepted tokens: the bonus token may be in a superset too.
+    emitted = [tokens[:count] for tokens, count in zip(result.tokens, result.accepted, strict=True)]
+    nodes = list(map(path_of_tokens, tree.token_lists(), tree.parents, emitted))
+    # An accepted token that ends the row is the pending token, which no path contains.
+    paths = [None if path is None else own[: len(path)] for path, own in zip(result.paths, nodes, strict=True)]
+    return replace(result, paths=paths, accepted=list(map(len, nodes)))
+
+
+def path_of_tokens(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[int]:
+    """The nodes that have the emitted tokens, from the root down, as far as the tree has them."""
+    path: list[int] = []
+    for node, parent in enumerate(parents):
+        if len(path) < len(emitted) and parent == (path[-1] if path else -1) and tokens[node] == emitted[len(path)]:
+            path.append(node)
+    return path
 
 
 def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -77,16 +77,9 @@ def accepted_path(tokens: Sequence[int], parents: Parents, chosen: Sequence[int]
 
 def verified_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]) -> list[tuple[int, bool]]:
     """The nodes that were accepted or rejected: the children of the last token and of accepted nodes."""
-    following = {-1: 0}  # accepted node -> index of the emitted token after it
-    verified: list[tuple[int, bool]] = []
-    for node, parent in enumerate(parents):
-        place = following.get(parent)
-        if place is not None and place < len(emitted):
-            accepted = tokens[node] == emitted[place]
-            verified.append((node, accepted))
-            if accepted:
-                following[node] = place + 1
-    return verified
+    path = path_of_tokens(tokens, parents, emitted)
+    verified = [-1, *path][: len(emitted)]  # nothing follows the last token
+    return [(node, node in path) for node, parent in enumerate(parents) if parent in verified]
 
 
 @dataclass(frozen=True)
