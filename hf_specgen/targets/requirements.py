@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,7 @@ from hf_specgen.targets.model_parts import (
     reads_encoder,
     text_config,
 )
-from hf_specgen.targets.support import is_rounding, largest_difference, last_position
+from hf_specgen.targets.support import first_problem, is_rounding, largest_difference, last_position
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree, Parents, chain_parents
 
@@ -47,6 +48,11 @@ OUTPUT_STATE = -1
 RANDOM = "its forward pass draws random numbers, as dropout does, so that two passes differ"
 STEPS = 5
 """Generated tokens per row, of which the last one is not processed."""
+
+Prompt = tuple[torch.Tensor, GenerationConfig, dict[str, Any]]
+"""What `generate` has prepared: input ids, config and arguments of the model."""
+Problem = tuple[str, Exception | None] | None
+"""How the two ways of decoding differ, and the exception of a trial that failed; None if they agree."""
 
 _lock = threading.Lock()
 _checked: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
@@ -151,12 +157,7 @@ def _capture_problem(
         ),
         "has sliding windows, whose layers would keep all of a long text": mode == "auto" and window > 0 and is_long,
     }
-    problem = next((problem for problem, is_present in problems.items() if is_present), None)
-    return None if problem is None else f"{type(model).__name__} {problem}"
-
-
-class DifferenceError(Exception):
-    """The two ways of decoding differ; the message says how."""
+    return first_problem(model, problems)
 
 
 class UndecidedError(Exception):
@@ -175,90 +176,69 @@ def check_computation(
     The result is cached; not that of a check that failed, or in which plain decoding gave NaN, +inf or nothing but
     -inf, which `generate` itself reports.
     """
-    if requirements.exit_layer is not None:
-        divisible_layers(model, requirements.exit_layer)  # a layer that does not exist is no failure of the check
-    requirements = TargetRequirements(exit_layer=requirements.exit_layer)
-    implementation = compat.attention_implementation(text_config(model))
+    exit_layer, implementation = requirements.exit_layer, compat.attention_implementation(text_config(model))
+    if exit_layer is not None:
+        divisible_layers(model, exit_layer)  # a layer that does not exist is no failure of the check
     dropout = tuple(module.p for module in model.modules() if isinstance(module, nn.Dropout)) if model.training else ()
-    key: tuple[Any, ...] = (requirements.exit_layer, _precision(model), compat.input_device(model), implementation)
-    key += (model.training, dropout)
-    inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
-    problem, cause, one_row_works = None, None, False
-    if not reads_encoder(model):
-        takes_masks = not is_causal_kernel(implementation)  # rows of a batch accept different numbers of tokens
-        problem = None if takes_masks else f"{implementation} takes no mask, which rows of different lengths need"
-        if takes_masks:
-            problem, cause = _difference(model, (*key, 2), lambda: compare_text(model, requirements, rows=2))
-        if problem is not None:
-            one_row, failure = _difference(model, (*key, 1), lambda: compare_text(model, requirements, rows=1))
-            mask, one_row_works = model_kwargs.get("attention_mask"), one_row is None
-            if one_row is not None:
-                problem, cause = one_row, failure
-            elif len(input_ids) == 1 and (mask is None or bool(mask.all())):
-                problem = None
-            elif takes_masks:
-                problem = "rows of different lengths get other scores than in plain decoding"
-    if problem is None and (inputs or reads_encoder(model)):  # the call's own prompt
+    key = exit_layer, _precision(model), compat.input_device(model), implementation, model.training, dropout
+    inputs, mask = tuple(sorted(accompanying_inputs(model_kwargs))), model_kwargs.get("attention_mask")
+    check, reads, rows_differ = partial(_difference, model, exit_layer), reads_encoder(model), None
+    problem: Problem = None
+    if not reads:
+        if is_causal_kernel(implementation):  # rows of a batch accept different numbers of tokens
+            rows_differ = f"{implementation} takes no mask, which rows of different lengths need"
+        elif check((*key, 2), partial(_text, model, 2)):
+            rows_differ = "rows of different lengths get other scores than in plain decoding"
+        if rows_differ is not None:
+            problem = check((*key, 1), partial(_text, model, 1))
+            if problem is None and (len(input_ids) > 1 or not (mask is None or bool(mask.all()))):
+                problem = rows_differ, None
+    if problem is None and (inputs or reads):  # the call's own prompt
         masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in model_kwargs]
-        key = (*key, inputs, *([len(input_ids) > 1, *masks] if reads_encoder(model) else []))
-        prompt = input_ids, config, model_kwargs
-        problem, cause = _difference(model, key, lambda: compare(model, requirements, *prompt))
-    if problem is not None:
-        shown = () if reads_encoder(model) else inputs
-        raise _refusal(model, requirements, shown, problem, one_row_works) from cause
+        key_of_prompt = *key, inputs, *([len(input_ids) > 1, *masks] if reads else [])
+        problem = check(key_of_prompt, lambda: (input_ids, config, model_kwargs))
+    if problem is None:
+        return
+    (reason, cause), what, remedy = problem, "verify draft tokens", "call generate() without candidate_generator="
+    if exit_layer is not None:
+        what, remedy = "draft with its own first layers", "use another candidate generator"
+    elif model.training and RANDOM in reason:
+        remedy = "call model.eval() before generate(), or leave candidate_generator= out"
+    elif reason == rows_differ:
+        remedy = "give one prompt at a time, without padding, or leave candidate_generator= out"
+    given = f" with {', '.join(inputs)}" if inputs and not reads else ""
+    raise ValueError(f"{type(model).__name__} cannot {what}{given}: {reason}; {remedy}") from cause
 
 
 def _difference(
-    model: PreTrainedModel, key: tuple[Any, ...], compare: Callable[[], None]
-) -> tuple[str | None, Exception | None]:
-    """How the two ways of decoding differ, and the exception of a trial that failed; None if they agree."""
+    model: PreTrainedModel, exit_layer: int | None, key: tuple[Any, ...], prompt: Callable[[], Prompt]
+) -> Problem:
+    """What `compare` finds for a prompt, which is kept under a key."""
     with _lock:
         results = _checked.setdefault(model, {})
         if key not in results:
             try:
-                compare()
-                results[key] = None
-            except DifferenceError as error:
-                results[key] = str(error)
+                with _positions_kept(model), torch.random.fork_rng(devices=[]):
+                    results[key] = compare(model, exit_layer, *prompt())
             except UndecidedError:
-                return None, None
+                return None
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 return f"a trial run failed ({type(error).__name__}: {error})", error
-        return results[key], None
+        return None if (reason := results[key]) is None else (reason, None)
 
 
-def _refusal(
-    model: PreTrainedModel,
-    requirements: TargetRequirements,
-    inputs: tuple[str, ...],
-    reason: str,
-    one_row_works: bool = False,
-) -> ValueError:
-    what, remedy = "verify draft tokens", "call generate() without candidate_generator="
-    if model.training and RANDOM in reason:
-        remedy = "call model.eval() before generate(), or leave candidate_generator= out"
-    elif one_row_works:
-        remedy = "give one prompt at a time, without padding, or leave candidate_generator= out"
-    if requirements.exit_layer:
-        what, remedy = "draft with its own first layers", "use another candidate generator"
-    given = f" with {', '.join(inputs)}" if inputs else ""
-    return ValueError(f"{type(model).__name__} cannot {what}{given}: {reason}; {remedy}")
-
-
-def compare_text(model: PreTrainedModel, requirements: TargetRequirements, rows: int = 2) -> None:
-    """`compare` on two rows of text, of which one is padded, or on one row without padding."""
+def _text(model: PreTrainedModel, rows: int) -> Prompt:
+    """Two rows of text, of which one is padded, or one row without padding."""
     input_ids = _prompt(model)[:rows]
     mask = torch.ones_like(input_ids)
     if rows > 1:
         mask[0, : min(2, input_ids.shape[1] - 1)] = 0
     settings = {"max_new_tokens": STEPS, "do_sample": False, "num_return_sequences": 1, "pad_token_id": 0}
-    with _positions_kept(model), torch.random.fork_rng(devices=[]):
-        arguments = {"input_ids": input_ids, "attention_mask": mask, **settings}
-        prepared_ids, prepared_config, model_kwargs = compat.prepared_call(model, **arguments)
-        model_kwargs.pop(compat.CACHE, None)
-        compare(model, requirements, prepared_ids, prepared_config, model_kwargs)
+    prepared = compat.prepared_call(model, input_ids=input_ids, attention_mask=mask, **settings)
+    prepared[2].pop(compat.CACHE, None)
+    return prepared
 
 
 @contextmanager
@@ -276,32 +256,29 @@ def _positions_kept(model: PreTrainedModel) -> Iterator[None]:
 @torch.no_grad()
 def compare(
     model: PreTrainedModel,
-    requirements: TargetRequirements,
+    exit_layer: int | None,
     input_ids: torch.Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-) -> None:
-    """Decode a prompt, as prepared by `generate`, both ways; raises `DifferenceError` or `UndecidedError`."""
-    given = model_kwargs.get(compat.CACHE)
-    kwargs = {name: value for name, value in model_kwargs.items() if name != compat.CACHE}
-
+) -> str | None:
+    """Decode a prompt, as prepared by `generate`, both ways: how they differ, if they do."""
+    given, requirements = model_kwargs.get(compat.CACHE), TargetRequirements(exit_layer=exit_layer)
     cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
     random_state = _random_state(input_ids.device)
-    output = compat.decode_plainly(model, input_ids, config, STEPS, {**kwargs, compat.CACHE: cache})
+    output = compat.decode_plainly(model, input_ids, config, STEPS, {**model_kwargs, compat.CACHE: cache})
     plain, tokens = output.logits, output.sequences[:, -STEPS:].tolist()
     if not torch.equal(_random_state(input_ids.device), random_state):
-        raise DifferenceError(f"in training mode {RANDOM}" if model.training else RANDOM)
-    target = make_target(requirements, model, input_ids, config, {**kwargs, compat.CACHE: copy.deepcopy(given)})
+        return f"in training mode {RANDOM}" if model.training else RANDOM
+    target = make_target(requirements, model, input_ids, config, {**model_kwargs, compat.CACHE: copy.deepcopy(given)})
     drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
-    pairs = zip(plain, drafted, strict=True)
-    errors = [largest_difference(*rows) for pair in pairs for rows in zip(*pair, strict=True)]
-    worst = max(errors)
-    if not is_rounding(errors, _precision(model)):
-        raise DifferenceError(
-            f"in a trial run its logits differed from those of plain decoding by {worst:.2g} standard deviations"
-        )
+    errors = [
+        largest_difference(*rows) for pair in zip(plain, drafted, strict=True) for rows in zip(*pair, strict=True)
+    ]
+    if is_rounding(errors, _precision(model)):
+        return None
+    return f"in a trial run its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
 
 
 def _precision(model: PreTrainedModel) -> torch.dtype:
@@ -316,24 +293,19 @@ def _random_state(device: torch.device) -> torch.Tensor:
 
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits `[batch, vocab]` of the same steps, from two verification steps."""
-    batch = len(tokens)
     logits = [target.prefill()[:, -1]]
-    wrong = [(row[1] + 1) % 2 for row in tokens]  # token 0 or 1, another one than t1
-    first, parents = 1, Parents((-1, -1, 1))  # the node of t1
-    rows: list[tuple[Sequence[int], Parents]] = [
-        ([token, *row[1:3]], parents) for token, row in zip(wrong, tokens, strict=True)
-    ]
+    # Token 0 or 1, another one than t1, comes before it.
+    nodes, parents, first = [[(row[1] + 1) % 2, *row[1:3]] for row in tokens], Parents((-1, -1, 1)), 1
     if target.verifies_chains_only:
-        first, parents = 0, chain_parents(3)
-        rows = [([*row[1:3], token], parents) for token, row in zip(wrong, tokens, strict=True)]
+        nodes, parents, first = [[*row[1:], row[0]] for row in nodes], chain_parents(3), 0
+    tree = DraftTree(nodes, (parents,) * len(tokens))
     if isinstance(target, EarlyExitTarget):
-        target.run_early(DraftTree.empty(batch), torch.tensor([row[:1] for row in tokens]))
-        drafted = DraftTree.from_nodes([(nodes[:2], parents[:2]) for nodes, _ in rows])
-        target.run_early(drafted, drafted.tokens)
-    step = target.forward(DraftTree.from_nodes(rows), [row[0] for row in tokens])
+        target.run_early(DraftTree.empty(len(tokens)), torch.tensor([row[:1] for row in tokens]))
+        target.run_early(tree.first_nodes(2), tree.first_nodes(2).tokens)
+    step = target.forward(tree, [row[0] for row in tokens])
     logits += [step[:, place] for place in (0, 1 + first, 2 + first)]
     # Even rows continue after t2, odd rows after t1: their next logits, after t2, repeat those of the last node.
-    odd = [row % 2 for row in range(batch)]
+    odd = [row % 2 for row in range(len(tokens))]
     target.commit([[first] if is_odd else [first, first + 1] for is_odd in odd])
     chains = DraftTree.chains([[row[3]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])
     step = target.forward(chains, [row[2 if is_odd else 3] for row, is_odd in zip(tokens, odd, strict=True)])

@@ -38,52 +38,50 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STAT
 def check_model(model: PreTrainedModel) -> None:
     """Raise a `ValueError` unless the model, in its present mode, can verify draft tokens in one forward pass."""
     check_architecture(model)
-    name = type(model).__name__
-    if model.training and compat.uses_activation_checkpointing(model):
-        raise ValueError(
-            f"{name} uses gradient checkpointing in training mode, which switches the key/value cache off; call "
-            "model.eval() before generate(), or leave candidate_generator out"
-        )
-    if compat.has_virtual_tokens(model):
-        raise ValueError(
-            f"{name} is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
-            "call generate() without candidate_generator="
-        )
-    if compat.is_sharded(model):
-        raise ValueError(
-            f"the parameters of {name} are sharded over processes (FSDP, ZeRO-3), which must all run the same forward "
-            "passes; leave candidate_generator out"
-        )
+    problems = {
+        "uses gradient checkpointing in training mode, which switches the key/value cache off; call model.eval() "
+        "first, or leave candidate_generator out": model.training and compat.uses_activation_checkpointing(model),
+        "is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
+        "call generate() without candidate_generator=": compat.has_virtual_tokens(model),
+        "has parameters that are sharded over processes (FSDP, ZeRO-3), which must all run the same forward passes; "
+        "leave candidate_generator out": compat.is_sharded(model),
+    }
+    if problem := first_problem(model, problems):
+        raise ValueError(problem)
+
+
+def first_problem(model: PreTrainedModel, problems: dict[str, bool]) -> str | None:
+    """The model's name and the first of these sentences about it that is true, if any."""
+    sentence = next((sentence for sentence, is_true in problems.items() if is_true), None)
+    return None if sentence is None else f"{type(model).__name__} {sentence}"
 
 
 def check_architecture(model: PreTrainedModel) -> None:
     """The part of `check_model` that stays the same while a program runs: architecture and attention kernel."""
-    name = type(model).__name__
-    config = text_config(model)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    unknown = sorted(layer_types.difference(LAYER_TYPES))
-    outside = compat.is_stateful(model) and compat.CACHE not in inspect.signature(model.forward).parameters
-    if outside or unknown:
-        kinds = "outside of a cache" if outside else f"in layers of type {', '.join(unknown)}"
-        raise ValueError(
-            f"{name} keeps a state {kinds}, which is not rolled back when a draft token is rejected; "
-            "call generate() without candidate_generator="
-        )
-    implementation = compat.attention_implementation(config)
-    if implementation not in ATTENTION_IMPLEMENTATIONS and not is_causal_kernel(implementation):
-        raise ValueError(
-            f"what masks attention implementation {implementation!r} takes is not known; "
-            "load the model with attn_implementation='sdpa' or 'eager'"
-        )
-    if is_causal_kernel(implementation) and (masked := layer_kinds(config) - MASKS_OF_KERNELS):
-        raise ValueError(
-            f"{name} has layers of type {', '.join(sorted(masked))}, whose mask {implementation!r} does not take; "
-            "load the model with attn_implementation='sdpa'"
-        )
-    if not reads_encoder(model) and (reason := _position_problem(model)):
-        raise ValueError(
-            f"{name} {reason}, so draft tokens cannot be placed in a tree; call generate() without candidate_generator="
-        )
+    config, arguments = text_config(model), inspect.signature(model.forward).parameters
+    implementation, kinds = compat.attention_implementation(config), layer_kinds(config)
+    is_causal, places_tokens = is_causal_kernel(implementation), not reads_encoder(model)
+    unknown = ", ".join(sorted(set(getattr(config, "layer_types", None) or ()).difference(LAYER_TYPES)))
+    masked = ", ".join(sorted(kinds - MASKS_OF_KERNELS)) if is_causal else ""
+    state = "which is not rolled back when a draft token is rejected; call generate() without candidate_generator="
+    place = ", so draft tokens cannot be placed in a tree; call generate() without candidate_generator="
+    is_masked_in_cache = places_tokens and kinds == {"sliding_attention"} and not _masks_sliding_windows(model)
+    problems = {
+        f"keeps a state outside of a cache, {state}": compat.is_stateful(model) and compat.CACHE not in arguments,
+        f"keeps a state in layers of type {unknown}, {state}": bool(unknown),
+        f"uses attention implementation {implementation!r}, and what masks it takes is not known; load the model with "
+        "attn_implementation='sdpa' or 'eager'": implementation not in ATTENTION_IMPLEMENTATIONS and not is_causal,
+        f"has layers of type {masked}, whose mask {implementation!r} does not take; load the model with "
+        "attn_implementation='sdpa'": bool(masked),
+        f"derives positions from a 2-D mask (ALiBi){place}": places_tokens and bool(getattr(config, "alibi", False)),
+        f"takes no position_ids{place}": places_tokens and "position_ids" not in arguments,
+        f"builds its local attention mask inside the layers{place}": (
+            places_tokens and "local" in (getattr(config, "attention_layers", None) or ())
+        ),
+        f"applies its sliding window in the cache and not in the attention mask{place}": is_masked_in_cache,
+    }
+    if problem := first_problem(model, problems):
+        raise ValueError(problem)
 
 
 def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tokens: float) -> None:
@@ -128,20 +126,6 @@ def _frequency_changes(config: Any) -> Iterator[tuple[str, int]]:
             yield "dynamic", config.max_position_embeddings
         elif rope.get("rope_type") == "longrope":
             yield "longrope", rope["original_max_position_embeddings"]
-
-
-def _position_problem(model: PreTrainedModel) -> str | None:
-    """Why draft tokens cannot be placed by `position_ids` and a 4-D mask; None if they can."""
-    config = model.config.get_text_config()
-    if getattr(config, "alibi", False):
-        return "derives positions from a 2-D mask (ALiBi)"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return "takes no position_ids"
-    if "local" in (getattr(config, "attention_layers", None) or ()):
-        return "builds its local attention mask inside the layers"
-    if layer_kinds(config) == {"sliding_attention"} and not _masks_sliding_windows(model):
-        return "applies its sliding window in the cache and not in the attention mask"
-    return None
 
 
 def _masks_sliding_windows(model: PreTrainedModel) -> bool:
