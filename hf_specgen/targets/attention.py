@@ -18,6 +18,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -32,15 +33,11 @@ UNSUPPORTED_ARGUMENTS = {"softcap", "s_aux", "position_bias", "cache"}
 FoldedMasks = dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
 
-class _ThreadState(threading.local):
-    folded_masks: FoldedMasks | None = None
-    """Folded masks of the current step by mask id, groups and dtype, with the mask, so that its id is not reused.
+_folded_masks: ContextVar[FoldedMasks | None] = ContextVar("hf_specgen_folded_masks", default=None)
+"""Folded masks of the current step by mask id, groups and dtype, with the mask, so that its id is not reused.
 
-    None outside `grouped_attention`.
-    """
-
-
-_thread = _ThreadState()
+Of this thread; None outside `grouped_attention`.
+"""
 _interface = AttentionInterface()
 
 
@@ -55,11 +52,10 @@ class grouped_attention:
         # For good: without any function, another thread would get the eager one.
         if _interface.get("sdpa") is sdpa_attention_forward:
             AttentionInterface.register("sdpa", _sdpa_attention)
-        self._outer = _thread.folded_masks
-        _thread.folded_masks = {}
+        self._token = _folded_masks.set({})
 
     def __exit__(self, *exception: object) -> None:
-        _thread.folded_masks = self._outer
+        _folded_masks.reset(self._token)
 
 
 def grouped_sdpa(
@@ -94,7 +90,7 @@ def _sdpa_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """`grouped_sdpa` inside `grouped_attention` where it applies, else (and in compiled models) Transformers' own."""
-    folded_masks = None if torch.compiler.is_compiling() else _thread.folded_masks
+    folded_masks = None if torch.compiler.is_compiling() else _folded_masks.get()
     if folded_masks is None or args or not _is_foldable(module, query, key, attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     mask = None

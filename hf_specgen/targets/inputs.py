@@ -137,10 +137,12 @@ class CallInputs:
         self._takes_positions = takes_positions(model)
         if "encoder_outputs" in model_kwargs:
             check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
-            last = _positions(input_ids, model_kwargs if self._takes_positions else {})[..., -1]
-        else:
-            last = model_kwargs["position_ids"][..., -1]
-        last = last.expand(*last.shape[:-1], len(input_ids))
+        given, mask = (model_kwargs.get(self._names[name]) for name in ("position_ids", "attention_mask"))
+        if self._takes_positions and given is not None:
+            last = given[..., -1].expand(*given.shape[:-2], len(input_ids))
+        else:  # of an encoder-decoder: by its mask, or one for each column
+            is_text = torch.ones_like(input_ids) if mask is None or not self._takes_positions else mask
+            last = (is_text[:, -input_ids.shape[1] :].long().sum(dim=-1) - 1).clamp(min=0)
         self._axes: torch.Tensor | None = None
         if last.dim() > 1:
             self._axes, last = last - last[:1], last[0]
@@ -190,35 +192,22 @@ class CallInputs:
 
     def others(self, cache: Any, tokens: int) -> dict[str, Any]:
         """The other arguments of a pass over so many tokens per row, once the prompt is in the cache."""
-        if self._extra is None:
-            self._extra = self._after_prompt(cache)
+        if self._extra is None:  # what the model's own preparation passes on in the first step after the prompt
+            own = {*self._names.values(), *OWN_ARGUMENTS}
+            kwargs = {name: value for name, value in self._kwargs.items() if name not in own}
+            for name in TOKEN_TYPES.keys() & kwargs.keys():
+                kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
+            kwargs[compat.CACHE] = cache
+            prepare = cast(Any, self._model).prepare_inputs_for_generation
+            prepared = prepare(self._input_ids[:, -1:], next_sequence_length=1, **kwargs)
+            self._extra = {name: value for name, value in prepared.items() if name not in own and value is not None}
         types = {name: self._extra[name].expand(-1, tokens) for name in TOKEN_TYPES.keys() & self._extra.keys()}
         return {**self._extra, **types}
-
-    def _after_prompt(self, cache: Any) -> dict[str, Any]:
-        """The arguments that the model's own preparation passes on in the first step after the prompt."""
-        own = {*self._names.values(), *OWN_ARGUMENTS}
-        kwargs = {name: value for name, value in self._kwargs.items() if name not in own}
-        for name in TOKEN_TYPES.keys() & kwargs.keys():
-            kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
-        prepare = cast(Any, self._model).prepare_inputs_for_generation
-        kwargs[compat.CACHE] = cache
-        prepared: dict[str, Any] = prepare(self._input_ids[:, -1:], next_sequence_length=1, **kwargs)
-        return {name: value for name, value in prepared.items() if name not in own and value is not None}
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether the decoder takes the position of each token, so that rows may differ in length and drafts may branch."""
     return decoder_argument(model, "position_ids") in inspect.signature(model.forward).parameters
-
-
-def _positions(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
-    """`[batch, prompt]` positions of the decoder's prompt: given, by its mask, or one for each column."""
-    given, mask = model_kwargs.get("decoder_position_ids"), model_kwargs.get("decoder_attention_mask")
-    if given is not None:
-        return given[..., -input_ids.shape[1] :].expand_as(input_ids)
-    counted = torch.ones_like(input_ids) if mask is None else mask[:, -input_ids.shape[1] :].long()
-    return (counted.cumsum(dim=-1) - 1).clamp(min=0)
 
 
 def check_cache(given: Any, model: str) -> None:
