@@ -106,8 +106,8 @@ def generate_many(
             "generate_many takes no pack_weights=; run it inside `with hf_specgen.prepacked(model):` instead"
         )
     seed = int(torch.randint(2**31, ())) if seed is None else seed
-    batch = _Batch(model, settings.for_model(compat.unwrapped(model)), seed, streamer, arguments)
-    completions = batch.run(iter(prompts), max_rows)
+    batch = _Batch(model, settings.for_model(compat.unwrapped(model)))
+    completions = batch.run(_prefilled(model, prompts, batch.steps.settings, seed, streamer, arguments), max_rows)
     if ordered:
         completions = _in_order(completions)
     total = len(prompts) if isinstance(prompts, Sized) else None
@@ -139,32 +139,69 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
             following += 1
 
 
+class _Row(Speculation):
+    """A prompt: a `generate` call that is prepared as any other, and whose steps are made by a `_Batch`."""
+
+    index: int
+    loop: DecodingLoop
+    stack: ExitStack
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether the common target can process the row."""
+        target = self.loop.target
+        return target.is_joinable and not self.settings.candidates.target_requirements(target.model).reads_cache
+
+    def run(self, loop: DecodingLoop, stack: ExitStack) -> torch.Tensor:
+        """Run the prefill alone."""
+        if loop.state.batch != 1:
+            raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
+        loop.prefill()
+        self.loop, self.stack = loop, stack.pop_all()
+        return loop.outputs.output_ids()
+
+
+def _prefilled(
+    model: Any,
+    prompts: Iterable[Any],
+    settings: Settings,
+    seed: int | Sequence[int],
+    streamer: Callable[[int], BaseStreamer] | None,
+    arguments: dict[str, Any],
+) -> Iterator[_Row]:
+    """The rows of the prompts, each after its prefill."""
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            raise TypeError(f"prompts must be token ids, such as tokenizer(text)['input_ids'], got {prompt!r:.60}")
+        ids = torch.as_tensor(prompt, device=compat.input_device(model))
+        ids = ids[None] if ids.dim() == 1 else ids
+        if ids.dim() != 2 or len(ids) != 1:
+            raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
+        row = _Row(settings, streamer and streamer(index))
+        row.index, row.seed = index, seed + index if isinstance(seed, int) else seed[index]
+        model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=row)
+        yield row
+
+
 class _Batch:
     """The rows of a `generate_many` call, and what they have in common."""
 
-    def __init__(
-        self,
-        model: Any,
-        settings: Settings,
-        seed: int | Sequence[int],
-        streamer: Callable[[int], BaseStreamer] | None,
-        arguments: dict[str, Any],
-    ):
-        self._model, self._candidates, self._seed = model, settings.candidates, seed
-        self._streamer, self._arguments = streamer, arguments
-        self._steps = CommonSteps(settings)
+    def __init__(self, model: Any, settings: Settings):
+        self._model, self._candidates = compat.unwrapped(model), settings.candidates
+        self.steps, self.statistics = CommonSteps(settings), Statistics([])
         self._rows: list[_Row] = []
         self._joined: list[_Row] = []  # those of the common target
         self._target: Target
-        self.statistics = Statistics([])
 
-    def run(self, prompts: Iterator[Any], max_rows: int) -> Iterator[Completion]:
-        """Answer all prompts."""
-        waiting = enumerate(prompts)
+    def run(self, rows: Iterator[_Row], max_rows: int) -> Iterator[Completion]:
+        """Complete all rows, of which `max_rows` are processed at a time."""
         try:
             while True:
-                while len(self._rows) < max_rows and (following := next(waiting, None)) is not None:
-                    row = self._admitted(*following)
+                while len(self._rows) < max_rows and (row := next(rows, None)) is not None:
+                    self._rows.append(row)
+                    if not row.is_joinable:
+                        with self._decoding():
+                            row.loop.decode()
                     if row.loop.state.all_stopped:
                         yield self._completed(row)
                 if not self._rows:
@@ -180,25 +217,8 @@ class _Batch:
         finally:
             for row in self._rows:
                 row.stack.close()
-            self._steps.close()
+            self.steps.close()
             self._candidates.speculation = self.statistics
-
-    def _admitted(self, index: int, prompt: Any) -> _Row:
-        """A row for a prompt, after its prefill; after its last step, if it cannot be joined."""
-        if isinstance(prompt, str):
-            raise TypeError(f"prompts must be token ids, such as tokenizer(text)['input_ids'], got {prompt!r:.60}")
-        ids = torch.as_tensor(prompt, device=compat.input_device(self._model))
-        ids = ids[None] if ids.dim() == 1 else ids
-        if ids.dim() != 2 or len(ids) != 1:
-            raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
-        row = _Row(index, self._steps.settings, self._streamer and self._streamer(index))
-        row.seed = self._seed + index if isinstance(self._seed, int) else self._seed[index]
-        self._model.generate(ids, attention_mask=torch.ones_like(ids), **self._arguments, custom_generate=row)
-        self._rows.append(row)
-        if not row.is_joinable:
-            with self._decoding():
-                row.loop.decode()
-        return row
 
     def _exchange_rows(self) -> None:
         """Let the common target process the rows that have not ended, and new ones after them."""
@@ -214,9 +234,9 @@ class _Batch:
     def _step(self) -> None:
         """One step of all rows."""
         loops = [row.loop for row in self._rows]
-        self._steps.begin(loops, len(loops))
-        drafts = self._steps.draft(loops, [True] * len(loops))
-        trees = _of_common_width(drafts, self._steps.latency)
+        self.steps.begin(loops, len(loops))
+        drafts = self.steps.draft(loops, [True] * len(loops))
+        trees = _of_common_width(drafts, self.steps.latency)
         width, pending = max(tree.nodes for tree in trees), [loop.state.last_token(0) for loop in loops]
         parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
         begin = perf_counter()
@@ -227,23 +247,19 @@ class _Batch:
             loop.target.take_states(self._target, place, 1 + tree.nodes)
             loop.end_step(tree, logits[place : place + 1, : 1 + tree.nodes])
         self._target.commit_rows([loop.target for loop in loops])
-        self._count([loop.statistics.passes[-1] for loop in loops])
-
-    def _count(self, steps: Sequence[StepRecord]) -> None:
-        """Count a step of all rows."""
-        passes = self._steps.passes or [tokens for step in steps for tokens in step.passes]
-        requested, rows = [step.requested[0] for step in steps], [step.rows[0] for step in steps]
-        context, tokens_per_row = max(step.context for step in steps), max(step.tokens_per_row for step in steps)
-        self.statistics.passes.append(StepRecord(requested, rows, tokens_per_row, {}, passes, context))
-        if (latency := self._steps.latency) is not None:
+        records = [loop.statistics.passes[-1] for loop in loops]
+        passes = self.steps.passes or [tokens for one in records for tokens in one.passes]
+        context = max(one.context for one in records)
+        requested, rows = [one.requested[0] for one in records], [one.rows[0] for one in records]
+        self.statistics.passes.append(StepRecord(requested, rows, 1 + width, {}, passes, context))
+        if (latency := self.steps.latency) is not None:
             emitted = sum(row.emitted for row in rows if row is not None)
-            self._steps.count_loss(latency.target.seconds_of(len(rows) * tokens_per_row), emitted, passes)
+            self.steps.count_loss(latency.target.seconds_of(len(rows) * (1 + width)), emitted, passes)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
         """The contexts in which `generate` runs forward passes."""
-        model = compat.unwrapped(self._model)
-        with torch.no_grad(), compat.without_compilation(model), compat.optimized_for_decoding(model):
+        with torch.no_grad(), compat.without_compilation(self._model), compat.optimized_for_decoding(self._model):
             yield
 
     def _completed(self, row: _Row) -> Completion:
@@ -254,28 +270,3 @@ class _Batch:
         self.statistics.rows += statistics.rows
         self.statistics.lengths += statistics.lengths
         return Completion(row.index, list(row.loop.state.generated[0]), output, statistics)
-
-
-class _Row(Speculation):
-    """A prompt: a `generate` call that is prepared as any other, and whose steps are made by a `_Batch`."""
-
-    loop: DecodingLoop
-    stack: ExitStack
-
-    def __init__(self, index: int, settings: Settings, streamer: BaseStreamer | None):
-        super().__init__(settings, streamer)
-        self.index = index
-
-    @property
-    def is_joinable(self) -> bool:
-        """Whether the common target can process the row."""
-        target = self.loop.target
-        return target.is_joinable and not self.settings.candidates.target_requirements(target.model).reads_cache
-
-    def run(self, loop: DecodingLoop, stack: ExitStack) -> torch.Tensor:
-        """Run the prefill alone."""
-        if loop.state.batch != 1:
-            raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
-        loop.prefill()
-        self.loop, self.stack = loop, stack.pop_all()
-        return loop.outputs.output_ids()
