@@ -42,7 +42,7 @@ class CommonSteps:
 
     def begin(self, loops: Sequence[DecodingLoop], rows: int) -> None:
         """Begin a step of these calls, `rows` of which decode; the others are in their prefill."""
-        known = loops[0].policy.known
+        known = loops[0].policy.latency
         context = max(loop.call.context_length for loop in loops)
         self.latency, self._rows = None if known is None or not rows else known.at(rows, context), rows
 

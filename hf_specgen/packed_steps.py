@@ -96,7 +96,7 @@ class Request:
     def gains(self) -> Sequence[float]:
         """What ranks each proposed token: its path probability; 1 if a policy has chosen the depth, or without one."""
         nodes = len(self.tree.parents[0])
-        if self.loop.policy.known is None or not self.tree.probability:
+        if self.loop.policy.latency is None or not self.tree.probability:
             return [1.0] * nodes
         return self.tree.probability[0][:nodes]
 

@@ -78,7 +78,7 @@ class JoinedDrafter:
         elif changed:
             self._texts.set_rows(self.rows)
             self._session.keep_rows(kept, len(new))
-        self._depth.latency = self.rows[0].policy.known
+        self._depth.latency = self.rows[0].policy.latency
         depths = [self.planned.pop(row, 0) for row in self.rows]
         tree = self._session.draft(depths)
         for row, tokens, parents, probability in zip(
@@ -93,7 +93,7 @@ class JoinedDrafter:
     def _start(self, call: DraftCall) -> DraftSession:
         """The common session, whose call has the texts and targets of the rows."""
         self._texts, self._depth = _Texts(self.rows), _Depth()
-        self._depth.remembers, self._depth.latency = self.rows[0].policy.remembers, self.rows[0].policy.known
+        self._depth.remembers, self._depth.latency = self.rows[0].policy.remembers, self.rows[0].policy.latency
         call = replace(call, state=self._texts, target=_Targets(self), depth=self._depth)
         return self._strategy.start(replace(call, verification=_Verification(call, self)))
 

@@ -195,11 +195,10 @@ def tree_size(
     """
     if isinstance(size, int):
         return TreeSize(size)
-    latency = None if call.depth is None else call.depth.latency
-    if size is None or latency is None:
-        return TreeSize(None, children=1)
     rows = max(1, sum(depth > 0 for depth in depths))
-    step = latency.at(rows, call.context_length)
+    step = None if size is None or call.depth is None else call.depth.step_latency(rows, call.context_length)
+    if step is None:
+        return TreeSize(None, children=1)
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
     is_padded = call.target is not None and call.target.pads_passes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from hf_specgen.call import Call, memory
 from hf_specgen.counters import StepRecord
@@ -106,34 +107,31 @@ class AdaptiveSession(PolicySession):
         if policy.latency is None:
             self._use(policy.curve or known_curve(call))
         else:
-            self.known = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
+            self.latency = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
 
-    @property
-    def latency(self) -> LatencyModel | None:  # type: ignore[override]
-        """The latencies of the rows of this call: their share of the passes, which rows of other calls may share."""
-        known, state = self.known, self._call.state
-        if known is None or not state.other_rows or self._is_alone:
-            return known
-        return replace(known, other_rows=state.other_rows, drafts_together=state.drafts_together)
+    def step_latency(self, rows: int, context: int) -> StepLatency | None:
+        state = self._call.state
+        others = 0 if self._is_alone else state.other_rows
+        step = super().step_latency(rows + others, context)
+        return step.part_of_row(rows + others, state.drafts_together) if step and others else step
 
     def prefilled(self, target: Target) -> None:
-        if self.known is None:
+        if self.latency is None:
             self._use(target_curve(self._call, target))
 
     def _use(self, curve: CostCurve | None) -> None:
         if curve is not None:
             self._timer = DrafterTimer(self._call, curve)
-            self.known = self._timer.latency()
+            self.latency = self._timer.latency()
 
     def _at(self, rows: int) -> StepLatency:
         """The latencies of a step of so many rows."""
-        assert self.latency is not None
-        return self.latency.at(rows, self._call.context_length)
+        return cast(StepLatency, self.step_latency(rows, self._call.context_length))
 
     def depths(self, limits: Sequence[int]) -> list[int]:
         """The same depth for all rows; 0 while drafting pauses, or while latencies are unknown."""
         rows = sum(limit > 0 for limit in limits)
-        if self.known is None or not rows:
+        if self.latency is None or not rows:
             return [0] * len(limits)
         if self._pauses(rows):
             self._uncached += 1
@@ -143,7 +141,7 @@ class AdaptiveSession(PolicySession):
         return [min(depth, limit) for limit in limits]
 
     def affords_prefill(self) -> bool:
-        is_known = self.known is not None and (self._timer is None or self._timer.is_known)
+        is_known = self.latency is not None and (self._timer is None or self._timer.is_known)
         return not is_known or self._catching_up(self._call.state.batch) <= MAX_PREFILL * self._call.max_new_tokens
 
     def _catching_up(self, rows: int) -> float:
@@ -173,7 +171,7 @@ class AdaptiveSession(PolicySession):
 
     def observe(self, step: StepRecord) -> None:
         """Count the loss and the acceptance of a step with a draft."""
-        if self.known is None or not step.has_draft:
+        if self.latency is None or not step.has_draft:
             return
         rows = [row for row in step.rows if row is not None]
         drafted = [row for row in rows if row.drafted]
@@ -182,7 +180,7 @@ class AdaptiveSession(PolicySession):
         if self._timer is not None:
             self._timer.check(step)
             if self._timer.observe(step):
-                self.known = self._timer.latency()
+                self.latency = self._timer.latency()
         if not self._has_common_loss:
             latency, emitted = self._at(step.batch), sum(row.emitted for row in rows)
             seconds = latency.target.seconds_of(step.batch * step.tokens_per_row)

@@ -151,8 +151,6 @@ class LatencyModel:
     Args:
         buckets: at different numbers of rows and context lengths; the nearest one is used.
         drafter: the kind of drafter in use.
-        other_rows: rows of other calls in the target's passes; latencies are then the part of one row of all.
-        drafts_together: whether they share the drafter's passes too, whose tokens are those of all rows.
 
     Example:
         >>> model = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256, batch=1), draft_token=0.001)
@@ -163,8 +161,6 @@ class LatencyModel:
 
     buckets: tuple[Bucket, ...]
     drafter: str = ANY_DRAFTER
-    other_rows: int = 0
-    drafts_together: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < len(self.buckets) <= 64:
@@ -176,12 +172,10 @@ class LatencyModel:
         def distance(bucket: Bucket) -> float:
             # Rows have twice the weight: they change the cost of every token, contexts only that of attention.
             curve = bucket.target
-            return 2 * abs(log2(together / curve.batch)) + abs(log2(context / curve.context))
+            return 2 * abs(log2(rows / curve.batch)) + abs(log2(context / curve.context))
 
-        together = rows + self.other_rows
         target, drafters = min(self.buckets, key=distance)
-        step = StepLatency(target, drafters.get(self.drafter) or drafters[ANY_DRAFTER])
-        return step.part_of_row(together, self.drafts_together) if self.other_rows else step
+        return StepLatency(target, drafters.get(self.drafter) or drafters[ANY_DRAFTER])
 
     def select(self, drafter: str, negligible_draft_cost: bool = False) -> LatencyModel:
         """The same model with this kind of drafter; `ValueError` if it has none, unless its cost is negligible."""

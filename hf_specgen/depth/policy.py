@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hf_specgen.call import Call
 from hf_specgen.counters import StepRecord
-from hf_specgen.depth.latency import LatencyModel
+from hf_specgen.depth.latency import LatencyModel, StepLatency
 from hf_specgen.targets.target import Target
 
 
@@ -17,11 +17,16 @@ class PolicySession(ABC):
     """The state of a policy in one `generate` call."""
 
     latency: LatencyModel | None = None
-    """The latency model in use, for strategies that size their own trees; None if the policy has none."""
-    known: LatencyModel | None = None
-    """The latencies of whole passes, which rows of other calls may share; `latency` is the part of this call's rows."""
+    """The latencies of passes, which rows of other calls may share; None if the policy has none."""
     remembers: bool = False
     """Whether counts of earlier calls may be used; if not, equal calls make the same drafts."""
+
+    def step_latency(self, rows: int, context: int) -> StepLatency | None:
+        """The latencies of a step of so many rows of the call, for strategies that size their own trees.
+
+        The longest row has `context` tokens. Of passes that rows of other calls share it is the part of the call's.
+        """
+        return None if self.latency is None else self.latency.at(rows, context)
 
     def prefilled(self, target: Target) -> None:
         """Called once, after the prefill: the place to measure the target's latency (`hf_specgen.depth.calibrate`)."""

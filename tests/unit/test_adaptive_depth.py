@@ -65,7 +65,7 @@ def test_adaptive_depth_where_drafts_fail_tries_again_when_the_loss_is_made_up_f
 def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
     session = AdaptiveDepth(STEEP).start(depth_call(sizes_trees=True, negligible_cost=True))
     run(session, 40, [0])
-    session.known = FLAT
+    session.latency = FLAT
     depths = [depth for (depth,) in run(session, 900, [5])]
     assert all(depths[depths.index(16) :])
 
@@ -121,10 +121,10 @@ def test_adaptive_depth_before_latencies_are_known_drafts_nothing() -> None:
 def test_adaptive_depth_remembers_the_speed_of_earlier_calls() -> None:
     model = Model()
     first = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
-    first.known = STEEP
+    first.latency = STEEP
     run(first, 60, [0])
     second = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
-    second.known = STEEP
+    second.latency = STEEP
     assert sum(depth > 0 for (depth,) in run(second, 50, [0])) == 1, "drafting was slower in the first call"
     given = AdaptiveDepth(FLAT).start(depth_call(model=model, negligible_cost=False))
     assert given.depths([99]) != [0], "with a given latency equal calls make the same drafts"

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ def test_shared_latency_is_the_part_of_one_row() -> None:
     other = CostCurve((1, 64), (9.0, 9.0), context=256, batch=64)
     model = LatencyModel.from_curves(curve, other, draft_token=0.1)
     for drafts_together, seconds in ((False, 0.1), (True, 0.025)):
-        shared = replace(model, other_rows=3, drafts_together=drafts_together).at(1, 100)
+        shared = model.at(4, 100).part_of_row(4, drafts_together)
         assert [shared.target(q) for q in (1, 8)] == pytest.approx([curve(4) / 4, curve(32) / 4])
         assert shared.drafter.draft([1]) == pytest.approx(seconds)
 
