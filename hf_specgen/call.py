@@ -57,7 +57,8 @@ class GenerationState:
         pad_id: int | None = None,
     ):
         self.batch, self.prompt_length = input_ids.shape
-        self.prompts = _without_padding(input_ids, attention_mask)
+        kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -self.prompt_length :]
+        self.prompts = [ids[keep].tolist() for ids, keep in zip(input_ids.cpu(), kept.bool().cpu(), strict=True)]
         self.generated: list[list[int]] = [[] for _ in range(self.batch)]
         self.stop_ids = frozenset(stop_ids)
         self.max_length = max_length
@@ -97,7 +98,9 @@ class GenerationState:
 
         Without an EOS token rows are not padded: one that a criterion stopped continues until all rows have stopped.
         """
-        return (self._stopped[row] and self.pad_id is not None) or self._at_end(row)
+        tokens = self.generated[row]
+        is_at_end = bool(tokens) and (tokens[-1] in self.stop_ids or self.remaining(row) <= 0)
+        return (self._stopped[row] and self.pad_id is not None) or is_at_end
 
     def stop(self, row: int) -> None:
         """Record that plain `generate` stops this row at its last confirmed column."""
@@ -159,18 +162,9 @@ class GenerationState:
         """
         return torch.from_numpy(self._columns[:, :columns].copy()).to(self.device)
 
-    def _at_end(self, row: int) -> bool:
-        tokens = self.generated[row]
-        return bool(tokens) and (tokens[-1] in self.stop_ids or self.prompt_length + len(tokens) >= self.max_length)
-
     @property
     def _padding(self) -> int:
         return 0 if self.pad_id is None else self.pad_id
-
-
-def _without_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
-    kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-    return [ids[keep].tolist() for ids, keep in zip(input_ids.cpu(), kept.bool().cpu(), strict=True)]
 
 
 Prediction = str | Sequence[int] | Sequence[str | Sequence[int] | None] | torch.Tensor

@@ -150,7 +150,8 @@ class OutputCollector:
         state, column = self._state, self.columns
         self.columns += 1
         for name, rows in self._waiting.items():
-            self._kept[name].append(_next_column(rows))
+            blank = torch.zeros_like(next(row[0] for row in rows if row))
+            self._kept[name].append(torch.stack([row.popleft() if row else blank for row in rows]))
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
         stops = self._stops.pop(self.columns, None) or self._custom_stops(self.columns)
         if self._streamer is not None:
@@ -214,9 +215,3 @@ class OutputCollector:
                 if place >= 0 and missing[row]:
                     for name, columns in self._kept.items():
                         columns[column][row] = values[name][row]
-
-
-def _next_column(rows: list[deque[torch.Tensor]]) -> torch.Tensor:
-    """`[batch, vocab]` the first entry of each row, which is removed; zeros for rows that have none."""
-    blank = torch.zeros_like(next(row[0] for row in rows if row))
-    return torch.stack([row.popleft() if row else blank for row in rows])

@@ -69,7 +69,9 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
         if not generate._hf_specgen_enabled:  # type: ignore[attr-defined]
             return original(self, *args, **kwargs)
         _check_configs(getattr(self, "generation_config", None), kwargs.get("generation_config"), *args[1:2])
-        if kwargs.get("candidate_generator") is not None or _is_speculation(kwargs.get("custom_generate")):
+        # Recognised without an import: other threads may be importing the module of `Speculation` now.
+        is_ours = getattr(type(kwargs.get("custom_generate")), "_hf_specgen_speculation", False)
+        if is_ours or kwargs.get("candidate_generator") is not None:
             from hf_specgen.generate import generate_speculatively
 
             return generate_speculatively(original, self, args, kwargs)
@@ -124,11 +126,6 @@ def _check_configs(*configs: Any) -> None:
                 "saved. Give it to generate(candidate_generator=…), or call hf_specgen.attach(model, …) once, so that "
                 "every model.generate() speculates"
             )
-
-
-def _is_speculation(method: Any) -> bool:
-    """Whether this is what `speculate` returns. Imports nothing: other threads may be importing its module now."""
-    return getattr(type(method), "_hf_specgen_speculation", False)
 
 
 class _PatchOnImport(MetaPathFinder):

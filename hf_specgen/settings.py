@@ -38,7 +38,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", as_candidates(self.candidates))
-        object.__setattr__(self, "verification", _as_verifier(self.verification))
+        if not isinstance(self.verification, Verifier):
+            if not isinstance(self.verification, str) or self.verification not in VERIFIERS:
+                modes = ", ".join(map(repr, VERIFIERS))
+                raise ValueError(f"verification must be {modes} or a Verifier, got {self.verification!r}")
+            object.__setattr__(self, "verification", VERIFIERS[self.verification]())
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {self.policy!r}")
         if self.monitor is not None and not isinstance(self.monitor, Monitor):
@@ -82,12 +86,3 @@ def as_candidates(generator: Any) -> Candidates:
     remedy = next((f"; {text}" for kind, text in remedies.items() if isinstance(generator, kind)), "")
     given = f"a model of type {type(generator).__name__}" if isinstance(generator, nn.Module) else repr(generator)
     raise TypeError(f"candidate_generator must be {expected}, got {given}{remedy}")
-
-
-def _as_verifier(verification: Any) -> Verifier:
-    if isinstance(verification, Verifier):
-        return verification
-    if isinstance(verification, str) and verification in VERIFIERS:
-        return VERIFIERS[verification]()
-    modes = ", ".join(map(repr, VERIFIERS))
-    raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")

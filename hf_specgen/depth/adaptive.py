@@ -14,8 +14,6 @@ from hf_specgen.depth.latency import CostCurve, LatencyModel, StepLatency
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.targets.target import Target
 
-MAX_CHAIN = 32
-"""Deepest chain that is considered: with an acceptance of 0.9 a token, 3% of drafts reach beyond it."""
 MAX_LOSS = 1.5
 """Plain steps that drafting may have lost in a call before it pauses; the text may suit it again later."""
 MAX_CREDIT = 10.0
@@ -162,7 +160,7 @@ class AdaptiveSession(PolicySession):
         target, drafter = self._at(rows)
         acceptance, draft_pass = self._accepted / self._verified, drafter.seconds_of(rows)
         best, best_rate, tokens = 1, 0.0, 1.0
-        for depth in range(1, min(self._call.drafting.k, limit, MAX_CHAIN) + 1):
+        for depth in range(1, min(self._call.drafting.k, limit) + 1):
             tokens += acceptance**depth
             seconds = target.seconds_of(rows * (1 + self._nodes_per_level * depth)) + depth * draft_pass
             if tokens / seconds > best_rate:

@@ -69,8 +69,12 @@ class RejectionSession(PathSession):
 
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
         p = scores.softmax(dim=-1)
-        rows, (batch, slots, vocab) = torch.arange(len(p), device=p.device), p.shape
-        q = None if tree.q is None else _fit(tree.q, vocab).to(p.device, torch.float32)
+        rows, (batch, slots, vocab), q = torch.arange(len(p), device=p.device), p.shape, tree.q
+        if q is not None:
+            if q.shape[-1] > vocab:
+                cut = "cut the draft's scores before the softmax"
+                raise ValueError(f"the draft's q has {q.shape[-1]} tokens, the target has {vocab}; {cut}")
+            q = (pad(q, (0, vocab - q.shape[-1])) if q.shape[-1] < vocab else q).to(p.device, torch.float32)
         weights, remaining = path_weights(p, q, *nodes)
         accepted = torch.rand(batch, slots, dtype=p.dtype, device=p.device) < weights
         accepted[:, 0] = True
@@ -135,14 +139,6 @@ def draft_distribution(q: torch.Tensor | None, is_left: torch.Tensor, token: tor
     remaining = q * is_left
     remaining = remaining / remaining.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(remaining.dtype).tiny)
     return torch.where(remaining.gather(-1, token) > 0, remaining, point_mass)
-
-
-def _fit(q: torch.Tensor, vocab: int) -> torch.Tensor:
-    if q.shape[-1] > vocab:
-        raise ValueError(
-            f"the draft's q has {q.shape[-1]} tokens, the target has {vocab}; cut the draft's scores before the softmax"
-        )
-    return torch.nn.functional.pad(q, (0, vocab - q.shape[-1])) if q.shape[-1] < vocab else q
 
 
 class TypicalVerifier(Verifier):
