@@ -7,12 +7,15 @@ The user builds a `Candidates` object, which holds settings only, before any mod
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -149,8 +152,12 @@ class Candidates(CandidateGenerator, ABC):
     `get_candidates`.
 
     Args:
-        k: maximum depth of a draft, in tokens; "auto" for `max_k` with the policy `AdaptiveDepth()`.
-        policy: chooses before each step how much of k is used; None for the one that belongs to k and the tree.
+        k: maximum depth of a draft, in tokens; "auto" adapts it, up to `max_k`, to acceptance and latency.
+        policy: how much of k is used, step by step, see `hf_specgen.depth`; None: `AdaptiveDepth()` if k or the tree is
+            "auto", else all of it.
+        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
+            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
+            k the draft is a chain of k tokens. False: the strategy drafts chains.
         max_k: maximum depth of k="auto".
 
     Raises:
@@ -172,29 +179,27 @@ class Candidates(CandidateGenerator, ABC):
     """How many draft tokens are verified, see `Tree`; None for strategies that draft chains."""
     latency_kind: str | None = None
     """Under which name a latency file has the passes of the drafter; None: that of the class."""
+    arguments: ClassVar[Mapping[str, Any]] = {"k": None, "tree": None}
+    """Arguments of the constructor, kept as attributes of these names, and their defaults; without the policy."""
+    drafter: Any = None
+    """What the strategy drafts with, if it is its first argument: a loaded module, or a name."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
     _own_call: tuple[DraftCall, DraftSession] | None = None
 
-    def __init__(self, k: Depth = "auto", policy: Policy | None = None, *, max_k: int = 16):
+    def __init__(self, k: Depth = "auto", policy: Policy | None = None, *, tree: Any = False, max_k: int = 16):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
-        if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
+        if not _is_size(k):
             raise ValueError(f'k must be a number of tokens, at least 1, or "auto", got {k!r}')
-        self.policy = policy or (AdaptiveDepth() if k == "auto" else FixedDepth())
+        if tree is not False:
+            if tree is not None and not _is_size(tree):
+                raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
+            self.tree = k if tree is None and k == "auto" else tree
+            self.adaptive_tree = self.tree == "auto"
+        # Trees of adaptive size need latencies.
+        self.policy = policy or (AdaptiveDepth() if k == "auto" or self.adaptive_tree else FixedDepth())
         self.k = max_k if k == "auto" else k
-
-    def _set_tree(self, tree: Tree, k: Depth, policy: Policy | None) -> None:
-        """Check and set the tree size of a strategy that expands trees; left out, it is "auto" if k is.
-
-        Trees of adaptive size need latencies, so that `AdaptiveDepth()` is the policy of both if none was given.
-        """
-        if tree is not None and tree != "auto" and (not isinstance(tree, int) or isinstance(tree, bool) or tree < 1):
-            raise ValueError(f'tree must be "auto", a positive number of nodes, or None, got {tree!r}')
-        self.tree = "auto" if tree is None and k == "auto" else tree
-        self.adaptive_tree = self.tree == "auto"
-        if self.adaptive_tree:
-            self.policy = policy or AdaptiveDepth()
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone, so that copies and fingerprints of a strategy do not depend on earlier calls."""
@@ -220,17 +225,18 @@ class Candidates(CandidateGenerator, ABC):
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """Identifies the strategy for what is remembered between calls: its acceptance and the latency of its drafts.
 
-        Two objects with the same key must draft alike. By default the kind of drafter and the arguments of the repr.
+        Two objects with the same key must draft alike. By default the kind of drafter and the arguments.
         """
-        return (self.latency_kind or type(self).__qualname__, *map(str, self._arguments().values()))
-
-    def _arguments(self) -> dict[str, Any]:
-        """The constructor's arguments beside the policy, for the repr: by name, None for one that has its default."""
-        return {"k": self.k, "tree": self.tree}
+        values = (self.drafter, *(getattr(self, name) for name in self.arguments))
+        return (self.latency_kind or type(self).__qualname__, *map(_identity, values))
 
     def __repr__(self) -> str:
-        arguments = {**self._arguments(), "policy": None if self.policy == FixedDepth() else self.policy}
-        shown = (f"{name}={value!r}".removeprefix("=") for name, value in arguments.items() if value is not None)
+        name, defaults = self.drafter, {**self.arguments, "policy": FixedDepth()}
+        if isinstance(name, nn.Module):
+            name = getattr(name, "name_or_path", type(name).__qualname__)
+        shown = [] if name is None else [repr(name)]
+        values = ((name, getattr(self, name), default) for name, default in defaults.items())
+        shown += [f"{name}={value!r}" for name, value, default in values if value != default]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def settings(self) -> DraftingSettings:
@@ -311,6 +317,22 @@ class PretrainedCandidates(Candidates):
         """The strategy with the checkpoint in a folder, or of a repository in the cache."""
         strategy: Any = cls
         return strategy(name, **settings)
+
+
+_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_next_number = count()
+
+
+def _identity(value: Any) -> str | int:
+    """Of a setting: a number unique to a module in this process (freed modules keep theirs), otherwise its text."""
+    if isinstance(value, nn.Module):
+        return _numbers.setdefault(value, next(_next_number))
+    return hash(value) if isinstance(value, tuple) else str(value)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a setting is "auto" or a positive number."""
+    return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

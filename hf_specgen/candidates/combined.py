@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -61,6 +61,8 @@ class CombinedCandidates(Candidates):
         16
     """
 
+    arguments = {"tree": "auto"}
+
     def __init__(
         self,
         strategies: Sequence[Candidates] | None = None,
@@ -76,9 +78,8 @@ class CombinedCandidates(Candidates):
         for strategy in strategies:
             if not isinstance(strategy, Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
-        super().__init__("auto", policy, max_k=max(strategy.k for strategy in strategies))
+        super().__init__("auto", policy, tree=tree, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
-        self._set_tree(tree, "auto", self.policy)
         self.prediction = prediction
         self.uses_prediction = any(strategy.uses_prediction for strategy in strategies)
         if prediction is not None and not self.uses_prediction:
@@ -101,8 +102,10 @@ class CombinedCandidates(Candidates):
         members = (part for s in self.strategies for part in s.profile_key())
         return (network.profile_key()[0], "combined", str(self.tree), *members)
 
-    def _arguments(self) -> dict[str, Any]:
-        return {"": list(self.strategies), "tree": None if self.tree == "auto" else self.tree}
+    @property
+    def drafter(self) -> list[Candidates]:
+        """The members."""
+        return list(self.strategies)
 
 
 class _CombinedSession(DraftSession):
@@ -291,6 +294,8 @@ class PresetCandidates(Candidates):
         ValueError: for another name.
     """
 
+    arguments = {}
+
     def __init__(self, name: str):
         super().__init__()
         if name not in PRESETS:
@@ -298,7 +303,7 @@ class PresetCandidates(Candidates):
                 f"there is no preset {name!r}; choose {', '.join(map(repr, PRESETS))}, or give a strategy such as "
                 "NgramCandidates(), for a checkpoint AutoCandidates.from_pretrained(name)"
             )
-        self.name = name
+        self.name = self.drafter = name
 
     def for_model(self, model: PreTrainedModel) -> Candidates:
         has_layer = self.name == "latency" and any(getattr(text_config(model), name, None) for name in MTP_FIELDS)
@@ -312,6 +317,3 @@ class PresetCandidates(Candidates):
 
     def start(self, call: DraftCall) -> DraftSession:
         return PRESETS[self.name].start(call)
-
-    def _arguments(self) -> dict[str, Any]:
-        return {"": self.name}

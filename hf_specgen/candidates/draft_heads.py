@@ -16,13 +16,11 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
@@ -30,7 +28,6 @@ from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
     check_vocabulary,
     restricted_head,
-    shown,
     vocabulary_ids,
 )
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
@@ -53,14 +50,6 @@ from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 
 T = TypeVar("T")
-
-_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_next_number = count()
-
-
-def number_of(module: nn.Module) -> int:
-    """A number unique to a loaded module in this process; freed modules keep theirs."""
-    return _numbers.setdefault(module, next(_next_number))
 
 
 class BoundModules(Generic[T]):
@@ -104,16 +93,12 @@ class HeadCandidates(PretrainedCandidates):
 
     Args:
         head_or_path: a loaded head, or a folder or Hub id of one.
-        k: maximum depth of a draft, in tokens; "auto" adapts it to acceptance and latency.
-        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
-            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
-            k the draft is a chain of k tokens.
+        k, tree, policy: as for `Candidates`.
         aux_hidden_state_layers: which hidden states of the target the head reads, as indices into Transformers'
             `hidden_states`, instead of those that the checkpoint names.
         draft_window: how much of a long text the head reads: a number of recent tokens, or a pair of first and recent
             ones; its cache holds up to twice as many. "auto": as many recent ones as the head was trained on (the
             `trained_length` of its config), or half of its number of positions; None: all of it.
-        policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
         TypeError: if the head is neither a `DraftHead` nor a path.
@@ -126,6 +111,7 @@ class HeadCandidates(PretrainedCandidates):
     expected = "a head"
     """Which heads the strategy drafts with, as classes and in words."""
     latency_kind = "head"
+    arguments = {**PretrainedCandidates.arguments, "aux_hidden_state_layers": None, "draft_window": "auto"}
 
     def __init__(
         self,
@@ -137,15 +123,13 @@ class HeadCandidates(PretrainedCandidates):
         draft_window: DraftWindowSetting = "auto",
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy, max_k=self.max_depth)
-        self._set_tree(tree, k, policy)
+        super().__init__(k, policy, tree=tree, max_k=self.max_depth)
         self.draft_window = check_window(draft_window)
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else tuple(aux_hidden_state_layers)
         if not isinstance(head_or_path, (DraftHead, str, Path)):
             name = type(self).__name__
             raise TypeError(f"{name} takes a loaded head, a folder or a Hub id, got {head_or_path!r:.80}")
-        self._head = head_or_path if isinstance(head_or_path, DraftHead) else None
-        self._name = type(head_or_path).__qualname__ if self._head is not None else str(head_or_path)
+        self.drafter = str(head_or_path) if isinstance(head_or_path, Path) else head_or_path
         self._bound: BoundModules[BoundHead] = BoundModules()
 
     def accepts(self, head: DraftHead) -> bool:
@@ -162,13 +146,11 @@ class HeadCandidates(PretrainedCandidates):
 
     def window(self, call: DraftCall, bound: BoundHead) -> DraftWindow | None:
         """The part of the texts of a call that the head reads."""
-        config: Any = bound.head.config
-        positions = getattr(getattr(config, "layer", None), "max_position_embeddings", None)
-        return draft_window(self.draft_window, config.trained_length, positions, call)
+        return draft_window(self.draft_window, bound.head.config, call)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The head, on the CPU; a copy of one that was given loaded."""
-        return load_head(self._name) if self._head is None else copy.deepcopy(self._head)
+        return load_head(self.drafter) if isinstance(self.drafter, str) else copy.deepcopy(self.drafter)
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, type(self).__name__)
@@ -180,10 +162,6 @@ class HeadCandidates(PretrainedCandidates):
         bound = self._on(call.model)
         return self.begin(call, call.target, bound)
 
-    def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        """A head that was given loaded is identified by the object, as its name is only that of its class."""
-        return (*super().profile_key(), 0 if self._head is None else number_of(self._head))
-
     def _on(self, model: PreTrainedModel) -> BoundHead:
         """The head on its target, in its dtype on its device."""
         return self._bound.on(model, lambda: self._bind(model))
@@ -192,16 +170,11 @@ class HeadCandidates(PretrainedCandidates):
         head = self.load(model)
         if not self.accepts(head):
             raise ValueError(
-                f"{self._name!r} holds {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
+                f"{self!r} was given {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
                 "which chooses the strategy"
             )
         weight = output_matrix(model).weight
         return head.to(device=weight.device, dtype=weight.dtype).eval().bind(model, self.aux_hidden_state_layers)
-
-    def _arguments(self) -> dict[str, Any]:
-        window = None if self.draft_window == "auto" else self.draft_window
-        layers = self.aux_hidden_state_layers
-        return {"": self._name, **super()._arguments(), "aux_hidden_state_layers": layers, "draft_window": window}
 
 
 class EagleCandidates(HeadCandidates):
@@ -298,6 +271,7 @@ class MTPCandidates(HeadCandidates):
     max_depth = 4
     """The layer was trained to predict one token; further ones are less accurate."""
     head_classes, expected = (MTPHead,), "MTP layers"
+    arguments = {**HeadCandidates.arguments, "draft_vocabulary": None}
 
     def __init__(
         self,
@@ -307,13 +281,14 @@ class MTPCandidates(HeadCandidates):
         draft_vocabulary: DraftVocabulary = None,
         **settings: Any,
     ):
-        super().__init__("" if checkpoint is None else str(checkpoint), k, **settings)
+        super().__init__("" if checkpoint is None else checkpoint, k, **settings)
+        self.drafter = None if checkpoint is None else str(checkpoint)
         self.draft_vocabulary = check_vocabulary(draft_vocabulary)
         self._restricted: BoundModules[BoundHead] = BoundModules()
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The layer, from the checkpoint."""
-        return load_mtp(model, self._name or None)
+        return load_mtp(model, self.drafter)
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         layers, full = len(cast(MTPHead, bound.head).layers), bound
@@ -324,12 +299,6 @@ class MTPCandidates(HeadCandidates):
             return super().begin(call, target, bound)
         runner = LayeredRunner(bound, call.state.batch)
         return EagleSession(call, target, runner, min(self.k, layers), self.tree, self.window(call, bound))
-
-    def _arguments(self) -> dict[str, Any]:
-        return {**super()._arguments(), "": self._name or None, "draft_vocabulary": shown(self.draft_vocabulary)}
-
-    def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        return (*super().profile_key(), hash(self.draft_vocabulary))
 
 
 class GemmaAssistantCandidates(HeadCandidates):

@@ -27,23 +27,21 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary, load_tokenizer, retokenized_texts
-from hf_specgen.candidates.draft_heads import BoundModules, number_of
+from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.candidates.draft_sessions import DraftModelSession, DraftRunner, ParallelDraft, ParallelDraftSession
 from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
     check_vocabulary,
     restricted_model,
-    shown,
     vocabulary_ids,
 )
-from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
-from hf_specgen.candidates.encoder_draft import check_pair, draft_prompt, embedding_size, known_tokens
+from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
+from hf_specgen.candidates.encoder_draft import check_pair
 from hf_specgen.depth import Policy
 from hf_specgen.heads.checkpoint import first_line, source_errors
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
-from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
-from hf_specgen.targets.support import check_model, position_table
-from hf_specgen.targets.target import Target
+from hf_specgen.targets.requirements import TargetRequirements
+from hf_specgen.targets.support import check_model
 
 logger = logging.getLogger("hf_specgen")
 MAX_DEPTH, MAX_PARALLEL_DEPTH = 32, 16
@@ -60,10 +58,7 @@ class DraftModelCandidates(PretrainedCandidates):
     Args:
         model_or_id: a loaded model (also one that PEFT has wrapped), a Hub id or a folder; or "self" for a quantised
             copy of the target, which shares with it all weights but those of its linear layers.
-        k: maximum depth of a draft, in tokens; "auto" adapts it to acceptance and latency.
-        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
-            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
-            k the draft is a chain of k tokens.
+        k, tree, policy: as for `Candidates`.
         confidence_threshold: do not draft after a token with a lower probability; 0 never stops.
         dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
             checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
@@ -78,7 +73,6 @@ class DraftModelCandidates(PretrainedCandidates):
         draft_vocabulary: which tokens the draft proposes: ids, or "frequent" for a quarter of the vocabulary, tokens of
             the first call's prompts and those of the lowest ids. Its output matrix, a copy, is smaller by as much.
         compile: whether the draft's forward passes are captured as CUDA graphs, as for `speculate`.
-        policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
         TypeError: if model_or_id is neither a model nor a name.
@@ -91,6 +85,14 @@ class DraftModelCandidates(PretrainedCandidates):
     """
 
     latency_kind, may_have_code = "draft_model", True
+    arguments = {
+        **PretrainedCandidates.arguments,
+        "confidence_threshold": 0.0,
+        "share_encoder": None,
+        "draft_window": "auto",
+        "draft_vocabulary": None,
+        "compile": "auto",
+    }
 
     def __init__(
         self,
@@ -109,17 +111,15 @@ class DraftModelCandidates(PretrainedCandidates):
         compile: Compile = "auto",
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy, max_k=MAX_DEPTH)
-        self._set_tree(tree, k, policy)
+        super().__init__(k, policy, tree=tree, max_k=MAX_DEPTH)
         if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold!r}")
-        if isinstance(model_or_id, os.PathLike):
-            model_or_id = os.fspath(model_or_id)
-        loaded = not isinstance(model_or_id, str)
+        loaded = not isinstance(model_or_id, str | os.PathLike)
+        self.drafter = drafter = _without_wrapper(model_or_id) if loaded else os.fspath(cast(Any, model_or_id))
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self._copies: BoundModules[PreTrainedModel] | None = None
-        if model_or_id == "self":
+        if drafter == "self":
             if quantization_config is None or dtype != "auto" or device is not None:
                 raise ValueError(
                     'DraftModelCandidates("self") takes quantization_config=, such as '
@@ -132,9 +132,8 @@ class DraftModelCandidates(PretrainedCandidates):
         self._restricted: BoundModules[tuple[PreTrainedModel, SharedVocabulary]] = BoundModules()
         if compile not in ("auto", "graphs", False, None):
             raise ValueError(f'compile must be "auto", "graphs" or False, got {compile!r}')
-        self.compile, self._is_given_loaded = compile, loaded
-        self._model = None if isinstance(model_or_id, str) else _without_wrapper(model_or_id)
-        self._name = model_or_id if isinstance(model_or_id, str) else str(cast(Any, self._model).name_or_path)
+        self.compile = compile
+        self._model = cast(PreTrainedModel, drafter) if loaded else None
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
         if trust_remote_code:
             self._loading["trust_remote_code"] = True
@@ -160,41 +159,26 @@ class DraftModelCandidates(PretrainedCandidates):
                 f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
                 "lengths; load the draft with attn_implementation='sdpa'"
             )
-        size = vocabulary_size(call.model or draft)
-        if self._has_other_tokenizer(draft, call):
+        size, encodes = vocabulary_size(call.model or draft), reads_encoder(draft)
+        other = self._has_other_tokenizer(draft, call)
+        texts, shared = [DraftText(prompt) for prompt in call.state.prompts], None
+        if other:
             texts, shared = retokenized_texts(call, draft)
-            parallel, takes_window = None, False
-        else:
-            texts, shared = [DraftText(prompt) for prompt in call.state.prompts], None
-            parallel = None if reads_encoder(draft) else ParallelDraft.of(draft)
-            # The target's hidden states are those of the whole text.
-            takes_window = not reads_encoder(draft) and (parallel is None or not parallel.layers)
-        window = self._window(draft, call) if takes_window else None
+        parallel = None if other or encodes else ParallelDraft.of(draft)
+        reads_target = parallel is not None and bool(parallel.layers)
+        takes_window, window = not (other or encodes or reads_target), None  # the target's states are of the whole text
+        if takes_window:
+            window = draft_window(self.draft_window, text_config(draft), call)
         if (vocabulary := self.draft_vocabulary) is not None:
-            if shared is not None or parallel is not None:
-                kind = "of another tokenizer" if parallel is None else "that drafts all tokens in one pass (PARD)"
+            if other or parallel is not None:
+                kind = "of another tokenizer" if other else "that drafts all tokens in one pass (PARD)"
                 raise ValueError(f"draft_vocabulary cannot be used with a draft model {kind}; leave it out")
             full = draft
             ids = vocabulary_ids(vocabulary, call.state.prompts, min(size, vocabulary_size(full)))
             draft, shared = self._restricted.on(full, lambda: restricted_model(full, ids, size))
-        prompts = [known_tokens(text.tokens, embedding_size(draft)) for text in texts]
-        longest, positions = max(map(len, prompts)), position_table(text_config(draft))
-        longest = sum(window) if window is not None and window.is_exceeded_by(longest) else longest
-        if longest > positions:
-            raise ValueError(
-                f"the prompt has {longest} tokens, but the draft reads at most {positions}; use another draft"
-            )
-        prompt = draft_prompt(draft, call, prompts, self.share_encoder)  # runs the draft's encoder, if it has one
-        check_computation(draft, TargetRequirements(), *prompt)
         # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
-        fixed = (parallel is None or not parallel.layers) and not call.state.drafts_together
-        compile: Compile = self.compile if fixed else False
-
-        def reader(texts: list[list[int]]) -> Target:
-            read = prompt if texts == prompts else draft_prompt(draft, call, texts, self.share_encoder)
-            return make_target(TargetRequirements(), draft, *read, compile=compile)
-
-        runner = DraftRunner(call, draft, texts, reader, window)
+        compile = False if reads_target or call.state.drafts_together else self.compile
+        runner = DraftRunner(call, draft, texts, window, self.share_encoder, compile)
         session: DraftModelSession | ParallelDraftSession
         if parallel is not None:
             depth = min(self.k, MAX_PARALLEL_DEPTH) if self.adaptive_tree else self.k
@@ -215,17 +199,9 @@ class DraftModelCandidates(PretrainedCandidates):
             )
         return True
 
-    def _window(self, draft: PreTrainedModel, call: DraftCall) -> DraftWindow | None:
-        """The part of the texts of a call that the draft model reads."""
-        config = text_config(draft)
-        trained, positions = (getattr(config, name, None) for name in ("trained_length", "max_position_embeddings"))
-        return draft_window(self.draft_window, trained, positions, call)
-
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        """A draft model that was given loaded is identified by the object, others by how they are loaded."""
-        given = self._model if self._is_given_loaded else None
-        identity = map(str, self._loading.values()) if given is None else [number_of(given)]
-        return (*super().profile_key(), hash(self.draft_vocabulary), *identity)
+        """A draft model that is loaded by name is also identified by how."""
+        return (*super().profile_key(), *map(str, self._loading.values()))
 
     def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
         if self._copies is not None:
@@ -236,20 +212,9 @@ class DraftModelCandidates(PretrainedCandidates):
             options = {name: value for name, value in self._loading.items() if value is not None}
             if target is not None:
                 options.setdefault("device_map", compat.input_device(target))
-            with source_errors(str(self._name)):
-                self._model = _auto_class(target).from_pretrained(self._name, **options)
+            with source_errors(self.drafter):
+                self._model = _auto_class(target).from_pretrained(self.drafter, **options)
         return self._model
-
-    def _arguments(self) -> dict[str, Any]:
-        return {
-            "": self._name,
-            **super()._arguments(),
-            "confidence_threshold": self.confidence_threshold or None,
-            "share_encoder": self.share_encoder,
-            "draft_window": None if self.draft_window == "auto" else self.draft_window,
-            "draft_vocabulary": shown(self.draft_vocabulary),
-            "compile": None if self.compile == "auto" else self.compile,
-        }
 
 
 def quantised_copy(model: PreTrainedModel, config: Any) -> PreTrainedModel:

@@ -10,9 +10,10 @@ Source: An et al., "PARD: Accelerating LLM Inference with Low-Cost PARallel Draf
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from hf_specgen.call import Compile
 from hf_specgen.candidates.autoregressive import AutoregressiveSession, last_of
 from hf_specgen.candidates.base import DraftCall, Tree, vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
 from hf_specgen.candidates.draft_window import DraftWindow
-from hf_specgen.candidates.encoder_draft import embedding_size, known_tokens
+from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size
 from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.grown_tree import GrownTree
@@ -33,6 +35,7 @@ from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
 from hf_specgen.targets.support import position_table
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -42,11 +45,29 @@ PROJECTION_FILE = "warp_model.bin"
 """Where a PARD-2 checkpoint holds the projection of the target's hidden states."""
 
 
+@dataclass
+class _Row:
+    """How much of a row's text is in the cache of the draft model: the first `cached` tokens.
+
+    The first pass has processed the first `begin` of them, but the `skipped` ones in the middle of its window.
+    """
+
+    text: DraftText
+    begin: int = 0
+    skipped: int = 0
+    cached: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache, and those that are not read yet."""
+        return len(self.text.tokens) - self.skipped
+
+
 class DraftRunner:
     """Runs a draft model over the texts of a call; its cache holds the beginning of each row's text.
 
-    `read` makes a target of the draft model for the beginning of each row's text. `drafts` are the rows that take part
-    in the current draft, `passes` the tokens, over all rows, of the passes that it has taken over the texts.
+    `drafts` are the rows that take part in the current draft, `passes` the tokens, over all rows, of the passes that it
+    has taken over the texts. `share_encoder` and `compile` are settings of `DraftModelCandidates`.
     """
 
     def __init__(
@@ -54,63 +75,68 @@ class DraftRunner:
         call: DraftCall,
         draft: PreTrainedModel,
         texts: Sequence[DraftText],
-        read: Callable[[list[list[int]]], Target],
         window: DraftWindow | None,
+        share_encoder: bool | None,
+        compile: Compile,
     ):
-        self._state, self._texts, self._read, self._window = call.state, texts, read, window
-        self._embedded, self._max_positions = embedding_size(draft), position_table(text_config(draft))
-        self._begin([text.tokens for text in texts])
-        self._has_prompt = False
+        self._call, self._draft, self._window = call, draft, window
+        self._share_encoder, self._compile = share_encoder, compile
+        self._max_positions = position_table(text_config(draft))
+        self._rows = [_Row(text) for text in texts]
+        self.drafts, self.passes, self._has_prompt = [True] * len(texts), list[int](), False
+        self.reader = self._begin(self._rows)
         self.rows_can_change = not self.reader.verifies_chains_only and all(type(one) is DraftText for one in texts)
-        self.drafts, self.passes = [True] * call.state.batch, list[int]()
 
-    def _begin(self, prompts: list[list[int]], restarts: bool = False) -> None:
-        """Read from these tokens on, or from those of them within the window."""
-        exceeds = self._window is not None and self._window.is_exceeded_by(max(map(len, prompts)))
-        window = self._window if restarts or exceeds else None
-        self._num_cached = list(map(len, prompts))  # tokens of each text that are cached, or before the window
-        prompts = [known_tokens(window.kept(tokens) if window else tokens, self._embedded) for tokens in prompts]
-        self.reader, self._prompt_lengths = self._read(prompts), list(map(len, prompts))
-        self._num_extended = [0] * len(prompts)  # tokens of each row in the cache that follow those
+    def _begin(self, rows: Sequence[_Row], restarts: bool = False) -> Target:
+        """A target that processes these texts, those that restart without the last token, or what is in the window."""
+        texts = [row.text.tokens[:-1] if restarts else row.text.tokens for row in rows]
+        window = self._window
+        if window and not restarts and not window.is_exceeded_by(max(map(len, texts))):
+            window = None
+        prompts = [window.kept(tokens) if window else tokens for tokens in texts]
+        for row, tokens, kept in zip(rows, texts, prompts, strict=True):
+            row.begin = row.cached = len(tokens)
+            row.skipped = len(tokens) - len(kept)
+        if (longest := max(map(len, prompts))) > self._max_positions:
+            raise ValueError(
+                f"the prompt has {longest} tokens, but the draft reads at most {self._max_positions}; use another draft"
+            )
+        known = [self._known(tokens) for tokens in prompts]
+        prompt = draft_prompt(self._draft, self._call, known, self._share_encoder)
+        check_computation(self._draft, TargetRequirements(), *prompt)
+        return make_target(TargetRequirements(), self._draft, *prompt, compile=self._compile)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Token ids, with 0 in place of those without an embedding: a target may have a larger, padded table."""
+        size = embedding_size(self._draft)
+        return [token if token < size else 0 for token in tokens]
 
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
         """Continue with these rows of the call and `new` ones after them, whose prompts are read now."""
-        prompts = self._state.prompts[len(kept) :]
-        self._texts = [*(self._texts[row] for row in kept), *map(DraftText, prompts)]
-        self.drafts = [True] * len(self._texts)
-        if not self._has_prompt or not kept:
-            self._has_prompt = False
-            self._begin([text.tokens for text in self._texts])
+        added = [_Row(DraftText(prompt)) for prompt in self._call.state.prompts[len(kept) :]]
+        self._rows = [*(self._rows[row] for row in kept), *added]
+        self.drafts = [True] * len(self._rows)
+        self._has_prompt = self._has_prompt and bool(kept)
+        if not self._has_prompt:
+            self.reader = self._begin(self._rows)
             return
-        reader, *counts = self.reader, self._prompt_lengths, self._num_cached, self._num_extended
-        kept_counts = [[count[row] for row in kept] for count in counts]
-        if prompts:
-            self._begin(prompts)
-            self.reader.prefill()
-            kept_counts[0] += self._prompt_lengths
-            kept_counts[1] += self._num_cached
-            kept_counts[2] += self._num_extended
-        reader.replace_rows(kept, *[self.reader] if prompts else [])
-        self.reader, (self._prompt_lengths, self._num_cached, self._num_extended) = reader, kept_counts
+        readers = [self._begin(added)] if added else []
+        for reader in readers:
+            reader.prefill()
+        self.reader.replace_rows(kept, *readers)
 
-    def _cache_length(self, row: int) -> int:
-        """Tokens of a row that are in the cache, and those that are not read yet."""
-        return (
-            self._prompt_lengths[row] + self._num_extended[row] + len(self._texts[row].tokens) - self._num_cached[row]
-        )
-
-    def _length(self, row: int) -> int:
+    def _length(self, row: _Row) -> int:
         """Tokens of a row in the cache after the next pass."""
-        window, tokens = self._window, self._cache_length(row)
-        return 1 + sum(window) if window is not None and window.is_exceeded_by(tokens) else tokens
+        window = self._window
+        return 1 + sum(window) if window is not None and window.is_exceeded_by(row.length) else row.length
 
-    def max_draft_tokens(self, row: int) -> int:
-        """How many positions the draft model has left; none where its cache slots may run out."""
-        generated = self._state.generated[row]
-        is_complete = self._texts[row].extend(generated)
+    def max_draft_tokens(self, index: int) -> int:
+        """How many positions the draft model has left in a row; none where its cache slots may run out."""
+        row = self._rows[index]
+        is_complete = row.text.extend(self._call.state.generated[index])
         # Nothing is known of the text after a prompt to which tokens without text were added.
-        has_text = len(self._texts[row].tokens) > self._num_cached[row] - self._num_extended[row]
-        slots = max(map(self._length, range(len(self._texts)))) + MAX_DRAFT_SLOTS
+        has_text = len(row.text.tokens) > row.begin
+        slots = max(map(self._length, self._rows)) + MAX_DRAFT_SLOTS
         if not is_complete or not has_text or slots > self.reader.slot_limit:
             return 0
         return max(0, self._max_positions - self._length(row))
@@ -123,39 +149,27 @@ class DraftRunner:
 
     def after_text(self, uncached: Sequence[list[int]]) -> None:
         """Count tokens that a captured function has processed."""
-        for row, tokens in enumerate(uncached):
-            self._count(row, len(tokens))
+        self._count(uncached)
         self.passes.append(len(uncached) * max(map(len, uncached)))
 
     def uncached(self, max_depths: Sequence[int]) -> list[list[int]]:
         """The tokens of each row that the draft model has not read, in the rows that draft; otherwise one token."""
-        state, rows = self._state, range(len(self._texts))
+        state, window, rows = self._call.state, self._window, self._rows
         self.passes.clear()
-        self.drafts = [max_depths[row] > 0 and self.max_draft_tokens(row) > 0 for row in rows]
-        self._restart()
-        self.reader.drop_rows([not state.has_ended(row) for row in rows])
-        self._drop_last()
-        texts = zip(self._texts, self._num_cached, self.drafts, strict=True)
-        return [known_tokens(text.tokens[read:], self._embedded) if drafts else [0] for text, read, drafts in texts]
-
-    def _restart(self) -> None:
-        """Read the window of all rows anew if one of them exceeds it."""
-        window, rows = self._window, range(len(self._texts))
-        if window and any(self.drafts[row] and window.is_exceeded_by(self._cache_length(row)) for row in rows):
-            self._begin([text.tokens[:-1] for text in self._texts], restarts=True)
+        self.drafts = [depth > 0 and self.max_draft_tokens(row) > 0 for row, depth in enumerate(max_depths)]
+        pairs = list(zip(rows, self.drafts, strict=True))
+        if window and any(drafts and window.is_exceeded_by(row.length) for row, drafts in pairs):
+            self.reader = self._begin(rows, restarts=True)
             self.reader.prefill()
-            self.passes.append(sum(self._prompt_lengths))
-
-    def _drop_last(self) -> None:
-        """Drop the last token of a text from the cache, which is computed anew."""
-        before = list(self._num_extended)
-        for row, text in enumerate(self._texts):
-            surplus = self._num_cached[row] - (len(text.tokens) - 1)
-            surplus = max(0, min(surplus, self._num_extended[row]))
-            self._num_cached[row] -= surplus
-            self._num_extended[row] -= surplus
-        if self._num_extended != before:
-            self.reader.rewind(self._num_extended)
+            self.passes.append(sum(row.begin - row.skipped for row in rows))
+        self.reader.drop_rows([not state.has_ended(row) for row in range(len(rows))])
+        # The last token of a text is computed anew.
+        kept = [max(row.begin, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
+        if kept != [row.cached for row in rows]:
+            self.reader.rewind([count - row.begin for row, count in zip(rows, kept, strict=True)])
+            for row, count in zip(rows, kept, strict=True):
+                row.cached = count
+        return [self._known(row.text.tokens[row.cached :]) if drafts else [0] for row, drafts in pairs]
 
     def extend(self, uncached: Sequence[list[int]], masks: Sequence[int] = ()) -> torch.Tensor:
         """`[batch, tokens, vocab]` logits of a pass over uncached tokens, which are kept, and masks after them."""
@@ -163,22 +177,19 @@ class DraftRunner:
         logits = self.reader.forward(tree, [tokens[0] for tokens in uncached], self.drafts)
         kept = zip(uncached, self.drafts, strict=True)
         self.reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
-        for row, tokens in enumerate(uncached):
-            self._count(row, len(tokens))
+        self._count(uncached)
         self.passes.append(sum(self.drafts) * logits.shape[1])
         return logits
 
-    def _count(self, row: int, tokens: int) -> None:
-        """Count tokens that were added to the cache, in a row that drafts."""
-        if self.drafts[row]:
-            self._num_cached[row] += tokens
-            self._num_extended[row] += tokens
+    def _count(self, added: Sequence[Sequence[int]]) -> None:
+        """Count tokens that were added to the cache, in the rows that draft."""
+        for row, drafts, tokens in zip(self._rows, self.drafts, added, strict=True):
+            row.cached += drafts * len(tokens)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep accepted nodes in the cache; the next pass computes those that were not expanded."""
         self.reader.commit(list(paths))
-        for row, path in enumerate(paths):
-            self._count(row, len(path))
+        self._count(paths)
 
 
 class DraftModelSession(AutoregressiveSession):
@@ -306,6 +317,8 @@ class ParallelDraftSession(OnePassSession):
 
     @torch.no_grad()
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        if self._added is not None and self._added.queue.is_empty:
+            self._added.queue.receive()
         limits = [self._runner.max_draft_tokens(row) for row in range(len(max_depths))]
         self._max_depths, self.passes = list(map(min, max_depths, limits)), []
         return super().draft(self._max_depths)
@@ -313,18 +326,17 @@ class ParallelDraftSession(OnePassSession):
     def observe(self, result: VerificationResult) -> None:
         super().observe(result)
         if self._added is not None:
-            self._added.receive()
+            self._added.queue.receive()
 
     def depth_logits(self, depth: int) -> torch.Tensor:
         """One pass over what was generated since the last draft, and over `depth - 1` mask tokens."""
         runner, features, masks = self._runner, self._added, depth - 1
-        lengths = list(map(len, self.call.state.prompts))
-        with nullcontext() if features is None or features.has_prompt else features.added(lengths, side="left"):
+        is_first = features is not None and not features.queue.was_taken
+        with nullcontext() if features is None or not is_first else features.added(features.of_prompts()):
             runner.prefill()
         uncached = runner.uncached(self._max_depths)
-        counts = [len(tokens) for tokens in uncached]
-        known = [count * drafts for count, drafts in zip(counts, runner.drafts, strict=True)]
-        with nullcontext() if features is None else features.added(known, runner.reader.rows, masks):
+        counts, present = list(map(len, uncached)), runner.reader.rows
+        with nullcontext() if features is None else features.added(features.of_text(runner.drafts, present, masks)):
             logits = runner.extend(uncached, [self._mask] * masks)
         self.passes = list(runner.passes)
         slots = torch.tensor(counts, device=logits.device)[:, None] - 1 + torch.arange(depth, device=logits.device)
@@ -341,49 +353,31 @@ class TargetFeatures:
     def __init__(self, call: DraftCall, target: HiddenStateTarget, draft: PreTrainedModel, settings: ParallelDraft):
         assert call.model is not None
         self._state, self._scale = call.state, settings.scale
-        self._queue = FeatureQueue(call, target, settings.layers_of(call.model))
+        self.queue = FeatureQueue(call, target, settings.layers_of(call.model))
         self._projection, self._embeddings = settings.projection(draft, call.model), draft.get_input_embeddings()
-        self._rows: list[torch.Tensor] = []  # of tokens that the draft model has not processed
 
-    @property
-    def has_prompt(self) -> bool:
-        """Whether those of the prompt were taken from the target."""
-        return bool(self._rows)
+    def _take(self, limits: Sequence[float]) -> list[torch.Tensor]:
+        """`[tokens, hidden]` of each row, what is added to the embeddings of at most so many further tokens."""
+        features, _ = self.queue.take(limits)
+        return [self._scale * self._projection(row.to(self._projection.weight)) for row in features]
 
-    def receive(self) -> None:
-        """Receive the hidden states of the tokens that were accepted."""
-        if not self._queue.is_empty or any(self._state.generated):
-            self._queue.receive()
+    def of_prompts(self) -> torch.Tensor:
+        """`[batch, longest prompt, hidden]`; zeros for tokens that a given cache held, and for padding on the left."""
+        later = enumerate(self._state.generated)
+        rows = self._take([self.queue.available(row) - len(tokens) for row, tokens in later])
+        values = pad_sequence(rows, batch_first=True, padding_side="left")
+        return nn.functional.pad(values, (0, 0, max(map(len, self._state.prompts)) - values.shape[1], 0))
 
-    def _take(self) -> None:
-        if self._queue.is_empty:
-            self._queue.receive()
-        weight = self._projection.weight
-        new = [features.to(weight) for features in self._queue.take()[0]]
-        if not self._rows:
-            self._rows = [weight.new_zeros(0, len(weight)) for _ in new]
-            texts = zip(self._state.prompts, self._state.generated, new, strict=True)
-            # Zeros for the first token, and for those that a given cache held.
-            missing = [len(prompt) + len(text) - len(features) for prompt, text, features in texts]
-            new = [nn.functional.pad(row, (0, 0, count, 0)) for row, count in zip(new, missing, strict=True)]
-        for row, features in enumerate(new):
-            self._rows[row] = torch.cat([self._rows[row], self._scale * self._projection(features)])
+    def of_text(self, drafts: Sequence[bool], rows: Sequence[int], masks: int) -> torch.Tensor:
+        """`[rows, tokens, hidden]` of all further tokens in the rows that draft, and of `masks` mask tokens."""
+        known = self._take([inf if row_drafts else 0 for row_drafts in drafts])
+        parts = [torch.cat([known[row], known[row][-1:].repeat(masks, 1)]) for row in rows]
+        return pad_sequence(parts, batch_first=True)
 
     @contextmanager
-    def added(
-        self, counts: Sequence[int], rows: Sequence[int] = (), masks: int = 0, side: str = "right"
-    ) -> Iterator[None]:
-        """Inside, and in this thread, those of the next tokens of each row are added to what the embedding returns.
-
-        `counts` tokens follow in each row of the call, and `masks` mask tokens after them. The pass computes these
-        `rows`, or all if there are none, and pads shorter ones on a `side`.
-        """
-        self._take()
-        parts, thread, begin = [], threading.get_ident(), 0
-        for row in rows or range(len(counts)):
-            known, self._rows[row] = self._rows[row].tensor_split([counts[row]])
-            parts.append(torch.cat([known, known[-1:].repeat(masks, 1)]))
-        values = pad_sequence(parts, batch_first=True, padding_side=side)
+    def added(self, values: torch.Tensor) -> Iterator[None]:
+        """Inside, and in this thread, `values` are added to what the embedding returns for the next tokens."""
+        thread, begin = threading.get_ident(), 0
 
         def add(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor | None:
             nonlocal begin

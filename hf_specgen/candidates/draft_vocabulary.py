@@ -28,23 +28,25 @@ DraftVocabulary = Literal["frequent"] | Sequence[int] | None
 """Token ids; or "frequent": a quarter of the vocabulary, the most frequent tokens; None: all tokens."""
 
 
-def check_vocabulary(setting: DraftVocabulary) -> Literal["frequent"] | tuple[int, ...] | None:
-    """The setting, with ids in ascending order; `ValueError` for anything else."""
+class TokenIds(tuple[int, ...]):
+    """Ids of tokens in ascending order, without repetitions."""
+
+    def __repr__(self) -> str:
+        return f"{len(self)} tokens"
+
+
+def check_vocabulary(setting: DraftVocabulary) -> Literal["frequent"] | TokenIds | None:
+    """The setting; `ValueError` if it is none."""
     if setting is None or setting == "frequent":
         return setting
-    ids = () if isinstance(setting, str) else tuple(sorted(set(setting)))
+    ids = TokenIds(() if isinstance(setting, str) else sorted(set(setting)))
     if not ids or not all(isinstance(token, int) and not isinstance(token, bool) for token in ids) or ids[0] < 0:
         raise ValueError(f'draft_vocabulary must be "frequent", None or token ids, got {setting!r:.80}')
     return ids
 
 
-def shown(setting: Literal["frequent"] | tuple[int, ...] | None) -> str | None:
-    """The setting in a few words."""
-    return f"{len(setting)} tokens" if isinstance(setting, tuple) else setting
-
-
 def vocabulary_ids(
-    setting: Literal["frequent"] | tuple[int, ...], prompts: Sequence[Sequence[int]], size: int
+    setting: Literal["frequent"] | TokenIds, prompts: Sequence[Sequence[int]], size: int
 ) -> torch.Tensor:
     """The ids of a draft vocabulary, in ascending order, out of `size`.
 

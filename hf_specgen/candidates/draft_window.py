@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from hf_specgen.call import Call
 
@@ -79,16 +79,10 @@ def check_window(setting: DraftWindowSetting) -> DraftWindowSetting:
     )
 
 
-def draft_window(
-    setting: DraftWindowSetting, trained_length: int | None, positions: int | None, call: Call
-) -> DraftWindow | None:
-    """The window of a call.
-
-    Args:
-        trained_length: the longest text that the drafter was trained on, if its config states it.
-        positions: the drafter's number of positions, if it is limited.
-        call: whose texts may be longer.
-    """
+def draft_window(setting: DraftWindowSetting, config: Any, call: Call) -> DraftWindow | None:
+    """The window of a call, by what the drafter's config states of the longest text in training, and of positions."""
+    trained_length = getattr(config, "trained_length", None)
+    positions = getattr(getattr(config, "layer", config), "max_position_embeddings", None)
     longest = max(map(len, call.state.prompts), default=0) + call.max_new_tokens
     fitting = None if positions is None else (positions - FIRST_TOKENS) // 2
     recent = min((size for size in (trained_length, fitting) if size is not None), default=0)

@@ -68,11 +68,6 @@ def embedding_size(model: PreTrainedModel) -> int:
     return int(cast(Any, model.get_input_embeddings()).weight.shape[0])
 
 
-def known_tokens(tokens: Sequence[int], size: int) -> list[int]:
-    """Token ids, with 0 in place of those from `size` on: a target may have a larger, padded embedding table."""
-    return [token if token < size else 0 for token in tokens]
-
-
 def decoder_prompt(
     draft: PreTrainedModel, call: DraftCall, prompts: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:

@@ -10,6 +10,8 @@ Source: DDTree (2026), https://arxiv.org/abs/2604.12989, for best-first trees ov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any, cast
 
 import torch
@@ -30,6 +32,23 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 
 
+@dataclass
+class _Queued:
+    """Hidden states of a row, in the order of the text, and the position in the text of the first of them.
+
+    With a window, `history` is what the head has processed since it was restarted, and the token after each.
+    """
+
+    parts: list[torch.Tensor]
+    position: int
+    history: tuple[torch.Tensor, list[int]]
+
+    @property
+    def count(self) -> int:
+        """How many positions there are."""
+        return sum(map(len, self.parts))
+
+
 class FeatureQueue:
     """The inputs of a head: hidden states of accepted tokens that it has not processed, and the token after each."""
 
@@ -43,110 +62,91 @@ class FeatureQueue:
     ):
         self._state, self._target, self._layers = call.state, target, layers
         self._window, self._restart = window, restart
-        # With a window, of each row what the head has processed since it was restarted.
-        self._history: list[tuple[torch.Tensor, list[int]]] = []
-        self._features: list[list[torch.Tensor]] = []
-        self._processed: list[int] = []  # the position in each row's text of the first feature in the queue
+        self._rows: list[_Queued] = []
         self.was_taken = False
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was received since the call began."""
-        return not self._features
+        return not self._rows
 
     @property
     def can_begin(self) -> bool:
         """Whether an active row has, or had, features in the queue; none has after a prompt of padding only."""
-        rows = enumerate(self._features)
-        active = [features for row, features in rows if not self._state.has_ended(row)]
-        return self.was_taken or any(len(new) for features in active for new in features)
+        rows = enumerate(self._rows)
+        return self.was_taken or any(row.count for index, row in rows if not self._state.has_ended(index))
 
     def active_rows(self) -> list[bool]:
         """Which rows of the call have not ended."""
         return [not self._state.has_ended(row) for row in range(self._state.batch)]
 
+    def available(self, row: int) -> int:
+        """How many features of a row are in the queue."""
+        return self._rows[row].count
+
     def receive(self) -> None:
         """Add the hidden states that the target computed for the tokens kept by the last step."""
         states = self._target.committed_states(self._layers)
-        if self.is_empty:
-            self._nothing = states[0][:0]
-            self._begin(states)
-            return
-        for features, new in zip(self._features, states, strict=True):
-            features.append(new)
+        for row, new in zip(self._rows, states, strict=False):
+            row.parts.append(new)
+        self._begin(states)
 
     def _begin(self, states: Sequence[torch.Tensor]) -> None:
         """Add the rows after those that are known, with the hidden states of their prompts."""
-        for row, new in enumerate(states[len(self._features) :], start=len(self._features)):
+        for row, new in enumerate(states[len(self._rows) :], start=len(self._rows)):
             # The target has processed all but the last token; positions that a given cache held have no features.
             length = len(self._state.prompts[row]) + len(self._state.generated[row]) - 1
             new = new[max(0, len(new) - length) :]
-            self._processed.append(length - len(new))
-            self._features.append([new])
+            self._rows.append(_Queued([new], length - len(new), (new[:0], [])))
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Continue with these rows, and with those that the target has after them."""
-        self._features, self._processed = [self._features[row] for row in kept], [self._processed[row] for row in kept]
+        self._rows = [self._rows[row] for row in kept]
         self._begin(self._target.committed_states(self._layers))
-        if self._history:
-            new = [(self._nothing, list[int]()) for _ in self._features[len(kept) :]]
-            self._history = [*(self._history[row] for row in kept), *new]
 
-    def take(self, drafting: Sequence[bool] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Remove the features of each row `[new, layers * hidden]`, with the token after each of these positions."""
+    def take(self, limits: Sequence[float] | None = None) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """Remove at most so many features of each row that has not ended, by default all of them.
+
+        Returns:
+            Of each row the features `[new, layers * hidden]`, and the token after each of these positions.
+        """
         self.was_taken = True
-        features: list[torch.Tensor] = []
-        tokens: list[list[int]] = []
-        for row, queued in enumerate(self._features):
-            if drafting is not None and not drafting[row]:
-                features.append(self._nothing)
-                tokens.append([])
-                continue
-            features.append(self._nothing if self._state.has_ended(row) else _joined(queued or [self._nothing]))
-            tokens.append(self._next_tokens(row, len(features[row])))
-            self._processed[row] += len(tokens[row])
-            queued.clear()
-            if self._window is not None:
-                features[row], tokens[row] = self._within(self._window, row, features[row], tokens[row])
-        return features, tokens
+        taken = [
+            self._take(index, row, inf if limits is None else limits[index]) for index, row in enumerate(self._rows)
+        ]
+        return [features for features, _ in taken], [tokens for _, tokens in taken]
 
-    def _within(
-        self, window: DraftWindow, row: int, features: torch.Tensor, tokens: list[int]
-    ) -> tuple[torch.Tensor, list[int]]:
-        """New features and tokens; those of the window, for a head that starts again, once there are too many."""
-        self._history = self._history or [(self._nothing, []) for _ in self._features]
-        known, text = self._history[row]
-        known, text = torch.cat([known, features]), [*text, *tokens]
-        if window.is_exceeded_by(len(text)):
+    def _take(self, index: int, row: _Queued, limit: float) -> tuple[torch.Tensor, list[int]]:
+        if limit <= 0 or not row.parts or self._state.has_ended(index):
+            return row.history[0][:0], []
+        features = row.parts[0] if len(row.parts) == 1 else torch.cat(row.parts)
+        row.parts = []
+        if len(features) > limit:
+            features, rest = features.tensor_split([int(limit)])
+            row.parts = [rest]
+        tokens = self._tokens(index, row.position + 1, row.position + 1 + len(features))
+        row.position += len(tokens)
+        if (window := self._window) is None:
+            return features, tokens
+        known, text = torch.cat([row.history[0], features]), [*row.history[1], *tokens]
+        if window.is_exceeded_by(len(text)):  # the head starts again
             known, text = torch.cat([known[: window.first], known[-window.recent :]]), window.kept(text)
             features, tokens = known, text
-            self._restart(row)
-        self._history[row] = known, text
+            self._restart(index)
+        row.history = known, text
         return features, tokens
 
     def take_prompts(self, first: int) -> tuple[list[torch.Tensor], list[list[int]]]:
         """As `take`, of new rows, the first of which is given; of each but the last feature, if there are more."""
-        rest = []
-        for row in range(first, len(self._features)):
-            [states] = self._features[row]
-            count = max(1, len(states) - 1)
-            self._features[row] = [states[:count]]
-            rest.append(states[count:])
-        features, tokens = self.take([row >= first for row in range(len(self._features))])
-        for row, states in enumerate(rest, start=first):
-            self._features[row].append(states)
+        new = [max(1, row.count - 1) for row in self._rows[first:]]
+        features, tokens = self.take([*[0] * first, *new])
         return features[first:], tokens[first:]
 
-    def _next_tokens(self, row: int, count: int) -> list[int]:
-        """The token after each of the next `count` positions of a row."""
+    def _tokens(self, row: int, first: int, end: int) -> list[int]:
+        """The tokens of a row's text from a position on."""
         prompt, generated = self._state.prompts[row], self._state.generated[row]
-        first = self._processed[row] + 1
-        begin, end = (max(0, position - len(prompt)) for position in (first, first + count))
-        return prompt[first : first + count] + generated[begin:end]
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        before = len(prompt)
+        return prompt[first:end] + generated[max(0, first - before) : max(0, end - before)]
 
 
 class HeadSession(NetworkSession):
@@ -186,7 +186,8 @@ class ReadsFeatures(HeadSession):
 
     def __init__(self, call: DraftCall, target: HiddenStateTarget, runner: HeadRunner, *settings: Any):
         super().__init__(call, target, runner, *settings)
-        self.drafting, layers = [True] * call.state.batch, runner.bound.aux_hidden_state_layers
+        layers = runner.bound.aux_hidden_state_layers
+        self.limits: list[float] = []  # of what is taken from the queue: rows that do not draft keep their features
         self.queue = FeatureQueue(call, target, layers, self.window, runner.restart)
         if self.window is None:
             self.watch_length()
@@ -200,7 +201,7 @@ class ReadsFeatures(HeadSession):
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         if self.queue.is_empty:
             self.queue.receive()
-        self.drafting = [depth > 0 for depth in max_depths]
+        self.limits = [inf if depth > 0 else 0 for depth in max_depths]
         if not self.queue.can_begin:
             return self.not_drafted(len(max_depths))
         return super().draft(max_depths)  # type: ignore[safe-super]
@@ -272,9 +273,9 @@ class PathSession(MeasuresLayout, AutoregressiveSession):
     def first_scores(self) -> torch.Tensor:
         """Process the text since the last draft with the target's features, and run the block; ended rows are dropped.
 
-        Rows that do not draft keep their features: being ahead of slower rows, they may have no new token to continue.
+        A row that does not draft, being ahead of slower ones, may have no new token to continue.
         """
-        features, tokens = self.queue.take(self.drafting)
+        features, tokens = self.queue.take(self.limits)
         active = self.queue.active_rows()
         self.passes.append(sum(active) * self.runner.config.block_size)
         return cast(torch.Tensor, self.runner.first_logits(features, tokens, active))

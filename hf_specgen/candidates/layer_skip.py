@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
-from hf_specgen.candidates.draft_heads import BoundModules, number_of
+from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.depth import Policy
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
@@ -32,10 +32,8 @@ class LayerSkipCandidates(PretrainedCandidates):
 
     Args:
         exit_layer: how many layers draft.
-        k: maximum depth of a draft, in tokens; "auto" adapts it to acceptance and latency.
         adapter: folder or Hub id of a trained exit adapter, or a module that turns states into logits.
-        tree: how many draft tokens are verified, as in `DraftModelCandidates`.
-        policy: how much of k is used, step by step; see `hf_specgen.depth`.
+        k, tree, policy: as for `Candidates`.
 
     Raises:
         ValueError: if k is out of range or exit_layer no integer; at the first call, if the target cannot be divided
@@ -47,6 +45,7 @@ class LayerSkipCandidates(PretrainedCandidates):
     """
 
     latency_kind = "layer_skip"
+    arguments = dict.fromkeys(("exit_layer", "k", "adapter", "tree"))
 
     def __init__(
         self,
@@ -57,8 +56,7 @@ class LayerSkipCandidates(PretrainedCandidates):
         tree: Tree = None,
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy, max_k=8)
-        self._set_tree(tree, k, policy)
+        super().__init__(k, policy, tree=tree, max_k=8)
         if not isinstance(exit_layer, int) or isinstance(exit_layer, bool):
             raise ValueError(f"exit_layer must be a number of layers such as 4, got {exit_layer!r}")
         self.exit_layer = exit_layer
@@ -97,13 +95,6 @@ class LayerSkipCandidates(PretrainedCandidates):
             return load_exit_head(model, adapter)
 
         return self._bound.on(model, load)
-
-    def profile_key(self) -> tuple[str | int | float | bool, ...]:
-        """An adapter that was given loaded is identified by the object."""
-        return (*super().profile_key(), number_of(self.adapter) if isinstance(self.adapter, nn.Module) else 0)
-
-    def _arguments(self) -> dict[str, Any]:
-        return {"exit_layer": self.exit_layer, "k": self.k, "adapter": self.adapter, "tree": self.tree}
 
 
 class _LayerSkipSession(AutoregressiveSession):

@@ -69,10 +69,7 @@ class NgramCandidates(Candidates):
     summaries, retrieval, code.
 
     Args:
-        k: maximum depth of a draft, in tokens; "auto" for as many as are expected to be faster.
-        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
-            per second; a number is the maximum size of every tree. Left out, it is "auto" with k="auto", and with a
-            number for k the draft is a chain of up to k tokens.
+        k, tree, policy: as for `Candidates`; drafts may be smaller, as where nothing matches.
         min_ngram: length of the shortest match that is considered. With 1, trees also contain the most frequent tokens
             of the text where no match is probable.
         max_ngram: matches of more tokens count as that long.
@@ -82,7 +79,6 @@ class NgramCandidates(Candidates):
             several rows a list with one for each row (None for none), or one for all. `generate(prediction=…)` gives
             another one for a call. Text is encoded with `generate(tokenizer=…)`, or else the tokenizer of the target's
             checkpoint.
-        policy: how much of k is used, step by step; see `hf_specgen.depth`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -95,6 +91,7 @@ class NgramCandidates(Candidates):
     negligible_draft_cost = True
     latency_kind = "ngram"
     uses_prediction = True
+    arguments = {**Candidates.arguments, "min_ngram": 1, "max_ngram": MAX_MATCH_LENGTH, "history": None}
 
     def __init__(
         self,
@@ -107,23 +104,17 @@ class NgramCandidates(Candidates):
         prediction: Prediction | None = None,
         policy: Policy | None = None,
     ):
-        super().__init__(k, policy, max_k=MAX_DEPTH)
+        super().__init__(k, policy, tree=tree, max_k=MAX_DEPTH)
         if min_ngram < 1:
             raise ValueError(f"min_ngram must be at least 1, got {min_ngram}")
         if max_ngram < min_ngram:
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
         if not isinstance(history, NgramHistory | None):
             raise TypeError(f"history must be an NgramHistory, such as NgramHistory.load(file), got {history!r}")
-        self._set_tree(tree, k, policy)
         self.min_ngram, self.max_ngram, self.history, self.prediction = min_ngram, max_ngram, history, prediction
 
     def start(self, call: DraftCall) -> DraftSession:
         return _NgramSession(self, call)
-
-    def _arguments(self) -> dict[str, Any]:
-        shortest = None if self.min_ngram == 1 else self.min_ngram
-        longest = None if self.max_ngram == MAX_MATCH_LENGTH else self.max_ngram
-        return {**super()._arguments(), "min_ngram": shortest, "max_ngram": longest, "history": self.history}
 
 
 class _NgramSession(SearchSession[Sequence[Occurrence]]):

@@ -177,7 +177,7 @@ class ParallelSession(ReadsFeatures, OnePassSession):
 
     def depth_logits(self, depth: int) -> torch.Tensor:
         """As `PathSession.first_scores`."""
-        features, tokens = self.queue.take(self.drafting)
+        features, tokens = self.queue.take(self.limits)
         active = self.queue.active_rows()
         self.passes = [sum(active) * depth]
         return cast(torch.Tensor, self.runner.draft(features, tokens, active, depth).float())

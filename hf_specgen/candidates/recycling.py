@@ -67,11 +67,7 @@ class RecyclingCandidates(Candidates):
     """Drafts with Token Recycling. Needs nothing; what it has learnt about a target is kept from call to call.
 
     Args:
-        k: maximum depth of a draft, in tokens; "auto" for as many as are expected to be faster.
-        tree: how many draft tokens are verified: "auto" builds in each step the tree with the highest expected tokens
-            per second; a number is the size of every tree. Left out, it is "auto" with k="auto", and with a number for
-            k the draft is a chain of k tokens.
-        policy: how much of k is used, step by step; see `hf_specgen.depth`.
+        k, tree, policy: as for `Candidates`.
 
     Raises:
         ValueError: if a number is out of range.
@@ -85,8 +81,7 @@ class RecyclingCandidates(Candidates):
     latency_kind = "recycling"
 
     def __init__(self, k: Depth = "auto", *, tree: Tree = None, policy: Policy | None = None):
-        super().__init__(k, policy, max_k=MAX_DEPTH)
-        self._set_tree(tree, k, policy)
+        super().__init__(k, policy, tree=tree, max_k=MAX_DEPTH)
 
     def start(self, call: DraftCall) -> DraftSession:
         if call.model is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -28,6 +27,7 @@ class TransformersCandidates(Candidates):
     """
 
     latency_kind = "transformers"
+    arguments = {}
 
     def __init__(self, generator: CandidateGenerator):
         super().__init__(64, FixedDepth())
@@ -36,7 +36,7 @@ class TransformersCandidates(Candidates):
                 f"{type(generator).__name__} reads the target's outputs, which only Transformers' own loop provides; "
                 "pass it to Transformers' assisted generation, or use a strategy of hf_specgen"
             )
-        self.generator = generator
+        self.generator, self.drafter = generator, type(generator).__qualname__
 
     @property
     def speculation(self) -> Statistics | None:
@@ -53,9 +53,6 @@ class TransformersCandidates(Candidates):
                 "use a generator of hf_specgen for batches"
             )
         return _TransformersSession(call, self.generator)
-
-    def _arguments(self) -> dict[str, Any]:
-        return {"": type(self.generator).__qualname__}
 
 
 class _TransformersSession(DraftSession):
