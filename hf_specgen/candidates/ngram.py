@@ -26,8 +26,8 @@ import torch
 from hf_specgen.call import Prediction, memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
-from hf_specgen.candidates.ngram_history import ALIGNED, HISTORY_OUTPUT, NEAR, OWN, NgramHistory, Occurrence
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
+from hf_specgen.candidates.ngram_history import ALIGNED, NEAR, OWN, NgramHistory, Occurrence
+from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex, common_length
 from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
 from hf_specgen.verification import VerificationResult
@@ -53,6 +53,8 @@ FREQUENT_TOKENS = 48
 """Frequent tokens that trees contain at most: with 24, answers take 0.7% more steps, with 64 none less."""
 NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 0.84, 0.66
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
+MAX_SKIPPED = 3
+"""Tokens of the text after which copying does not resume any more behind the last token that was copied."""
 MAX_OCCURRENCES = 24
 """Occurrences that vote, in the row's text and in the history each: with 12, summaries take 0.6% more steps."""
 
@@ -203,7 +205,7 @@ class RowText:
         self._odds, self._history, self._min_ngram, self._max_ngram = odds, history, min_ngram, max_ngram
         self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
         # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
-        self._source, self._skipped, self._at_beginning = 0 if prediction else -1, 0, bool(prediction)
+        self._source, self._skipped = 0 if prediction else -1, 0
         self._next_count = 0  # length of the text at which its tokens are counted again
         self._frequent: list[tuple[int, float]] = []
 
@@ -215,20 +217,20 @@ class RowText:
 
     def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """The most probable continuations of the text, tagged with the occurrences that propose them."""
-        occurrences = self._occurrences()
-        if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
-            occurrences.sort(key=lambda one: (one[3] == 0, one[2] if one[3] else 0))
 
-        def strength(voters: Sequence[Occurrence], depth: int) -> tuple[float, int]:
-            return max((self._odds.values[match_class(kind, length + depth)], length) for *_, length, kind in voters)
+        def strength(vote: Vote, depth: int) -> tuple[float, int]:
+            return max((self._odds.values[match_class(kind, length + depth)], length) for *_, length, kind in vote[2])
 
         def children(voters: Sequence[Occurrence], depth: int) -> list[Vote]:
             votes = vote(voters, depth, self._odds)
             if limits.is_chain and votes:
-                # Places in repetitions of one passage do not agree independently: the best match counts, then votes.
-                return [max(votes, key=lambda one: strength(one[2], depth))]
+                # Places in repetitions of one passage do not agree independently: the best match counts.
+                return [max(votes, key=lambda one: strength(one, depth))]
             return self._with_frequent(votes) if self._min_ngram == 1 and depth == 0 else votes
 
+        occurrences = self._occurrences()
+        if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
+            occurrences.sort(key=lambda one: one[2] if one[3] else one[1])
         return best_first(occurrences, children, depth, limits)
 
     def _with_frequent(self, votes: list[Vote]) -> list[Vote]:
@@ -249,58 +251,43 @@ class RowText:
         """Those of the end of the text."""
         text, end = self.index.tokens, len(self.index)
         tail = text[-MAX_MATCH_LENGTH:]
-        self._matches = matches = self.index.occurrences(tail, MAX_OCCURRENCES)
-        places = matches | {place: 0 for place in self._resumed() if place not in matches}
-        found: list[Occurrence] = [
-            (text, end, position, length, self._kind(position)) for position, length in places.items()
-        ]
+        self._matches = self.index.occurrences(tail, MAX_OCCURRENCES)
+        places = dict.fromkeys(self._resumed(), 0) | self._matches
+        found: list[Occurrence] = [(text, end, place, length, self._kind(place)) for place, length in places.items()]
         if self._history is not None:
             found += self._history.find(tail, MAX_OCCURRENCES)
-        if self._min_ngram == 1 and self._max_ngram >= MAX_MATCH_LENGTH:
-            return found
         return [
-            (text, end, position, min(length, self._max_ngram), kind)
-            for text, end, position, length, kind in found
-            if length >= self._min_ngram or kind == ALIGNED or self._min_ngram == 1
+            (text, end, place, min(length, self._max_ngram), kind)
+            for text, end, place, length, kind in found
+            if max(1, length) >= self._min_ngram or kind == ALIGNED
         ]
 
     def _kind(self, position: int) -> int:
         """The kind of an occurrence in the row's own text or in its expected output."""
-        if self._is_near(position):
-            return NEAR if position >= self._first else ALIGNED
-        return OWN if position >= self._first else HISTORY_OUTPUT
+        if not self._is_near(position):
+            return OWN
+        return NEAR if position >= self._first else ALIGNED
 
     def _is_near(self, position: int) -> bool:
         """Whether a position is at, or shortly after, the one that was copied from last."""
         return 0 <= self._source <= position <= self._source + 32
 
     def _resumed(self) -> list[int]:
-        """Positions at which copying may begin, or resume after a mismatch: tokens were replaced, or inserted."""
-        if not self._skipped and not self._at_beginning:
+        """Positions at which copying continues, begins, or resumes after a few tokens were replaced or inserted."""
+        if self._source < 0 or self._skipped > MAX_SKIPPED:
             return []
         return [place for place in (self._source + self._skipped, self._source) if place < len(self.index)]
 
     def _follow_source(self, tokens: Sequence[int]) -> None:
         """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
-        text, end = self.index.tokens, len(self.index)
-        places = [(self._is_near(place), length, place) for place, length in self._matches.items()]
-        places = [one for one in places if one[0] or one[1] > 1]
-        places += [(True, 0, place) for place in self._resumed()]
-        agreed = 0
-        for token in tokens:
-            agreeing = [one for one in places if one[2] + agreed < end and text[one[2] + agreed] == token]
-            if not agreeing:
-                break
-            places, agreed = agreeing, agreed + 1
-        if self._at_beginning and not agreed:
-            self._source = -1  # until a match is found
-        self._at_beginning = False
-        if agreed:
-            self._source, self._skipped = max(places)[2] + agreed, len(tokens) - agreed
-        elif self._source >= 0:
+        text, lengths = self.index.tokens, dict.fromkeys(self._resumed(), 0) | self._matches
+        places = [place for place, length in lengths.items() if length != 1 or self._is_near(place)]
+        agreed = {place: common_length(text[place : place + len(tokens)], tokens) for place in places}
+        best = max(places, key=lambda one: (agreed[one], self._is_near(one), lengths[one], one), default=-1)
+        if best >= 0 and agreed[best]:
+            self._source, self._skipped = best + agreed[best], len(tokens) - agreed[best]
+        else:
             self._skipped += len(tokens)
-        if self._skipped > 3:  # after more differing tokens copying does not resume
-            self._skipped = 0
 
 
 class MatchOdds:

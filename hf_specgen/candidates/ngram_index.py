@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,7 +82,8 @@ class NgramIndex:
                     break
                 following = (entry - 1) // len(ORDERS) + 1
                 if following < end and following not in matches:
-                    length = _match_length(tokens, following, backwards)
+                    before = tokens[max(0, following - len(backwards)) : following][::-1]
+                    length = common_length(before, backwards)
                     if length >= order:
                         matches[following] = length
                 entry = links[entry - 1]
@@ -123,12 +123,11 @@ def _padded(tokens: Sequence[int], length: int) -> NDArray[np.uint64]:
     return padded.view(np.uint64)
 
 
-def _match_length(tokens: array[Any], following: int, backwards: array[Any]) -> int:
-    """How many tokens before a position equal those of a text that is given backwards."""
-    before = tokens[max(0, following - len(backwards)) : following][::-1]
-    if before == backwards:
-        return len(before)
-    for length, (one, other) in enumerate(zip(before, backwards, strict=False)):
-        if one != other:
-            return length
-    return len(before)
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens at the beginning of two texts are equal."""
+    length = 0
+    for first, second in zip(one, other, strict=False):
+        if first != second:
+            break
+        length += 1
+    return length
