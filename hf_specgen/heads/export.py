@@ -25,7 +25,7 @@ from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.checkpoint import write_checkpoint
 from hf_specgen.heads.dflash2 import FACTORS, DFlash2Head
 from hf_specgen.heads.dspark import DominoHead, DSparkHead
-from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, eagle_layers
+from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig, eagle_layers
 from hf_specgen.heads.medusa import MedusaHeads, medusa_file
 
 PROGRAMS = ("eagle", "sglang", "vllm")
@@ -35,6 +35,9 @@ LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "mlp_bias"),
     *("rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_parameters"),
 )
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+BLOCK_NAMES = {BlockHead: "DFlash", DFlash2Head: "DFlash2", DSparkHead: "DSpark", DominoHead: "Domino"}
+"""Of the formats; all but Domino are types of speculators."""
 
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
@@ -63,7 +66,15 @@ def export_head(head: DraftHead, folder: str | Path, to: str, target: PreTrained
 def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:
     if isinstance(head, MedusaHeads):
         return write_checkpoint(folder, *medusa_file(head, to, target))
-    config, is_flat_eagle3 = _config(head, to), isinstance(head, Eagle3Head) and to != "vllm"
+    if isinstance(head, Eagle1Head):
+        config = _eagle1(head, to)
+    elif isinstance(head, Eagle3Head):
+        config = _speculators(head) if to == "vllm" else _eagle3(head, to)
+    elif isinstance(head, BlockHead) and to != "eagle":
+        config = _speculators(head) if to == "vllm" and _fits_speculators(head) else _zlab(head)
+    else:
+        raise ValueError(f"there is no layout of {type(head).__name__} for {to!r}")
+    is_flat_eagle3 = isinstance(head, Eagle3Head) and to != "vllm"
     first = "midlayer." if is_flat_eagle3 else "layers.0."
     tensors = {name.replace("layers.0.", first): tensor for name, tensor in head.state_dict().items()}
     ids = tensors.pop("draft_to_target", None)
@@ -78,17 +89,6 @@ def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedMod
     return write_checkpoint(folder, config, "model.safetensors", tensors)
 
 
-def _config(head: DraftHead, to: str) -> Config:
-    """The config of a head in the layout that a program reads."""
-    if isinstance(head, Eagle1Head):
-        return original_eagle1(head, to)
-    if isinstance(head, Eagle3Head):
-        return speculators_eagle(head) if to == "vllm" else flat_eagle3(head, to)
-    if isinstance(head, BlockHead) and to != "eagle":
-        return speculators_block(head) if to == "vllm" and fits_speculators(head) else zlab_block(head)
-    raise ValueError(f"there is no layout of {type(head).__name__} for {to!r}")
-
-
 def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
     """Raise a `ValueError` that names those of the options that the head has and the format `what` lacks."""
     refused = [name for name, present in unsupported.items() if present]
@@ -96,39 +96,35 @@ def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
         raise ValueError(f"{what} cannot express a head with {', '.join(refused)}")
 
 
-def _layer_config(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
+def _layers(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
     """The layers as a Llama or Qwen3 config."""
     layer = head.config.layer
     some_biases = {"biases of queries, keys and values without the output's": layer.qkv_bias != layer.output_bias}
     _refuse({"layers of Gemma 4": layer.is_gemma} | some_biases, "a Llama or Qwen3 config")
-    return {name: getattr(layer, name) for name in LAYER_FIELDS} | {
+    result: Config = {name: getattr(layer, name) for name in LAYER_FIELDS} | {
         "model_type": "qwen3" if layer.qk_norm else "llama",
         "num_hidden_layers": head.config.num_layers,
         "attention_bias": layer.qkv_bias,
         "tie_word_embeddings": False,
         "vocab_size": head.config.vocab_size,
     }
+    if not isinstance(head, BlockHead):
+        return result
+    attention = head.config.attention
+    windows = {kind.window for kind in attention if kind.window is not None}
+    if len(windows) > 1:
+        raise ValueError(f"a config has one sliding window for all layers, but the head has {sorted(windows)}")
+    types = ["full_attention" if kind.window is None else "sliding_attention" for kind in attention]
+    result |= {"layer_types": types, "use_sliding_window": bool(windows)}
+    return result | {"sliding_window": next(iter(windows), None)}
 
 
-def _speculators(head: Eagle3Head | BlockHead, name: str, layer: Config, tokens: int) -> Config:
-    """The fields that all speculators configs have; `tokens` are recommended if the head recommends no number."""
-    config, kind = head.config, name.lower()
-    methods = [{"proposal_type": "greedy", "speculative_tokens": config.speculative_tokens or tokens}]
-    return {
-        "architectures": [f"{name}DraftModel"],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": methods,
-            "verifier": {"name_or_path": config.base_model, "architectures": []},
-        },
-        "transformer_layer_config": layer,
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
-        "tie_word_embeddings": False,
-    }
+def _flat(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
+    """The layers with the rotary parameters of Transformers 4, which other programs than vLLM read."""
+    layers = _layers(head)
+    rope = dict(layers.pop("rope_parameters"))
+    theta = {"rope_theta": rope.pop("rope_theta")}
+    return layers | theta | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
 def _layer_ids(head: DraftHead, offset: int = 0) -> list[int] | None:
@@ -137,68 +133,64 @@ def _layer_ids(head: DraftHead, offset: int = 0) -> list[int] | None:
     return None if layers is None else [layer - offset for layer in layers]
 
 
-def speculators_eagle(head: Eagle3Head) -> Config:
-    """The config of an EAGLE-3 or P-EAGLE head in the format of speculators (`eagle3`, `peagle`)."""
-    config = head.config
-    _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
-    parallel = config.mask_token_id is not None
-    norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    own = {name: getattr(config, name) for name in norms} | {
-        "eagle_aux_hidden_state_layer_ids": _layer_ids(head),
-        "embed_requires_grad": parallel,
-    }
-    own |= {"mask_token_id": config.mask_token_id} if parallel else {}
-    return _speculators(head, "PEagle" if parallel else "Eagle3", _layer_config(head), 5) | own
+def _speculators(head: Eagle3Head | BlockHead) -> Config:
+    """The config in the format of speculators (`eagle3`, `peagle`, `dflash`, `dflash2`, `dspark`)."""
+    config, own = head.config, Config()
+    if isinstance(config, EagleConfig):
+        _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
+        is_parallel, tokens = config.mask_token_id is not None, 5
+        name = "PEagle" if is_parallel else "Eagle3"
+        own = {name: getattr(config, name) for name in NORMS}
+        own |= {"eagle_aux_hidden_state_layer_ids": _layer_ids(head), "embed_requires_grad": is_parallel}
+        own |= {"mask_token_id": config.mask_token_id} if is_parallel else {}
+    else:
+        _refuse({"no norms of queries and keys": not config.layer.qk_norm}, "speculators' format")
+        name, tokens = BLOCK_NAMES[type(head)], config.depth
+        sliding = [kind for kind in config.attention if kind.window is not None]
+        own = {
+            "aux_hidden_state_layer_ids": _layer_ids(head),
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "sample_from_anchor": config.first_proposing_position == 0,
+            "sliding_window_non_causal": bool(sliding) and not sliding[0].causal,
+        } | _correction(config)
+    method = {"proposal_type": "greedy", "speculative_tokens": config.speculative_tokens or tokens}
+    return {
+        "architectures": [f"{name}DraftModel"],
+        "speculators_model_type": name.lower(),
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": name.lower(),
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": config.base_model, "architectures": []},
+        },
+        "transformer_layer_config": _layers(head),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+        "tie_word_embeddings": False,
+    } | own
 
 
-BLOCK_NAMES = {BlockHead: "DFlash", DFlash2Head: "DFlash2", DSparkHead: "DSpark", DominoHead: "Domino"}
-"""Of the formats; all but Domino are types of speculators."""
-
-
-def fits_speculators(head: BlockHead) -> bool:
+def _fits_speculators(head: BlockHead) -> bool:
     """Whether speculators has such a head: layers without a window, or with one and all of the same kind."""
-    if isinstance(head, DominoHead) or _correction(head).keys() & FACTORS:
-        return False
     sliding = set(head.config.attention) - {BlockAttention()}
     from_anchor = all(kind.window is not None and kind.window_from_anchor for kind in sliding)
-    return from_anchor and len({kind.causal for kind in sliding}) < 2
+    is_known = not isinstance(head, DominoHead) and not _correction(head.config).keys() & FACTORS
+    return is_known and from_anchor and len({kind.causal for kind in sliding}) < 2
 
 
-def _correction(head: BlockHead) -> Config:
+def _correction(config: BlockConfig) -> Config:
     """The fields that describe the correction by the path: those that its config adds to that of a plain block head."""
-    values, plain = vars(head.config), {field.name for field in fields(BlockConfig)} - FACTORS
-    added = [field for field in fields(head.config) if field.name not in plain]
-    kept = [field.name for field in added if field.name not in FACTORS or values[field.name] != field.default]
-    return {name: values[name] for name in kept}
+    plain = {field.name for field in fields(BlockConfig)} - FACTORS
+    added = {field.name: field.default for field in fields(config) if field.name not in plain}
+    values = {name: getattr(config, name) for name in added}
+    return {name: value for name, value in values.items() if name not in FACTORS or value != added[name]}
 
 
-def _sliding(head: BlockHead) -> Config:
-    windows = {kind.window for kind in head.config.attention if kind.window is not None}
-    if len(windows) > 1:
-        raise ValueError(f"a config has one sliding window for all layers, but the head has {sorted(windows)}")
-    types = ["full_attention" if kind.window is None else "sliding_attention" for kind in head.config.attention]
-    return {"layer_types": types, "use_sliding_window": bool(windows), "sliding_window": next(iter(windows), None)}
-
-
-def speculators_block(head: BlockHead) -> Config:
-    """The config of a block head in the format of speculators (`dflash`, `dflash2`, `dspark`)."""
-    config = head.config
-    _refuse({"no norms of queries and keys": not config.layer.qk_norm}, "speculators' format")
-    sliding = [kind for kind in config.attention if kind.window is not None]
-    layer = _layer_config(head) | _sliding(head)
-    own = {
-        "aux_hidden_state_layer_ids": _layer_ids(head),
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": config.first_proposing_position == 0,
-        "sliding_window_non_causal": bool(sliding) and not sliding[0].causal,
-    }
-    return _speculators(head, BLOCK_NAMES[type(head)], layer, config.depth) | own | _correction(head)
-
-
-def zlab_block(head: BlockHead) -> Config:
+def _zlab(head: BlockHead) -> Config:
     """The config of a block head in the layout of z-lab, JetSpec and SpecForge."""
-    config = head.config
+    config, name = head.config, BLOCK_NAMES[type(head)]
     causal = {kind.causal for kind in config.attention}
     from_anchor = config.first_proposing_position == 0
     corrects = isinstance(head, DSparkHead | DominoHead)
@@ -212,69 +204,53 @@ def zlab_block(head: BlockHead) -> Config:
         "unknown auxiliary hidden states": 0 in (config.aux_hidden_state_layers or (0,)),
     }
     _refuse(unsupported, "z-lab's layout")
-    is_causal = causal == {True}
-    dflash: Config = {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": _layer_ids(head, offset=1),
-    } | _correction(head)
+    ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": _layer_ids(head, offset=1)}
+    dflash: Config = ids | _correction(config)
     if corrects:
-        dflash |= {"projector_type": BLOCK_NAMES[type(head)].lower(), "shift_label": from_anchor}
-    layer = _flat(_layer_config(head)) | _sliding(head)
-    return layer | {
-        "architectures": [f"{BLOCK_NAMES[type(head)]}DraftModel"],
+        dflash |= {"projector_type": name.lower(), "shift_label": from_anchor}
+    if causal == {True}:
+        dflash["causal_head"] = True
+    return _flat(head) | {
+        "architectures": [f"{name}DraftModel"],
         "block_size": config.block_size,
-        "is_causal": is_causal,
-        "dflash_config": dflash | ({"causal_head": True} if is_causal else {}),
+        "is_causal": causal == {True},
+        "dflash_config": dflash,
         "num_target_layers": config.num_target_layers,
     }
 
 
-def _flat(layer: Config) -> Config:
-    """A layer's config with the rotary parameters of Transformers 4, which these programs read."""
-    flat = {name: value for name, value in layer.items() if name != "rope_parameters"}
-    rope = dict(layer["rope_parameters"])
-    flat["rope_theta"] = rope.pop("rope_theta")
-    return flat | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
-
-
-def original_eagle1(head: Eagle1Head, to: str) -> Config:
+def _eagle1(head: Eagle1Head, to: str) -> Config:
     """The config of an EAGLE-1 or EAGLE-2 head in the original layout; others use the target's output matrix."""
     config, own = head.config, Config()
     unsupported = {"norms of queries and keys": config.layer.qk_norm, "MLP biases": config.layer.mlp_bias}
     if to != "vllm":
-        unsupported["an output matrix of its own"] = config.own_lm_head
-        unsupported["states of inner layers"] = config.aux_hidden_state_layers not in (
-            None,
-            (config.num_target_layers,),
-        )
+        inner = config.aux_hidden_state_layers not in (None, (config.num_target_layers,))
+        unsupported |= {"an output matrix of its own": config.own_lm_head, "states of inner layers": inner}
     _refuse(unsupported, "EAGLE's layout")
     if config.aux_hidden_state_layers is not None:
         own["eagle_aux_hidden_state_layer_ids"] = _layer_ids(head)
-    layer = _flat(_layer_config(head)) | {"draft_vocab_size": config.draft_vocab_size}
-    return layer | own | {"architectures": ["LlamaForCausalLM"], "bias": config.projection_bias}
+    own |= {"architectures": ["LlamaForCausalLM"], "bias": config.projection_bias}
+    return _flat(head) | {"draft_vocab_size": config.draft_vocab_size} | own
 
 
-def flat_eagle3(head: Eagle3Head, to: str) -> Config:
+def _eagle3(head: Eagle3Head, to: str) -> Config:
     """The config of an EAGLE-3 head in the original layout (`to="eagle"`) or that of SpecForge (`to="sglang"`)."""
-    config = head.config
-    layers = config.aux_hidden_state_layers
-    default = config.num_target_layers and layers == eagle_layers(config.num_target_layers)
+    config, layers = head.config, head.config.aux_hidden_state_layers
     unsupported = {
         "several layers": config.num_layers > 1,
         "norms of queries and keys": config.layer.qk_norm,
         "biases": config.layer.qkv_bias or config.layer.mlp_bias or config.projection_bias,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "norm_output": config.norm_output,
+        **{name: getattr(config, name) for name in NORMS if name != "fc_norm"},
         "a mask token": config.mask_token_id is not None,
         "no fc": not config.projects_features,
         "no output matrix of its own": not config.own_lm_head,
     }
-    if to == "eagle":
-        unsupported["fc_norm"] = config.fc_norm  # and the original implementation reads three fixed states
+    if to == "eagle":  # the original implementation reads three fixed states
+        default = config.num_target_layers and layers == eagle_layers(config.num_target_layers)
+        unsupported["fc_norm"] = config.fc_norm
         unsupported[f"aux_hidden_state_layers {layers} (export to sglang or vllm)"] = layers is not None and not default
     _refuse(unsupported, "EAGLE's layout" if to == "eagle" else "SpecForge's layout")
-    result = _flat(_layer_config(head)) | {"draft_vocab_size": config.draft_vocab_size}
+    result = _flat(head) | {"draft_vocab_size": config.draft_vocab_size}
     if config.target_hidden_size != config.hidden_size:
         result["target_hidden_size"] = config.target_hidden_size
     if to == "eagle":
