@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,15 @@ from transformers.cache_utils import Cache
 
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput, check_target
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, first_line, named_errors, open_checkpoint
+from hf_specgen.heads.checkpoint import (
+    Checkpoint,
+    Fields,
+    Source,
+    TensorInfo,
+    first_line,
+    named_errors,
+    open_checkpoint,
+)
 from hf_specgen.heads.head_file import check_tensor
 
 LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -99,11 +108,17 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
     source = path_or_id or target.config.name_or_path
     if not source:
         raise ValueError("it is not known where the target was loaded from; name its checkpoint")
-    decoder = target.get_decoder()
-    first = decoder.config.num_hidden_layers
+    decoder: Any = target.get_decoder()
+    config = decoder.config
+    first, hidden, vocab = config.num_hidden_layers, config.hidden_size, config.vocab_size
     checkpoint = open_checkpoint(Source(source), lambda name: _is_mtp_name(name, first))
     with named_errors(source):
-        return _assemble(decoder, checkpoint, first)
+        layers = _parts(checkpoint, first)
+        blocks, links = _blocks(decoder, checkpoint, layers), _links(decoder, layers)
+    sizes = {"hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": vocab, "target_hidden_size": hidden}
+    mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
+    head = MTPHead(HeadConfig(**sizes, num_target_layers=first), mtp_layers, blocks.rotary_emb)
+    return head.to(device=next(decoder.layers[-1].parameters()).device).eval().requires_grad_(False)
 
 
 def has_mtp_layers(checkpoint: Checkpoint) -> bool:
@@ -123,12 +138,12 @@ def _is_mtp_name(name: str, first: int) -> bool:
     return NAMED_LAYER.match(name) is not None or (further is not None and int(further["layer"]) >= first)
 
 
-def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
-    """For each MTP layer the names of its tensors in the file, by their names within a layer of the first layout."""
-    layers: dict[int, dict[str, str]] = {}
-    shared: dict[str, str] = {}
+def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, TensorInfo]]:
+    """The tensors of each MTP layer, by their names within a layer of the first layout."""
+    layers: dict[int, dict[str, TensorInfo]] = {}
+    shared: dict[str, TensorInfo] = {}
     prefix = _further_layers(checkpoint)
-    for name in checkpoint.tensors:
+    for name, info in checkpoint.tensors.items():
         match = NAMED_LAYER.match(name) if prefix is None else FURTHER_LAYER.match(name)
         if match is None or match.groupdict().get("prefix") != prefix:
             continue
@@ -137,9 +152,9 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
         if part.startswith(TARGET_COPIES):
             continue
         if match["layer"] is not None:
-            layers.setdefault(int(match["layer"]) - (0 if prefix is None else first), {})[part] = name
+            layers.setdefault(int(match["layer"]) - (0 if prefix is None else first), {})[part] = info
         elif link in RENAMED:
-            shared[part] = name
+            shared[part] = info
     if not layers or sorted(layers) != list(range(len(layers))):
         raise ValueError(
             "no MTP layers: neither model.layers.{number of layers}.eh_proj.weight nor mtp.fc.weight with mtp.layers.0 "
@@ -148,49 +163,29 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, str]]:
     return [layers[index] | shared for index in range(len(layers))]
 
 
-def _assemble(decoder: Any, checkpoint: Checkpoint, first: int) -> MTPHead:
-    """The head of a checkpoint, in the dtype of the target."""
-    layers = _parts(checkpoint, first)
-    tensors = {name: checkpoint.tensors[name].read() for parts in layers for name in parts.values()}
-    blocks = _blocks(decoder, checkpoint, [{part: tensors[name] for part, name in parts.items()} for parts in layers])
-    links = _links(decoder, tensors, layers)
-    hidden, vocab = decoder.config.hidden_size, decoder.config.vocab_size
-    config = HeadConfig(
-        hidden_size=hidden,
-        vocab_size=vocab,
-        draft_vocab_size=vocab,
-        target_hidden_size=hidden,
-        num_target_layers=first,
-    )
-    mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
-    head = MTPHead(config, mtp_layers, blocks.rotary_emb)
-    like = next(decoder.layers[-1].parameters())
-    return head.to(device=like.device).eval().requires_grad_(False)
-
-
-def _links(
-    decoder: Any, tensors: Mapping[str, torch.Tensor], layers: list[dict[str, str]]
-) -> list[dict[str, nn.Module]]:
+def _links(decoder: Any, layers: list[dict[str, TensorInfo]]) -> list[dict[str, nn.Module]]:
     """The norms, of the target's kind, and the projection of each layer, which layers may share."""
     hidden, modules = decoder.config.hidden_size, dict[str, nn.Module]()
-    for link, name in sorted({(link, parts.get(f"{link}.weight", "")) for parts in layers for link in LINKS}):
-        if not name:
+    for parts, link in product(layers, LINKS):
+        info = parts.get(f"{link}.weight")
+        if info is None:
             raise ValueError(f"the MTP layer has no {link}.weight")
-        with torch.device("meta"):
-            module = nn.Linear(2 * hidden, hidden, bias=False) if link == "eh_proj" else copy.deepcopy(decoder.norm)
-        check_tensor(name, tuple(tensors[name].shape), tensors[name].dtype, module.weight)
-        weight = tensors[name].to(decoder.norm.weight.dtype).reshape(module.weight.shape)
-        module.load_state_dict({"weight": weight}, assign=True)
-        modules[name] = module
-    return [{link: modules[parts[f"{link}.weight"]] for link in LINKS} for parts in layers]
+        if info.name not in modules:
+            with torch.device("meta"):
+                module = nn.Linear(2 * hidden, hidden, bias=False) if link == "eh_proj" else copy.deepcopy(decoder.norm)
+            check_tensor(info.name, info.shape, info.dtype, module.weight)
+            weight = info.read().to(decoder.norm.weight.dtype).reshape(module.weight.shape)
+            module.load_state_dict({"weight": weight}, assign=True)
+            modules[info.name] = module
+    return [{link: modules[parts[f"{link}.weight"].name] for link in LINKS} for parts in layers]
 
 
-def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, torch.Tensor]]) -> Any:
+def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, TensorInfo]]) -> Any:
     """The decoder layers of the MTP layers, as a model of the target's class that has these layers only."""
     state = {
-        f"layers.{index}.{part}": tensor
+        f"layers.{index}.{part}": info.read()
         for index, parts in enumerate(layers)
-        for part, tensor in parts.items()
+        for part, info in parts.items()
         if not part.startswith(LINKS)
     }
     for name, tensor in state.items():
