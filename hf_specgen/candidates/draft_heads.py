@@ -39,9 +39,8 @@ from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.gemma_assistant import AssistantHead, AssistantRunner
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.layered_mtp import LayeredRunner
 from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
-from hf_specgen.heads.mtp import MTPHead, load_mtp
+from hf_specgen.heads.mtp import LayeredRunner, MTPHead, load_mtp
 from hf_specgen.heads.path_head import PathHead, PathRunner
 from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
 from hf_specgen.targets.graphs import GRAPH_DEVICES

@@ -127,32 +127,27 @@ class BoundHead:
     """The `hidden_states` indices that are concatenated to features."""
 
     def __init__(self, head: DraftHead, target: PreTrainedModel, layers: Sequence[int] | None = None) -> None:
-        config = target.config.get_text_config()
-        self.head = head
+        config, own = target.config.get_text_config(), head.config
         embed: Any = target.get_input_embeddings()
         lm_head: Any = target.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output matrix, which draft heads need")
-        self._check_sizes(config, embed.weight.shape[1], *lm_head.weight.shape)
+        shares_embeddings = head.reads_embeddings and not own.own_embeddings
+        comparisons = [
+            ("architecture", own.target_type, config.model_type),
+            ("a hidden size of", own.target_hidden_size, config.hidden_size),
+            ("a vocabulary of", own.vocab_size, lm_head.weight.shape[0]),
+            ("this number of layers:", own.num_target_layers, config.num_hidden_layers),
+            ("embeddings of width", shares_embeddings and own.hidden_size, embed.weight.shape[1]),
+            ("an output matrix of width", not own.own_lm_head and own.hidden_size, lm_head.weight.shape[1]),
+        ]
+        check_target(comparisons, own.base_model)
         self.aux_hidden_state_layers = _checked_layers(head, config.num_hidden_layers, layers)
+        self.head = head
         self._embed: Any = head.embed_tokens or embed
         self._lm_head: Any = head.lm_head or lm_head
         self._like = next(head.parameters())
         self._left_out = self._like.new_full((), -torch.inf)  # the logit of tokens that cannot be drafted
-
-    def _check_sizes(self, target: Any, embedding: int, vocab: int, output: int) -> None:
-        config = self.head.config
-        comparisons = [
-            ("architecture", config.target_type, target.model_type),
-            ("a hidden size of", config.target_hidden_size, target.hidden_size),
-            ("a vocabulary of", config.vocab_size, vocab),
-            ("this number of layers:", config.num_target_layers, target.num_hidden_layers),
-        ]
-        if not config.own_embeddings and self.head.reads_embeddings:
-            comparisons.append(("embeddings of width", config.hidden_size, embedding))
-        if not config.own_lm_head:
-            comparisons.append(("an output matrix of width", config.hidden_size, output))
-        check_target(comparisons, config.base_model)
 
     @property
     def weights(self) -> tuple[int, ...]:

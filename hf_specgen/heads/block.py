@@ -27,6 +27,7 @@ from hf_specgen.heads.checkpoint import Fields
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
 SLIDING_FLAG = "sliding_window_non_causal"
 CAUSAL_FLAGS = ("causal_head", "causal", "is_causal")
 ANCHOR_FLAGS = {"sample_from_anchor": True, "shift_label": True, "dspark_bonus_anchor": False}
@@ -163,31 +164,27 @@ def block_options(file: HeadFile) -> dict[str, Any]:
 
 
 def _attention(file: HeadFile) -> tuple[BlockAttention, ...]:
-    """The attention of each layer.
+    """The attention of each layer; Qwen3 ignores the window if its use is off.
 
     In the format of speculators the window is counted from the anchor, and sliding layers are causal inside the block
     by default, except those of DFlash2. In other formats a flag may decide for all layers whether they are causal.
     """
-    sliding, fields = _sliding(file.of_layers, file.num_layers), file.fields
+    layers, fields, count = file.of_layers, file.fields, file.num_layers
+    window = layers.optional_integer("sliding_window", 1) if layers.flag("use_sliding_window") else None
+    types = layers.values.get("layer_types")
+    if types is None:
+        full = (layers.optional_integer("max_window_layers") or 0) if window else count
+        types = ["full_attention" if layer < full else "sliding_attention" for layer in range(count)]
+    if not isinstance(types, list) or len(types) != count or not all(name in LAYER_TYPES for name in types):
+        raise ValueError(f"layer_types must name the attention of {count} layers, got {str(types)[:80]!r}")
     if file.is_nested:
         both_ways = Fields(fields.values, {SLIDING_FLAG: file.kind == "dflash2"}).flag(SLIDING_FLAG)
-        kinds = (BlockAttention(not both_ways, window, window_from_anchor=True) for _, window in sliding)
-        return tuple(BlockAttention() if kind.window is None else kind for kind in kinds)
-    causal = next((fields.flag(name) for name in CAUSAL_FLAGS if fields.get(name) is not None), None)
-    return tuple(BlockAttention(is_sliding if causal is None else causal, window) for is_sliding, window in sliding)
-
-
-def _sliding(of_layers: Fields, num_layers: int) -> list[tuple[bool, int | None]]:
-    """For each layer whether it is a sliding one, and its window; Qwen3 ignores the window if its use is off."""
-    window = of_layers.optional_integer("sliding_window", 1) if of_layers.flag("use_sliding_window") else None
-    types = of_layers.values.get("layer_types")
-    if types is None:
-        first = of_layers.optional_integer("max_window_layers") or 0
-        types = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(num_layers)]
-    valid = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != num_layers or not all(name in valid for name in types):
-        raise ValueError(f"layer_types must name the attention of {num_layers} layers, got {str(types)[:80]!r}")
-    return [(name == "sliding_attention", window if name == "sliding_attention" else None) for name in types]
+        kinds = (BlockAttention(), BlockAttention(not both_ways, window, window_from_anchor=True))
+        kinds = kinds if window else kinds[:1] * 2
+    else:
+        causal = next((fields.flag(name) for name in CAUSAL_FLAGS if fields.get(name) is not None), None)
+        kinds = (BlockAttention(causal is True), BlockAttention(causal is not False, window))
+    return tuple(kinds[LAYER_TYPES.index(name)] for name in types)
 
 
 def block_type(file: HeadFile) -> str | None:

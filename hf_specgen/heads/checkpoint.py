@@ -164,10 +164,9 @@ class Fields:
 
     def optional_integer(self, name: str, low: int = 0) -> int | None:
         """A whole number that is at least `low`, or None."""
-        value, high = self.get(name), 2**31 - 1
-        if value is not None and (type(value) is not int or not low <= value <= high):
-            raise ValueError(f"{name} must be a whole number between {low} and {high}, got {_short(value)}")
-        return value
+        high = 2**31 - 1
+        is_valid = lambda value: value is None or (type(value) is int and low <= value <= high)  # noqa: E731
+        return self._checked(name, is_valid, f"a whole number between {low} and {high}")
 
     def integer(self, name: str, low: int = 1) -> int:
         """A whole number that is at least `low`."""
@@ -178,26 +177,24 @@ class Fields:
 
     def number(self, name: str) -> float:
         """A positive finite number."""
-        value = self._of_type(name, int | float, "a positive number")
-        if isinstance(value, bool) or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive number, got {_short(value)}")
-        return float(value)
+        is_valid = lambda value: type(value) in (int, float) and 0 < value < math.inf  # noqa: E731
+        return float(self._checked(name, is_valid, "a positive number"))
 
     def flag(self, name: str) -> bool:
         """True or false; missing is false."""
-        return bool(self._of_type(name, bool | None, "true or false"))
+        return bool(self._checked(name, lambda value: isinstance(value, bool | None), "true or false"))
 
     def text(self, name: str) -> str:
         """A string; empty if it is missing."""
-        return self._of_type(name, str | None, "a string") or ""
+        return self._checked(name, lambda value: isinstance(value, str | None), "a string") or ""
 
     def nested(self, name: str) -> Fields:
         """The object in a field; empty if it is missing."""
-        return Fields(self._of_type(name, dict | None, "an object") or {})
+        return Fields(self._checked(name, lambda value: isinstance(value, dict | None), "an object") or {})
 
-    def _of_type(self, name: str, types: Any, description: str) -> Any:
+    def _checked(self, name: str, is_valid: Callable[[Any], bool], description: str) -> Any:
         value = self.get(name)
-        if not isinstance(value, types):
+        if not is_valid(value):
             raise ValueError(f"{name} must be {description}, got {_short(value)}")
         return value
 

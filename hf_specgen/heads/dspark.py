@@ -16,7 +16,7 @@ Source: DSpark (2026), as implemented by deepseek-ai/DeepSpec and by the package
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,20 +43,6 @@ class DSparkConfig(BlockConfig):
             raise ValueError(f"markov_head_type must be one of {', '.join(KINDS)}, got {self.markov_head_type[:40]!r}")
 
 
-class MarkovHead(nn.Module):
-    """The matrices of the correction."""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        rank, width = config.markov_rank, config.hidden_size
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
-        if config.markov_head_type == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank)
-        if config.markov_head_type == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
-
-
 class DSparkHead(PathHead):
     """A DSpark head."""
 
@@ -64,34 +50,41 @@ class DSparkHead(PathHead):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        rank, with_markov = config.markov_rank, config.confidence_head_with_markov
-        self.markov_head = MarkovHead(config) if rank else None
-        self.state_size = rank if config.markov_head_type == "rnn" else 0
-        width = config.hidden_size + (rank if with_markov else 0)
-        self.confidence_head = None
+        rank, width, kind = config.markov_rank, config.hidden_size, config.markov_head_type
+        self.state_size = rank if kind == "rnn" else 0
+        self.markov_head: Any = None
+        if rank:
+            self.markov_head = nn.ModuleDict({"markov_w1": nn.Embedding(config.vocab_size, rank)})
+            self.markov_head["markov_w2"] = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if rank and kind == "gated":
+            self.markov_head["gate_proj"] = nn.Linear(width + rank, rank)
+        if rank and kind == "rnn":
+            self.markov_head["joint_proj"] = nn.Linear(2 * rank + width, 3 * rank)
+        self.confidence_head: Any = None
         if config.enable_confidence_head:
+            width += rank if config.confidence_head_with_markov else 0
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
 
     def keys(self) -> torch.Tensor:
         """`[draft_vocab, rank]`."""
         if self.markov_head is None:
             return self.norm.weight.new_zeros(self.config.draft_vocab_size, 0)
-        return self.markov_head.markov_w2.weight
+        return cast(torch.Tensor, self.markov_head.markov_w2.weight)
 
     def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
         """See the table above."""
         if self.markov_head is None:
             return Step(hidden[..., :0], state)
         previous = self.markov_head.markov_w1(tokens)
+        if self.config.markov_head_type == "vanilla":
+            return Step(previous, state)
         if self.config.markov_head_type == "gated":
-            gate = self.markov_head.gate_proj(torch.cat((hidden.expand(*tokens.shape, -1), previous), dim=-1)).sigmoid()
-            return Step(gate * previous, state)
-        if self.config.markov_head_type == "rnn":
-            projected = self.markov_head.joint_proj(torch.cat((state, previous, hidden), dim=-1))
-            keep, content, query = projected.chunk(3, dim=-1)
-            keep = keep.sigmoid()
-            return Step(query.tanh(), keep * state + (1 - keep) * content.tanh())
-        return Step(previous, state)
+            gate = self.markov_head.gate_proj(torch.cat((hidden.expand(*tokens.shape, -1), previous), dim=-1))
+            return Step(gate.sigmoid() * previous, state)
+        keep, content, query = self.markov_head.joint_proj(torch.cat((state, previous, hidden), dim=-1)).chunk(
+            3, dim=-1
+        )
+        return Step(query.tanh(), torch.lerp(content.tanh(), state, keep.sigmoid()))
 
     def first_state(
         self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int | None = None
@@ -111,7 +104,7 @@ class DSparkHead(PathHead):
             return None
         if self.markov_head is not None and self.config.confidence_head_with_markov:
             hidden = torch.cat((hidden, self.markov_head.markov_w1(tokens)), dim=-1)
-        return cast(torch.Tensor, self.confidence_head["proj"](hidden))[..., 0]
+        return cast(torch.Tensor, self.confidence_head.proj(hidden))[..., 0]
 
 
 def load_dspark(file: HeadFile) -> DSparkHead:

@@ -114,14 +114,18 @@ class MedusaHeads(DraftHead):
             target: the model that they will draft for.
             shape: fields of `MedusaConfig` from `num_heads` on.
         """
-        matrix, config = output_matrix(target), target.config.get_text_config()
-        sizes: dict[str, Any] = {"hidden_size": matrix.in_features, "vocab_size": matrix.out_features}
-        sizes |= {"target_hidden_size": matrix.in_features, "draft_vocab_size": matrix.out_features}
-        sizes |= {
-            "base_model": target.name_or_path or None,
-            "target_type": config.model_type,
-        }
-        heads = cls(MedusaConfig(**sizes, num_target_layers=len(decoder_layers(target)), **shape))
+        matrix = output_matrix(target)
+        config = MedusaConfig(
+            hidden_size=matrix.in_features,
+            vocab_size=matrix.out_features,
+            target_hidden_size=matrix.in_features,
+            draft_vocab_size=matrix.out_features,
+            base_model=target.name_or_path or None,
+            target_type=target.config.get_text_config().model_type,
+            num_target_layers=len(decoder_layers(target)),
+            **shape,
+        )
+        heads = cls(config)
         if heads.config.own_outputs and matrix.bias is not None:
             raise ValueError(
                 "the target's output matrix has a bias, which the heads' own matrices cannot copy; use "
@@ -137,17 +141,6 @@ class MedusaHeads(DraftHead):
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """The input of the target's output matrix."""
         return (OUTPUT_STATE,)
-
-    def forward(
-        self, heads: Sequence[int], hidden: torch.Tensor, tokens: Sequence[torch.Tensor], shared: nn.Module
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[..., heads, draft_vocab]` scores of some heads, and the embeddings that they could read.
-
-        `hidden` is `[..., 1, hidden]`, `tokens` are parts `[..., nodes, tokens, hidden]` of these embeddings.
-        """
-        path = torch.cat(list(tokens), dim=-2) if tokens else None
-        hidden = hidden if path is None else hidden.expand(*path.shape[:-2], -1)
-        return self.scores(heads, _stacked([self.head_state(head, hidden, path) for head in heads]), shared), path
 
     def head_state(self, head: int, hidden: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         """`[..., hidden]`, the hidden state of one head."""
@@ -188,23 +181,28 @@ class MedusaRunner:
     def first_logits(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
         """The logits of head 0, `[batch, vocab]`, from each row's hidden state and last token, if it reads that."""
         self._states = states.to(self._like)[:, None]
-        return self._logits([0], [self.bound.embed(torch.tensor(pending)[:, None, None])])[:, 0, 0]
+        return self._logits([0], self.bound.embed(torch.tensor(pending)[:, None, None]))[:, 0, 0]
 
     def next_logits(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes, by the head of their depth."""
         last = self.bound.embed(tree.input_tokens(self._like.device))[:, :, None]
-        return self._logits([tree.level], [tree.of_parents(self._path), last])[:, :, 0]
+        return self._logits([tree.level], torch.cat([tree.of_parents(self._path), last], dim=2))[:, :, 0]
 
     def all_logits(self, states: torch.Tensor, heads: int) -> torch.Tensor:
         """The logits of the first heads, `[batch, heads, vocab]`, if they read no tokens."""
         self._states = states.to(self._like)[:, None]
-        return self._logits(range(heads), [])[:, 0]
+        return self._logits(range(heads))[:, 0]
 
-    def _logits(self, heads: Sequence[int], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
-        """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own."""
-        scores, path = self._head(heads, self._states, tokens, output_matrix(self._target))
-        self._path = self._path if path is None else path
-        logits = output_logits(self._target, scores, lambda scores: scores)
+    def _logits(self, heads: Sequence[int], path: torch.Tensor | None = None) -> torch.Tensor:
+        """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own.
+
+        `path` are the embeddings that the heads read, `[batch, nodes, tokens, hidden]`.
+        """
+        hidden, matrix = self._states, output_matrix(self._target)
+        if path is not None:
+            self._path, hidden = path, hidden.expand(*path.shape[:-2], -1)
+        states = _stacked([self._head.head_state(head, hidden, path) for head in heads])
+        logits = output_logits(self._target, states, lambda states: self._head.scores(heads, states, matrix))
         return self.bound.to_target_vocabulary(logits)
 
 

@@ -17,8 +17,7 @@ from hf_specgen import DFlashCandidates, MTPCandidates
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import path_head
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.layered_mtp import LayeredRunner
-from hf_specgen.heads.mtp import load_mtp
+from hf_specgen.heads.mtp import LayeredRunner, load_mtp
 from hf_specgen.heads.path_head import PathRunner
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.tree import DraftTree, TreeStructure
