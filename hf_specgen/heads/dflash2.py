@@ -9,7 +9,9 @@ Source: DFlash2 (2026), as implemented by z-lab's package dflash and by the pack
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -54,17 +56,19 @@ class DynamicConvolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * kernel_size * (width // group_size), bias=False)
         self._group_size = group_size
 
-    def kernels(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[2, batch, block, kernel_size, width]` from the normalised rows `[batch, block, width]` of the block."""
+    def forward(self, rows: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The normalised rows `[batch, block, width]` of the block, convolved before and after the sublayer."""
         dynamic = self.kernel_projection(rows).unflatten(-1, (2, self.base_kernel.shape[1], -1))
-        return (self.base_kernel + dynamic.repeat_interleave(self._group_size, dim=-1)).movedim(2, 0)
+        kernels = self.base_kernel + dynamic.repeat_interleave(self._group_size, dim=-1)
+        before, after = kernels.unbind(dim=2)
+        return _convolved(after, sublayer(_convolved(before, rows)))
 
-    @staticmethod
-    def apply_kernel(kernel: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The sum over t of `kernel[..., t, :]` times the rows shifted down by t."""
-        length = rows.shape[1]
-        shifted = torch.stack([pad(rows, (0, 0, t, 0))[:, :length] for t in range(kernel.shape[2])], dim=2)
-        return (kernel * shifted).sum(dim=2)
+
+def _convolved(kernel: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The sum over t of `kernel[..., t, :]` times the rows shifted down by t."""
+    length = rows.shape[1]
+    shifted = torch.stack([pad(rows, (0, 0, t, 0))[:, :length] for t in range(kernel.shape[2])], dim=2)
+    return (kernel * shifted).sum(dim=2)
 
 
 class DFlash2Layer(DecoderLayer):
@@ -79,14 +83,9 @@ class DFlash2Layer(DecoderLayer):
         self, hidden: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
         """`[batch, block, hidden]` to the same."""
-        normed = self.input_layernorm(hidden)
-        before, after = self.attention_conv.kernels(normed)
-        attended = self.self_attn(DynamicConvolution.apply_kernel(before, normed), rotary, attention_mask, cache)
-        hidden = hidden + DynamicConvolution.apply_kernel(after, attended)
-        normed = self.post_attention_layernorm(hidden)
-        before, after = self.mlp_conv.kernels(normed)
-        fed_forward = self.mlp(DynamicConvolution.apply_kernel(before, normed))
-        return hidden + DynamicConvolution.apply_kernel(after, fed_forward)
+        attend = partial(self.self_attn, rotary=rotary, attention_mask=attention_mask, cache=cache)
+        hidden = hidden + self.attention_conv(self.input_layernorm(hidden), attend)
+        return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
 
 
 class CandidateSelector(nn.Module):
@@ -125,7 +124,7 @@ class DFlash2Head(PathHead):
     def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
         """The previous token's row of the codebook, weighted by the position's output."""
         selector = self.candidate_selector
-        return Step(selector.predecessor_codebook[tokens] * selector.hidden_projection(hidden), state)
+        return selector.predecessor_codebook[tokens] * selector.hidden_projection(hidden), state
 
 
 def load_dflash2(file: HeadFile) -> DFlash2Head:

@@ -74,17 +74,17 @@ class DSparkHead(PathHead):
     def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
         """See the table above."""
         if self.markov_head is None:
-            return Step(hidden[..., :0], state)
+            return hidden[..., :0], state
         previous = self.markov_head.markov_w1(tokens)
         if self.config.markov_head_type == "vanilla":
-            return Step(previous, state)
+            return previous, state
         if self.config.markov_head_type == "gated":
             gate = self.markov_head.gate_proj(torch.cat((hidden.expand(*tokens.shape, -1), previous), dim=-1))
-            return Step(gate.sigmoid() * previous, state)
+            return gate.sigmoid() * previous, state
         keep, content, query = self.markov_head.joint_proj(torch.cat((state, previous, hidden), dim=-1)).chunk(
             3, dim=-1
         )
-        return Step(query.tanh(), torch.lerp(content.tanh(), state, keep.sigmoid()))
+        return query.tanh(), torch.lerp(content.tanh(), state, keep.sigmoid())
 
     def first_state(
         self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int | None = None
@@ -93,7 +93,7 @@ class DSparkHead(PathHead):
         state = super().first_state(hidden, anchor, embed)
         if (self.config.first_proposing_position if first is None else first) == 0:
             return state
-        return self.step(hidden[:, 0], anchor, state, 0, embed).state
+        return self.step(hidden[:, 0], anchor, state, 0, embed)[1]
 
     def confidence_logits(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
         """`[...]` logits of the probability that what is proposed is accepted; None without a confidence head.
@@ -180,7 +180,7 @@ class DominoHead(PathHead):
         flat = torch.gru_cell(read, state.flatten(0, -2), weights["weight_ih_l0"], weights["weight_hh_l0"])
         state = flat.view(state.shape)
         query = self.embed_proj[:2](torch.cat((hidden, state), dim=-1))
-        return Step(query * (depth >= self.config.pure_draft_prefix_len), state)
+        return query * (depth >= self.config.pure_draft_prefix_len), state
 
 
 def load_domino(file: HeadFile) -> DominoHead:

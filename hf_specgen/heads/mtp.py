@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, Self, cast
 
@@ -42,19 +42,20 @@ from hf_specgen.heads.checkpoint import (
 from hf_specgen.heads.head_file import check_tensor
 from hf_specgen.heads.runner import HeadRunner, padded
 
-LINKS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-"""Norms of embedding and state, projection of both and final norm, by their names in DeepSeek-V3."""
+LINKS = ("enorm", "hnorm", "eh_proj", "final_norm")
+"""Norms of embedding and state, projection of both, and final norm."""
 RENAMED = {
+    "shared_head.norm": "final_norm",
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
     "fc": "eh_proj",
-    "norm": "shared_head.norm",
+    "norm": "final_norm",
     "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm",
     "input_proj": "eh_proj",
-    "final_layernorm": "shared_head.norm",
+    "final_layernorm": "final_norm",
 }
-"""The same in the layouts of Qwen and of speculators."""
+"""Their names in the layouts of DeepSeek-V3, Qwen and speculators."""
 FURTHER_LAYER = re.compile(r"^(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
 NAMED_LAYER = re.compile(r"^(?:mtp_|(?:.+\.)?mtp\.)(?:layers\.(?P<layer>\d{1,6})\.)?(?P<part>.+)$")
 """Tensors of layers after those of the target, and of layers that are named MTP; without a number for all of them."""
@@ -62,19 +63,10 @@ TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
 
-class MTPLayer(nn.Module):
-    """Norms, the projection of embedding and state, a decoder layer of the target's class, and a final norm."""
-
-    def __init__(self, links: Mapping[str, nn.Module], block: nn.Module) -> None:
-        super().__init__()
-        self.embedding_norm, self.hidden_norm, self.projection, self.final_norm = (links[name] for name in LINKS)
-        self.block = block
-
-
 class MTPHead(DraftHead):
-    """The MTP layers of a checkpoint; made by `load_mtp`."""
+    """The MTP layers of a checkpoint; made by `load_mtp`. Each has the modules in `LINKS`, and the target's `block`."""
 
-    def __init__(self, config: HeadConfig, layers: list[MTPLayer], rotary: nn.Module) -> None:
+    def __init__(self, config: HeadConfig, layers: list[nn.ModuleDict], rotary: nn.Module) -> None:
         super().__init__(config)
         self.layers, self.rotary = nn.ModuleList(layers), rotary
 
@@ -89,8 +81,7 @@ class MTPHead(DraftHead):
     ) -> HeadOutput:
         """One pass of one layer; its output after its final norm is for the next step and for the output matrix."""
         layer = cast(Any, self.layers[step % len(self.layers)])
-        both = torch.cat((layer.embedding_norm(embeddings), layer.hidden_norm(hidden)), dim=-1)
-        states = layer.projection(both)
+        states = layer.eh_proj(torch.cat((layer.enorm(embeddings), layer.hnorm(hidden)), dim=-1))
         states = layer.block(
             states,
             position_embeddings=self.rotary(states, position_ids),
@@ -120,7 +111,7 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
         layers = _parts(checkpoint, first)
         blocks, links = _blocks(decoder, checkpoint, layers), _links(decoder, layers)
     sizes = {"hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": vocab, "target_hidden_size": hidden}
-    mtp_layers = [MTPLayer(*pair) for pair in zip(links, blocks.layers, strict=True)]
+    mtp_layers = [nn.ModuleDict({**link, "block": block}) for link, block in zip(links, blocks.layers, strict=True)]
     head = MTPHead(HeadConfig(**sizes, num_target_layers=first), mtp_layers, blocks.rotary_emb)
     return head.to(device=next(decoder.layers[-1].parameters()).device).eval().requires_grad_(False)
 

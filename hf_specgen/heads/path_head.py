@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -31,18 +31,9 @@ CLEAR_LEAD = 4
 PAIR_COLUMNS, PAIR_PREVIOUS = 256, 128
 """Tokens of a depth that can be drafted, and those that can be continued, where the previous token alone corrects."""
 Embed = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Step(NamedTuple):
-    """What a correction computes from one token of each path.
-
-    Args:
-        query: `[..., rank]`, multiplied with the keys of the draft tokens.
-        state: `[..., state_size]` for the next position.
-    """
-
-    query: torch.Tensor
-    state: torch.Tensor
+Step = tuple[torch.Tensor, torch.Tensor]
+"""What a correction computes from one token of each path: the query `[..., rank]`, which is multiplied with the keys of
+the draft tokens, and the state `[..., state_size]` for the next position."""
 
 
 class PathHead(BlockHead):
@@ -130,7 +121,7 @@ class PathRunner(BlockRunner):
         anchors = self._anchor[:, None, None].expand(-1, 1, count)
         previous = torch.cat([anchors, columns[:, :-1, :count]], dim=1)
         hidden = self._hidden[:, :, None]
-        query = self._head.step(hidden, previous, hidden[..., :0], 0, self.bound.embed).query
+        query, _ = self._head.step(hidden, previous, hidden[..., :0], 0, self.bound.embed)
         keys = self._head.keys()[columns if self._draft_ids is None else self._draft_ids[columns]]
         return base[:, :, None] + query @ keys.transpose(2, 3), columns
 
@@ -180,7 +171,7 @@ class PathRunner(BlockRunner):
                 lead += one - zero
         for first in (0, 1):
             state = self._head.first_state(block, self._anchor, self.bound.embed, first)
-            query = self._head.step(block[:, first], self._anchor, state, 0, self.bound.embed).query
+            query, _ = self._head.step(block[:, first], self._anchor, state, 0, self.bound.embed)
             logits.append(self.bound.logits(block[:, first]) + query @ self._head.keys().T)
         best = self._head.target_ids(torch.stack(logits, dim=1).argmax(dim=-1)).tolist()
         self._proposed = dict(zip(self.rows, best, strict=True))
