@@ -141,11 +141,9 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     tensors = dict(checkpoint.tensors)
     try:
         for module in modules:
-            prefix, file = f"{module}.", tensors[module + end].file
-            parts = [name for name in tensors if name.startswith(prefix) and name != f"{module}.bias"]
-            read = {name.removeprefix(prefix): tensors[name].read() for name in parts}
-            weight = reader(checkpoint, config, module, read)
-            tensors = {name: info for name, info in tensors.items() if name not in parts}
+            names = [name for name in tensors if name.startswith(f"{module}.") and name != f"{module}.bias"]
+            parts = {name.removeprefix(f"{module}."): tensors.pop(name) for name in names}
+            weight, file = reader(config, module, parts), next(iter(parts.values())).file
             tensors[f"{module}.weight"] = TensorInfo.of(f"{module}.weight", weight, file)
     except ImportError:
         raise ValueError(f"the head is quantised; install {method} to read it") from None
@@ -154,9 +152,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint._replace(tensors=tensors)
 
 
-def _compressed_tensors(
-    checkpoint: Checkpoint, config: Mapping[str, Any], module: str, parts: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def _compressed_tensors(config: Mapping[str, Any], module: str, parts: Mapping[str, TensorInfo]) -> torch.Tensor:
     """A weight that compressed-tensors has quantised."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -164,34 +160,33 @@ def _compressed_tensors(
     settings = QuantizationConfig.model_validate(config)
     [scheme] = settings.config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(getattr(scheme, "format", None) or settings.format)
-    scale, rows = parts["weight_scale"].shape, len(parts["weight_packed" if "weight_packed" in parts else "weight"])
+    scale, rows = parts["weight_scale"].shape, parts["weight_packed" if "weight_packed" in parts else "weight"].shape[0]
     if len(scale) > 2 or (scale and scale[0] not in (1, rows)):
-        raise ValueError(f"{module}.weight_scale has the shape {tuple(scale)}, but there are {rows} rows")
-    return cast(torch.Tensor, compressor.decompress(parts, scheme)["weight"])
+        raise ValueError(f"{module}.weight_scale has the shape {scale}, but there are {rows} rows")
+    state = {part: info.read() for part, info in parts.items()}
+    return cast(torch.Tensor, compressor.decompress(state, scheme)["weight"])
 
 
-def _torchao(
-    checkpoint: Checkpoint, config: Mapping[str, Any], module: str, parts: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def _torchao(config: Mapping[str, Any], module: str, parts: Mapping[str, TensorInfo]) -> torch.Tensor:
     """A weight that torchao has quantised, by what the file's metadata say of it."""
     from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
 
     name = f"{module}.weight"
-    with safe_open(checkpoint.tensors[f"{module}._weight_qdata"].file, framework="pt") as file:
+    with safe_open(parts["_weight_qdata"].file, framework="pt") as file:
         metadata = file.metadata() or {}
     if name not in metadata:
         raise ValueError(f"the file's metadata do not describe {name}")
-    for part, tensor in parts.items():
-        if tensor.dim() == 1:  # it would be broadcast to more numbers than the file has
-            raise ValueError(f"{module}.{part} has {len(tensor)} elements, but should be a matrix")
-    state = {f"{module}.{part}": tensor for part, tensor in parts.items()}
+    for info in parts.values():
+        if len(info.shape) == 1:  # it would be broadcast to more numbers than the file has
+            raise ValueError(f"{info.name} has {info.shape[0]} elements, but should be a matrix")
+    state = {info.name: info.read() for info in parts.values()}
     described = {name: metadata[name], "tensor_names": json.dumps([name])}
     return cast(torch.Tensor, unflatten_tensor_state_dict(state, described)[0][name].dequantize())
 
 
 PACKED = re.compile(r"\._?weight_(packed|qdata)$")
-WeightReader = Callable[[Checkpoint, Mapping[str, Any], str, dict[str, torch.Tensor]], torch.Tensor]
-"""From a checkpoint, the config of its quantisation, the name of a linear layer and its tensors to its weight."""
+WeightReader = Callable[[Mapping[str, Any], str, Mapping[str, TensorInfo]], torch.Tensor]
+"""From the config of the quantisation, the name of a linear layer and its tensors to its weight."""
 QUANTISED: Mapping[str, tuple[str, WeightReader]] = {
     "compressed-tensors": (".weight_scale", _compressed_tensors),
     "torchao": ("._weight_qdata", _torchao),

@@ -89,7 +89,6 @@ class PathRunner(BlockRunner):
         limit = self._head.max_candidates or MAX_CANDIDATES
         self.max_candidates = min(limit, self.config.draft_vocab_size)
         self._proposed: dict[int, list[int]] = {}
-        self._anchor: torch.Tensor = self._like  # last known tokens
         self._hidden: torch.Tensor = self._like  # outputs of the block from the first proposing position on
         self._draft_ids: torch.Tensor | None = None
         if (ids := self._head.draft_to_target) is not None:
@@ -146,8 +145,7 @@ class PathRunner(BlockRunner):
 
     def _run_block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run the block after new accepted positions: `[active, block, hidden]`."""
-        self._anchor = self._anchors(tokens)
-        block = self._block(features, self._anchor, self.config.block_size)
+        block = self._block(features, tokens, self.config.block_size)
         if self.lead is not None and abs(self.lead) < CLEAR_LEAD:
             self.lead += self._counted(block, tokens)
         self._hidden = block[:, self.first :]

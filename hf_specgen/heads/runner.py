@@ -322,21 +322,18 @@ class BlockRunner(ParallelRunner):
         # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
         causal = all(attention.causal for attention in self.config.attention)
         size = min(first + depth, self.config.block_size) if causal else self.config.block_size
-        return self._block(features, self._anchors(tokens), size)[:, first : first + depth]
+        return self._block(features, tokens, size)[:, first : first + depth]
 
-    def _anchors(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        """`[active]` the last known token of each row."""
-        return torch.tensor([row[-1] if row else 0 for row in tokens], device=self._like.device)
-
-    def _block(self, features: list[torch.Tensor], anchors: torch.Tensor, size: int) -> torch.Tensor:
+    def _block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]], size: int) -> torch.Tensor:
         """`[active, size, hidden]` outputs at the positions of a block after the new accepted ones."""
         head: Any = self.bound.head
         device = self._like.device
+        self._anchor = torch.tensor([row[-1] if row else 0 for row in tokens], device=device)
         states = padded(features, [slice(None)] * len(features))
         head.extend(states, self._positions(states.shape[1]), self.cache)
         self._commit([len(row) for row in features])
         blocks = torch.full((len(features), size), self.config.mask_token_id, device=device)
-        blocks[:, 0] = anchors
+        blocks[:, 0] = self._anchor
         output: HeadOutput = head(self.bound.embed(blocks), self._positions(size), self.cache, self.lengths)
         self.cache.set_lengths(self.lengths)
         return output.output
