@@ -1,6 +1,6 @@
 """Acceptance: a drafter's probability of a token is taken for the probability that the target accepts it.
 
-With samples it is the token's part of the weights of `VerificationSession.draft_weights`.
+With samples it is the softmax of `VerificationSession.draft_scores`.
 """
 
 from __future__ import annotations

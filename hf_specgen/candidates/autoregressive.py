@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import NetworkSession
 from hf_specgen.candidates.base import DraftCall
@@ -34,6 +33,8 @@ class AutoregressiveSession(NetworkSession):
     vocabulary; the drafter's may be padded to another size.
     """
 
+    token_ids: torch.Tensor | None = None
+    """`[draft vocab]` the target's ids of the tokens that the logits are of, if they are not those of all tokens."""
     expanded_nodes_first = False
     """Whether the nodes of a tree begin with those that were expanded."""
 
@@ -72,14 +73,14 @@ class AutoregressiveSession(NetworkSession):
 
     @abstractmethod
     def first_scores(self) -> torch.Tensor:
-        """Run the drafter on what is new in the rows' texts: `[batch, vocab]` logits after each row's last token.
+        """Run the drafter on what is new in the rows' texts: `[batch, draft vocab]` logits after each row's last token.
 
         Adds the pass to `passes` unless it reads the prompt.
         """
 
     @abstractmethod
     def next_scores(self, tree: GrownTree) -> torch.Tensor:
-        """Run the drafter on the last nodes of each row; `[batch, new, vocab]` logits after each of them."""
+        """Run the drafter on the last nodes of each row; `[batch, new, draft vocab]` logits after each of them."""
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was computed for these nodes of the last tree, and drop the others."""
@@ -109,7 +110,8 @@ class AutoregressiveSession(NetworkSession):
         last_tokens = [self.call.state.last_token(row) for row in range(len(depths))]
         pending, limits = torch.tensor([last_tokens, depths]).to(device, non_blocking=True)[..., None]
         is_captured = levels is not None or self.level_passes() is not None
-        growth = Growth(depths, min(size.children, self._vocab), pending, limits if is_captured else None)
+        children = min(size.children, self._vocab if self.token_ids is None else len(self.token_ids))
+        growth = Growth(depths, children, pending, limits if is_captured else None)
         self._proposals, self._nodes = self._settings(growth.children), size.max_nodes
         if levels is not None and not self._grow_first(growth, size, levels, active):
             logits = self.first_scores()[:, None]
@@ -132,8 +134,8 @@ class AutoregressiveSession(NetworkSession):
 
     def _settings(self, children: int) -> Proposals:
         verification = self.call.verification
-        processors = ScoreProcessors.of([]) if verification is None else verification.processors.draft_processors
-        return Proposals(children, self._vocab, self._threshold, self.call.do_sample, processors, self.wants_q)
+        processors = ScoreProcessors.of([]) if verification is None else verification.processors.score_processors
+        return Proposals(children, self._vocab, self._threshold, processors, self.token_ids, self.wants_q)
 
     def _grow(self, growth: Growth, passes: int, width: int) -> None:
         """Expand so many nodes of each row in each of so many passes of the drafter."""
@@ -177,16 +179,16 @@ class AutoregressiveSession(NetworkSession):
         """Go on after passes of a captured function, when so many nodes of each row were expanded in all."""
 
     def _add(self, growth: Growth, logits: torch.Tensor) -> None:
-        """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, vocab]` after them."""
+        """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""
         verification, scores = self.call.verification, self._proposals.scores(logits)
-        if verification is None:
-            weights = scores.softmax(dim=-1)
-        else:
+        draft_scores = scores
+        if verification is not None:
             steps = [[len(text) + growth.levels] for text in self.call.state.generated]
-            weights = verification.draft_weights(scores, steps)
-        proposed, q = self._proposals(scores, weights)
+            ids = None if self.token_ids is None else self.token_ids.expand(len(scores), 1, -1)
+            draft_scores = verification.draft_scores(scores, steps, ids)
+        proposed, q = self._proposals(scores, draft_scores)
         if q is not None:
-            self._qs.append(pad(q, (0, self._vocab - q.shape[-1])))
+            self._qs.append(q)
         growth.add(*proposed)
 
 

@@ -41,7 +41,7 @@ class DraftCall(Call):
 
     Args:
         target: runs the forward passes of the model; None inside Transformers' own assisted decoding.
-        verification: the verification session; see `VerificationSession.draft_weights`. None where target is None.
+        verification: the verification session; see `VerificationSession.draft_scores`. None where target is None.
         depth: the policy's session; its `latency` is the latency model. None where target is None.
     """
 

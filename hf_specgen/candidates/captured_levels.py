@@ -8,6 +8,7 @@ the best nodes are selected, of which the host then takes as many as are to be v
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import log
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from hf_specgen.grown_tree import Selection
 from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.masks import StepLayout
 from hf_specgen.tree import TreeStructure
+from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
 
 
@@ -30,41 +32,39 @@ class Proposals:
         children: how many tokens.
         vocab: the size of the target's vocabulary; the drafter's may be padded to another size.
         threshold: nodes whose token has a lower probability are not expanded.
-        do_sample: whether the weights contain noise; the confidence is then a token's share of their sum.
         processors: applied to the logits.
-        wants_q: whether to return q, from which the weights have drawn already, for rejection sampling.
+        token_ids: `[draft vocab]` the target's ids of a drafter with a vocabulary of its own.
+        wants_q: whether to return q, from which the scores have drawn already, for rejection sampling.
     """
 
     children: int
     vocab: int
     threshold: float
-    do_sample: bool
     processors: ScoreProcessors
+    token_ids: torch.Tensor | None = field(default=None, compare=False)  # of the module that is captured
     wants_q: bool = False
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[batch, nodes, vocab]` the processed scores of a pass."""
-        scores = logits[..., : self.vocab].float()
-        return self.processors(scores.flatten(0, 1)).view(scores.shape)
+        """`[batch, nodes, draft vocab]` the processed scores of a pass."""
+        return self.processors(logits[..., : self.vocab].float(), self.token_ids is None)
 
     def __call__(
-        self, scores: torch.Tensor, weights: torch.Tensor
+        self, scores: torch.Tensor, draft_scores: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-        """What `Growth.add` takes, and q if it is wanted; `weights` are of `VerificationSession.draft_weights`."""
-        best, tokens = weights.topk(min(self.children, weights.shape[-1]), dim=-1)
-        confidence, expandable, q = best, None, None
-        if self.do_sample:
-            confidence = best / weights.sum(dim=-1, keepdim=True)
+        """What `Growth.add` takes, and q if it is wanted; `draft_scores` are those of `VerificationSession`."""
+        acceptance, tokens = draft_scores.log_softmax(dim=-1).topk(self.children)
+        expandable, q, ids = None, None, self.token_ids
         if self.wants_q or self.threshold:
             probabilities = scores.softmax(dim=-1)
             expandable = probabilities.gather(-1, tokens) >= self.threshold if self.threshold else None
             if self.wants_q:
-                q = probabilities
-                confidence = confidence_by_rank(q.amax(dim=-1), best.shape[-1])
-        acceptance = confidence.clamp(MIN_PROBABILITY, MAX_PROBABILITY).log()
+                acceptance = confidence_by_rank(probabilities.amax(dim=-1), self.children).log()
+                q = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
+                q = q if ids is None else torch.zeros_like(q).index_copy(-1, ids, probabilities)
+        acceptance = acceptance.clamp(log(MIN_PROBABILITY), log(MAX_PROBABILITY))
         if self.wants_q:  # siblings are verified in the order in which they were drawn
-            acceptance = acceptance - 1e-4 * torch.arange(best.shape[-1], device=best.device)
-        return (tokens, acceptance, expandable), q
+            acceptance = acceptance - 1e-4 * torch.arange(self.children, device=tokens.device)
+        return (tokens if ids is None else ids[tokens], acceptance, expandable), q
 
 
 class TextInputs(NamedTuple):
@@ -148,10 +148,8 @@ class CapturedLevels:
 
     def _add(self, growth: Growth, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
         scores = self.proposals.scores(logits)
-        weights = scores.softmax(dim=-1)
-        if noise is not None:
-            weights = weights / noise[:, None, : weights.shape[-1]]
-        growth.add(*self.proposals(scores, weights)[0])  # q is not needed: rejection sampling is not captured
+        draft_scores = scores if noise is None else perturbed(scores, noise[:, None])
+        growth.add(*self.proposals(scores, draft_scores)[0])  # q is not needed: rejection sampling is not captured
 
 
 def grow_captured(
@@ -168,6 +166,8 @@ def grow_captured(
     None if there is no graph: nothing was added then, and the caller makes the passes.
     """
     graphs, text, reads = drafter.functions, drafter.text, [0] * len(growth.limits)
+    if noise is not None and proposals.token_ids is not None:
+        noise = noise[..., proposals.token_ids]
     columns, starts, text_inputs = passes * width, drafter.cache.lengths, None
     if text is not None:
         columns, reads = columns + text.tokens.shape[1], list(text.counts)

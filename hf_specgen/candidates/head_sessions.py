@@ -172,6 +172,7 @@ class HeadSession(NetworkSession):
         assert call.model is not None
         super().__init__(call, k, tree, vocabulary_size(call.model))  # type: ignore[call-arg]  # that of the next class
         self.target, self.runner, self.window = target, runner, window
+        self.token_ids = getattr(runner, "token_ids", None)
 
     def next_scores(self, tree: GrownTree) -> torch.Tensor:
         """`[batch, new, vocab]` logits after the last nodes of a tree."""

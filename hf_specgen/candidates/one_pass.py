@@ -98,14 +98,12 @@ class OnePassSession(NetworkSession):
         """The scores after the score-only processors, and what the host reads of each row."""
         verification = self.call.verification
         assert verification is not None
-        scores = verification.processors.draft_processors(scores.flatten(0, 2), columns is None).view(scores.shape)
+        scores = verification.processors.score_processors(scores, columns is None)
         steps = [range(len(text), len(text) + scores.shape[1]) for text in self.call.state.generated]
-        weights = verification.draft_weights(scores, steps, columns)
-        probability, index = weights.topk(min(self.ranks, weights.shape[-1]), dim=-1)
+        draft_scores = verification.draft_scores(scores, steps, columns)
+        probability, index = draft_scores.softmax(dim=-1).topk(min(self.ranks, draft_scores.shape[-1]))
         if self.wants_q:
             probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])
-        elif self.call.do_sample:
-            probability = probability / weights.sum(dim=-1, keepdim=True)
         # In one transfer; token ids below 2**24 are exact.
         parts = [probability, index, *([] if columns is None else [columns])]
         read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()

@@ -31,6 +31,9 @@ PREFILL_CHUNK = 512
 class HeadRunner:
     """Base class: a head's cache in one call, whose first `lengths[b]` slots are accepted tokens, and active `rows`."""
 
+    token_ids: torch.Tensor | None = None
+    """`[draft vocab]` the target's ids of the tokens that logits are of; None: those of all tokens."""
+
     def __init__(self, bound: BoundHead, batch: int):
         self.bound, self.cache, self.lengths, self.rows = bound, RaggedCache(), [0] * batch, list(range(batch))
         self._batch, self._like = batch, next(bound.head.parameters())
@@ -152,6 +155,7 @@ class EagleRunner(HeadRunner):
 
     def __init__(self, bound: BoundHead, batch: int, graphs: Compile = False):
         super().__init__(bound, batch)
+        self.token_ids = bound.head.draft_to_target
         self._graphs = captured_functions(bound.head) if graphs else None
         self._mode, self._hidden = graphs, self._like.new_zeros(batch, 0, 0)
 
@@ -162,7 +166,7 @@ class EagleRunner(HeadRunner):
         new = self._new(features, next_tokens, needed if self._graphs is None else None)
         self._keep_last(*self._read(*new))
         self._hidden = self.last.hidden
-        return self._scatter(self.bound.target_logits(self.last.output)[:, 0])
+        return self._scatter(self.bound.logits(self.last.output)[:, 0])
 
     def _select(self, rows: list[int]) -> None:
         super()._select(rows)
@@ -239,7 +243,7 @@ class EagleRunner(HeadRunner):
         positions, mask = depths[:, -new:] + layout.starts, masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
-        return self._scatter(self.bound.target_logits(output.output))
+        return self._scatter(self.bound.logits(output.output))
 
 
 @dataclass(frozen=True)
@@ -265,7 +269,7 @@ class EagleLevel:
         bound, positions = self.bound.of_head(head), layout.depths[:, -tokens.shape[1] :] + layout.starts
         states = head.combine(states) if is_text else states
         output = run_head(head, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
-        return bound.target_logits(output.output), output.hidden, output.output
+        return bound.logits(output.output), output.hidden, output.output
 
 
 class ParallelRunner(HeadRunner):

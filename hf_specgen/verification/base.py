@@ -84,10 +84,10 @@ class VerificationSession(ABC):
         """Whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`)."""
         return False
 
-    def draft_weights(
+    def draft_scores(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Weight of each token as a draft token: the one most likely to be accepted has the largest.
+        """Scores of each token as a draft token: their softmax estimates how likely it is to be accepted.
 
         Args:
             scores: `[batch, positions, …, draft vocab]` the draft's scores after its processors, on any device.
@@ -96,20 +96,17 @@ class VerificationSession(ABC):
             tokens: `[batch, positions, draft vocab]` the ids, if the scores are not those of tokens 0, 1, 2, …
 
         Returns:
-            Non-negative, of the shape of the scores. By default q, divided by `draft_noise` where that is not None.
+            Of the shape of the scores: by default these, perturbed by `draft_noise` where that is not None.
         """
         noise = self.draft_noise(steps, scores.device)
         if noise is None:
-            return scores.float().softmax(dim=-1)
-        noise = noise if tokens is None else noise.gather(2, tokens)
-        vocab = min(scores.shape[-1], noise.shape[-1])
-        noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]
-        return scores[..., :vocab].float().softmax(dim=-1) / noise
+            return scores
+        return perturbed(scores, noise if tokens is None else noise.gather(2, tokens))
 
     @property
     def shares_noise(self) -> bool:
-        """Whether `draft_weights` follow from the scores and `draft_noise` alone."""
-        return type(self).draft_weights is VerificationSession.draft_weights
+        """Whether `draft_scores` follow from the scores and `draft_noise` alone."""
+        return type(self).draft_scores is VerificationSession.draft_scores
 
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         """`[batch, positions, vocab]` the noise with which the target samples generated tokens, if it is known."""
@@ -157,7 +154,7 @@ class VerificationSession(ABC):
 
     def _choose_at_once(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Choices:
         """Choose the token after every node, then follow the choices down the tree."""
-        scores = self.processors.all_nodes(logits)
+        scores = self.processors.score_processors(logits)
         steps = self._steps(tree, active) if self.call.do_sample else []
         chosen = tree.read_with(self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch))
         draft_tokens, rows = tree.token_lists(), [row for row in range(tree.batch) if active[row]]
@@ -242,16 +239,16 @@ class PathSession(VerificationSession):
         self._seed = int(torch.randint(2**62, ())) if call.do_sample else 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def draft_weights(
+    def draft_scores(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """In descending order, a sample without replacement from `softmax(scores)`."""
-        weights, device = super().draft_weights(scores, steps, tokens), scores.device
+        scores, device = super().draft_scores(scores, steps, tokens), scores.device
         if not self.call.do_sample:
-            return weights
+            return scores
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return weights / exponential(weights.shape, device, self._generators[device])
+        return scores - exponential(scores.shape, device, self._generators[device]).log()
 
     @abstractmethod
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -325,6 +322,16 @@ def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
 def exponential(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
     """Noise for `exponential_race`, in a shape whose last dimension is the vocabulary."""
     return torch.empty(tuple(shape), dtype=torch.float32, device=device).exponential_(generator=generator)
+
+
+def perturbed(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Scores whose argmax is what `exponential_race` samples from their softmax; their softmax are its weights.
+
+    `scores` are `[batch, positions, …, vocab]`, the noise `[batch, positions, vocab]` of a vocabulary of any size.
+    """
+    vocab = min(scores.shape[-1], noise.shape[-1])
+    noise = noise.view(*noise.shape[:2], *[1] * (scores.dim() - 3), -1)[..., :vocab]
+    return scores[..., :vocab] - noise.log()
 
 
 def _along(values: Any, result: VerificationResult) -> list[list[torch.Tensor]]:

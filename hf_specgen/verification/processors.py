@@ -75,7 +75,7 @@ def rng_state(device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ScoreProcessors:
-    """Applies score-only processors to a draft's scores; equal ones have equal settings, which are numbers only."""
+    """Applies score-only processors; equal ones have equal settings, which are numbers only."""
 
     processors: tuple[Any, ...] = field(compare=False)
     settings: tuple[Any, ...]
@@ -87,10 +87,12 @@ class ScoreProcessors:
         return cls(chosen, tuple((type(one), *(_setting(value) for value in vars(one).values())) for one in chosen))
 
     def __call__(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:
-        """`[n, vocab]` to the same; processors that name tokens are left out unless the scores are of all tokens."""
+        """`[…, vocab]` to the same; processors that name tokens are left out unless the scores are of all tokens."""
         for processor in self.processors:
             if all_tokens or type(processor) is not logits_process.SuppressTokensLogitsProcessor:
-                scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
+                flat = scores.flatten(0, -2)
+                no_text = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
+                scores = processor(no_text, flat).view(scores.shape)
         return scores
 
 
@@ -106,25 +108,17 @@ class LogitsPipeline:
         self._processors: Any = processors
         self._state, self._do_sample = state, do_sample
         self._own = [one for one in processors if not type(one).__module__.startswith("transformers.")]
-        self.draft_processors = ScoreProcessors.of(processors)
-        """Those that are applied to the scores of a draft."""
+        self.score_processors = ScoreProcessors.of(processors)
+        """Those that are applied to the scores of a draft, and if they are all of them to those of the target."""
         kinds = [type(processor) for processor in processors]
         self.score_only = all(kind in SCORE_ONLY for kind in kinds)
-        """Whether `all_nodes` may be used."""
+        """Whether `score_processors` are all processors."""
         known = SCORE_ONLY | ROW_WISE
         dependent = [one for one in processors if type(one) not in known and not getattr(one, "row_wise", False)]
         self.stateful = [name_of(one) for one in dependent]
         """The processors that may keep a state from one call to the next."""
         self.lockstep = self.stateful if state.batch > 1 else []
         """The processors for which all rows have to advance by the same number of tokens."""
-
-    def all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores of every node, `[batch, nodes, vocab]` to the same; for score-only processors."""
-        if not self._processors:
-            return logits
-        flat = logits.reshape(-1, logits.shape[-1])
-        no_text = torch.empty(len(flat), 0, dtype=torch.long, device=flat.device)
-        return cast(torch.Tensor, self._processors(no_text, flat)).view(logits.shape)
 
     def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of one generated column, `[batch, vocab]`; rows that have not reached it are ignored."""

@@ -75,13 +75,13 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
 
     def raised(compute: Callable[..., torch.Tensor], depths: Callable[..., Sequence[int]]) -> Any:
         def scores_of(*arguments: Any) -> torch.Tensor:
-            scores = compute(*arguments)
+            scores, ids = compute(*arguments), getattr(session, "token_ids", None)
             by_place = scores if scores.dim() == 3 else scores[:, None]
             for row, generated in enumerate(session.call.state.generated):
                 for place, depth in enumerate(depths(row, *arguments)):
                     known = texts[row][len(generated) + depth :]
                     if known and known[0] is not None:
-                        by_place[row, place, known[0]] += RAISED
+                        by_place[row, place, known[0] if ids is None else ids == known[0]] += RAISED
             return scores
 
         return scores_of

@@ -49,8 +49,12 @@ class Rounds:
 
     def _recorded(self, compute: Any) -> Any:
         def record(*arguments: Any) -> torch.Tensor:
-            scores = compute(*arguments)
-            self.logits += [scores] if scores.dim() == 2 else list(scores.unbind(dim=1))
+            scores, ids = compute(*arguments), getattr(self._session, "token_ids", None)
+            logits = scores
+            if ids is not None:
+                vocab = self.target_model.get_output_embeddings().weight.shape[0]
+                logits = scores.new_full((*scores.shape[:-1], vocab), -torch.inf).index_copy(-1, ids, scores)
+            self.logits += [logits] if logits.dim() == 2 else list(logits.unbind(dim=1))
             return scores
 
         return record

@@ -201,7 +201,7 @@ def test_rejection_has_float32_whatever_the_default_dtype_is() -> None:
     assert runs[0] == runs[1]
 
 
-def test_draft_weights_have_their_own_random_numbers_and_repeats() -> None:
+def test_draft_scores_have_their_own_random_numbers_and_repeats() -> None:
     """Would catch: drafting that changes the random numbers of verification, and runs that do not repeat."""
     scores = torch.randn(3, VOCAB)
     runs = []
@@ -209,7 +209,7 @@ def test_draft_weights_have_their_own_random_numbers_and_repeats() -> None:
         torch.manual_seed(5)
         session = start_session(RejectionVerifier(), 3)
         state = torch.get_rng_state()
-        runs.append(torch.stack([session.draft_weights(scores, []).argmax(dim=-1) for _ in range(2000)]))
+        runs.append(torch.stack([session.draft_scores(scores, []).argmax(dim=-1) for _ in range(2000)]))
         assert torch.equal(torch.get_rng_state(), state)
         assert session.wants_q
     assert torch.equal(*runs)

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
+from hf_specgen.candidates.captured_levels import Proposals
 from hf_specgen.candidates.growth import LEVELS_PER_READ, Growth
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_search import SearchLimits, TreeSize, best_first
@@ -16,6 +18,8 @@ from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.tree import DraftTree
+from hf_specgen.verification.base import perturbed
+from hf_specgen.verification.processors import ScoreProcessors
 from tests.helpers import reference
 
 probabilities = st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3)
@@ -308,3 +312,27 @@ def test_best_first_pulls_the_next_sibling_only_after_the_one_before_is_added() 
 
     tree = best_first(0, children, 1, SearchLimits(2))
     assert tree.tokens == [5, 6] and tree.probability == [0.5, 0.3] and pulled == [5, 6, 7]
+
+
+@pytest.mark.parametrize("wants_q", [False, True])
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_proposals_of_a_draft_vocabulary_are_those_of_the_whole_one(is_sampled: bool, wants_q: bool) -> None:
+    """Would catch: draft ids for ids of the target, noise of other tokens, a confidence that is not their share."""
+    torch.manual_seed(0)
+    ids, vocab, logits = torch.tensor([7, 2, 9, 4, 11, 0]), 12, 3 * torch.randn(2, 3, 6)
+    whole = torch.full((2, 3, vocab), -torch.inf).index_copy(-1, ids, logits)
+    noise = torch.rand(2, 1, vocab) if is_sampled else torch.ones(2, 1, vocab)
+    weights = whole.softmax(dim=-1) / noise
+    best = weights.topk(4, dim=-1)
+    confidence = best.values / weights.sum(dim=-1, keepdim=True)
+    if wants_q:
+        confidence = confidence_by_rank(whole.softmax(dim=-1).amax(dim=-1), 4)
+    expected = confidence.clamp(MIN_PROBABILITY, MAX_PROBABILITY).log() - 1e-4 * torch.arange(4) * wants_q
+
+    propose = Proposals(4, vocab, 0.1, ScoreProcessors.of([]), ids, wants_q)
+    (tokens, acceptance, expandable), q = propose(propose.scores(logits), perturbed(logits, noise[..., ids]))
+    assert torch.equal(tokens, best.indices) and expandable is not None
+    torch.testing.assert_close(acceptance, expected)
+    assert torch.equal(expandable, whole.softmax(dim=-1).gather(-1, tokens) >= 0.1)
+    if wants_q:
+        torch.testing.assert_close(q, whole.softmax(dim=-1))
