@@ -196,8 +196,8 @@ def is_sharded(model: PreTrainedModel) -> bool:
     return bool(names.is_deepspeed_zero3_enabled() or names.is_fsdp_managed_module(model))
 
 
-def on_batch_processor(manager: Any, prepare: Callable[[Any], None]) -> None:
-    """Call `prepare` with the processor of a continuous-batching manager when it is made, and when it is used again.
+def on_batch_processor(manager: Any, make_steps: Callable[[Any], Any]) -> None:
+    """Hook what `make_steps` makes of the processor of a continuous-batching manager, also when it is used again.
 
     Symbol: `ContinuousBatchingManager._create_batch_processor`.
     """
@@ -206,14 +206,13 @@ def on_batch_processor(manager: Any, prepare: Callable[[Any], None]) -> None:
 
     def create() -> Any:
         processor = plain()
-        hook_packed_steps(processor, None)
-        prepare(processor)
+        _hook_packed_steps(processor, make_steps(processor))
         return processor
 
     manager._create_batch_processor = create
 
 
-def hook_packed_steps(processor: Any, steps: Any) -> None:
+def _hook_packed_steps(processor: Any, steps: Any) -> None:
     """Let `steps` extend, sample and read the packed steps of a `ContinuousBatchProcessor`; None removes the hooks.
 
     Symbols: its `scheduler.schedule_batch`; `prepare_batch_update` and `_bulk_input_tensor` of its

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -55,20 +54,22 @@ def generate_batch(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attachment: Any
 ) -> Any:
     """`model.generate_batch(*args, **kwargs)` with the keywords of this package, or an attached strategy."""
-    begin, attachment = perf_counter(), attachment and attachment.of_thread(model)
-    with _running(_run_of(kwargs, attachment)) as run:
-        settings, requests = run.settings, list[Statistics]()
-        if settings is None:
-            return original(model, *args, **kwargs)
-        count, run.add = run.add, requests.append
+    begin, run = perf_counter(), _run_of(kwargs, attachment and attachment.of_thread(model))
+    settings, count, requests = run.settings, run.add, list[Statistics]()
+    run.add, token = requests.append, _run.set(run)
+    try:
         results = original(model, *args, **kwargs)
-        if run.settings is not None:
-            rows, lengths = [row for one in requests for row in one.rows], [one.emitted for one in requests]
-            statistics = Statistics(rows, lengths, strategy=repr(settings.candidates))
-            statistics.seconds = {"total": perf_counter() - begin}
-            settings.candidates.speculation = statistics
-            count(statistics)
-        return results
+    finally:
+        _run.reset(token)
+        for steps in run.steps:
+            steps.close()
+    if settings is not None and run.settings is not None:
+        rows, lengths = [row for one in requests for row in one.rows], [one.emitted for one in requests]
+        seconds = {"total": perf_counter() - begin}
+        statistics = Statistics(rows, lengths, seconds, strategy=repr(settings.candidates))
+        settings.candidates.speculation = statistics
+        count(statistics)
+    return results
 
 
 def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
@@ -79,17 +80,6 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
     if attachment is None:
         return PackedRun(None)
     return PackedRun(replace(attachment.settings, **settings_in(kwargs)), attachment.add, attachment.report_plain)
-
-
-@contextmanager
-def _running(run: PackedRun) -> Iterator[PackedRun]:
-    token = _run.set(run)
-    try:
-        yield run
-    finally:
-        _run.reset(token)
-        for steps in run.steps:
-            steps.close()
 
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
@@ -112,13 +102,13 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
             run.settings = replace(run.settings, policy=_packed_policy(run.settings.policy, compat.unwrapped(model)))
     manager, settings = original(model, **arguments), run.settings
 
-    def prepare(processor: Any) -> None:
+    def make_steps(processor: Any) -> PackedSteps | None:
         if settings is not None:
             seed = torch.initial_seed()  # the processor has just set it, to that of the config if there is one
             run.steps.append(PackedSteps(processor, model, manager.generation_config, settings, seed, run.add))
-            compat.hook_packed_steps(processor, run.steps[-1])
+        return None if settings is None else run.steps[-1]
 
-    compat.on_batch_processor(manager, prepare)
+    compat.on_batch_processor(manager, make_steps)
     return manager
 
 
@@ -141,8 +131,7 @@ def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[A
         yield "continuous batching verifies exactly; leave verification= out"
     others = settings.monitor is not None or settings.prediction is not None or settings.pack_weights
     if others or settings.compile == "graphs":
-        names = 'monitor=, prediction=, compile="graphs" and pack_weights='
-        yield f"{names} are not available in continuous batching; leave them out"
+        yield 'continuous batching takes no monitor=, prediction=, compile="graphs" and pack_weights=; leave them out'
     requirements = settings.candidates.target_requirements(model)
     if requirements.exit_layer is not None or requirements.reads_cache:
         yield (

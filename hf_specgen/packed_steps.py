@@ -93,13 +93,6 @@ class Request:
         """The generated tokens."""
         return self.loop.state.generated[0]
 
-    def gains(self) -> Sequence[float]:
-        """What ranks each proposed token: its path probability; 1 if a policy has chosen the depth, or without one."""
-        nodes = len(self.tree.parents[0])
-        if self.loop.policy.latency is None or not self.tree.probability:
-            return [1.0] * nodes
-        return self.tree.probability[0][:nodes]
-
     def commit(self, scores: torch.Tensor) -> list[int]:
         """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""
         before = len(self.text)
@@ -197,7 +190,10 @@ class PackedSteps:
 
     def _counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
-        ranked = [(gain, number) for number, (_, request) in enumerate(self._step) for gain in request.gains()]
+        ranked = list[tuple[float, int]]()
+        for number, (_, request) in enumerate(self._step):
+            nodes, probability = len(request.tree.parents[0]), request.tree.probability
+            ranked += [(gain, number) for gain in (probability[0][:nodes] if probability else [1.0] * nodes)]
         ranked = sorted(ranked, key=lambda one: -one[0])[:most]
         if ranked and self._seconds is not None:
             gains = [gain for gain, _ in ranked]
