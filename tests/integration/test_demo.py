@@ -59,14 +59,9 @@ def shown(table: Any) -> str:
 
 
 def test_demo_is_level_and_honest_where_nothing_gains() -> None:
-    """Would catch: graphs on our side only, a strategy that is slower than plain presented as the best."""
+    """Would catch: graphs on our side only, one call of each taken for a tie; other choices: `test_doctor.py`."""
     assert all(one.arguments().get("compile", False) is False for one in demo.variants(DemoSettings()))
-    slower = measured_with({"plain": 1.0, "prompt lookup": 2.0, "x": 3.0})
-    reason = "no strategy was clearly faster than plain generate on these prompts"
-    assert doctor.recommend(slower, ["x"]) == ("plain", reason)
     faster = measured_with({"plain": 1.0, "prompt lookup": 2.0, "x": 0.5})
-    best, reason = doctor.recommend(faster, ["x"])
-    assert best == "x" and "2.00x plain" in reason
     one_prompt, two_prompts = (measured_with({"plain": 1.0, "x": 0.98}, calls) for calls in (1, 2))
     assert doctor.recommend(one_prompt, ["x"])[0] == "plain" and doctor.recommend(two_prompts, ["x"])[0] == "x"
     lines = [line.split()[0] for line in shown(doctor.ranking(faster)).splitlines() if "█" in line]

@@ -126,37 +126,6 @@ def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None
     assert any(one.result == "bad" and "made for a target" in one.meaning for one in others)
 
 
-def calls(seconds: float, accepted: int = 5, drafted: int = 10, steps: int = 25, count: int = 4) -> list[Sample]:
-    """Several calls of 25 tokens each, in so many seconds and steps together."""
-    counts = Statistics([[RowStep(drafted, 1, accepted, 25), *([RowStep(0, 0, 0, 0)] * (steps - 1))]])
-    return [Sample(25, seconds / count, torch.zeros(1, 1), counts)] * count
-
-
-PLAIN = calls(2.0)
-
-MACHINES = {
-    "memory-bound": {"auto": calls(1.2, steps=15), "n-grams": calls(1.6), "draft model": calls(0.8, steps=8)},
-    "compute-bound": {"auto": calls(1.97), "n-grams": calls(1.9, steps=20), "draft model": calls(3.0)},
-    "hopeless": {"auto": calls(2.05), "n-grams": calls(2.1), "draft model": calls(4.0)},
-}
-"""Seconds for what plain `generate` does in 2, by strategy."""
-
-
-@pytest.mark.parametrize(
-    ("machine", "fastest", "reason"),
-    [
-        ("memory-bound", "draft model", "2.50x plain (2.50-2.50)"),
-        ("compute-bound", "n-grams", "1.05x plain"),
-        ("hopeless", "plain", "no strategy was clearly faster than plain generate"),
-    ],
-)
-def test_recommendation_is_the_fastest_of_what_was_measured(machine: str, fastest: str, reason: str) -> None:
-    measured = Comparison([Variant("plain", dict)])
-    measured.samples = {"plain": PLAIN, **MACHINES[machine]}
-    found, why = doctor.recommend(measured, list(MACHINES[machine]))
-    assert found == fastest and reason in why
-
-
 def in_rounds(device: str, **rounds: list[float]) -> Comparison:
     """Three requests of 10 and more tokens in several rounds; by variant the time of a round, that of plain is 1.
 
@@ -183,6 +152,7 @@ def in_rounds(device: str, **rounds: list[float]) -> Comparison:
         # No difference that these rounds show: the simpler one, or plain `generate`.
         ("ngram", [0.51, 0.5, 0.52, 0.5, 0.51], [0.5, 0.5, 0.5, 0.51, 0.5], "as fast as draft and simpler"),
         ("plain", [0.99, 1.02, 0.99, 1.0, 0.99], [1.1] * 5, "no strategy was clearly faster than plain"),
+        ("ngram", [0.95] * 5, [1.5] * 5, "the fastest of hf_specgen's strategies: 1.05x plain"),
         # A difference of 2% in every round, and one of 6% that is not certain.
         ("draft", [0.51] * 5, [0.5] * 5, "the fastest of hf_specgen's strategies: 2.00x plain (2.00-2.00)"),
         ("draft", [0.53, 0.49, 0.54, 0.53, 0.49], [0.5] * 5, "the fastest of hf_specgen's strategies: 2.00x plain"),
