@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationMixin
 from transformers.cli import transformers as transformers_cli
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, __version__
@@ -368,8 +368,17 @@ def test_find_reads_the_target_of_a_revision(hub: Path) -> None:
     assert line in run("find", "org/target", "--revision", "v1") and line in run("find", "org/target@v1")
 
 
-def test_server_loads_a_revision_and_trusts_the_code_of_drafts(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_cli, "app", lambda words, **_: print(*words))
-    options = ["--revision", "v1", "--draft", "org/own", "--trust-remote-code", "--port", "80"]
-    shown = "serve org/target@v1 --continuous-batching --trust-remote-code --port 80"
-    assert run("serve", "org/target", *options) == shown
+SERVERS = [
+    ("--draft org/own --trust-remote-code", "--continuous-batching --trust-remote-code Comb", "ModelCandidates('org/own'"),
+    ("--no-continuous-batching", "--no-continuous-batching CombinedCandidates", "[NgramCandidates("),
+    (f"--draft {REFERENCE_LM.parent / 'exit-adapter'} --port 8", "--port 8 LayerSkipCandidates", "exit-adapter"),
+]
+
+
+@pytest.mark.parametrize(("options", "passed", "strategy"), SERVERS)
+def test_serve_passes_its_options_on(hub: Path, monkeypatch: Any, options: str, passed: str, strategy: str) -> None:
+    """Would catch: a revision or trust in code that does not reach the server, a strategy that stays attached."""
+    attached = lambda: getattr(GenerationMixin, "_hf_specgen_attachment", None)  # noqa: E731
+    monkeypatch.setattr(transformers_cli, "app", lambda words, **_: print(*words, attached().settings.candidates))
+    shown = run("serve", "org/target", "--revision", "v1", *options.split())
+    assert shown.startswith(f"serve org/target@v1 {passed}") and strategy in shown and attached() is None

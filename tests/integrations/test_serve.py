@@ -7,11 +7,9 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
-from hf_specgen.cli.__main__ import app
-from tests.helpers.paths import DRAFT_LM, REFERENCE_LM
+from tests.helpers.paths import REFERENCE_LM
 
 openai = pytest.importorskip("openai", exc_type=ImportError)
 pytest.importorskip("fastapi", exc_type=ImportError)
@@ -82,29 +80,3 @@ def test_sixteen_streaming_clients_receive_the_texts_of_plain_generation(
     assert ask(QUESTIONS[3], False) == expected[3]
     assert attachment.totals.calls == answers + 1
     assert attachment.totals.accepted > 0 and attachment.totals.plain_calls == {}
-
-
-@pytest.mark.parametrize(
-    ("options", "passed", "strategy"),
-    [
-        (["--port", "8001"], ["--continuous-batching", "--port", "8001"], "CombinedCandidates([Ngram"),
-        (["--draft", str(DRAFT_LM)], ["--continuous-batching"], "DraftModelCandidates"),
-        (["--no-continuous-batching"], ["--no-continuous-batching"], "CombinedCandidates"),
-    ],
-)
-def test_serve_passes_its_options_on(monkeypatch: Any, options: list[str], passed: list[str], strategy: str) -> None:
-    from transformers import GenerationMixin
-    from transformers.cli import transformers as command_line
-
-    calls: list[Any] = []
-    before = getattr(GenerationMixin, "_hf_specgen_attachment", None)
-
-    def run(arguments: list[str], standalone_mode: bool) -> None:
-        calls.append((arguments, repr(GenerationMixin._hf_specgen_attachment.settings.candidates)))
-
-    monkeypatch.setattr(command_line, "app", run)
-    result = CliRunner().invoke(app, ["serve", str(REFERENCE_LM), *options])
-    assert result.exit_code == 0, result.output
-    [(arguments, candidates)] = calls
-    assert arguments == ["serve", str(REFERENCE_LM), *passed] and strategy in candidates
-    assert getattr(GenerationMixin, "_hf_specgen_attachment", None) is before
