@@ -48,32 +48,17 @@ class Recorder(RecordingStreamer):
         super().put(value)
 
 
-class _Raising:
-    """Raises in its n-th call."""
+class Raising:
+    """A processor that changes nothing or a criterion that never stops, which raises in its n-th call."""
 
-    def __init__(self, call: int, fault: Fault | Interrupt):
-        self._left, self._fault = call, fault
+    def __init__(self, call: int, fault: Fault | Interrupt, stops: bool):
+        self._left, self._fault, self._stops = call, fault, stops
 
-    def count(self) -> None:
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
         self._left -= 1
         if self._left == 0:
             raise self._fault
-
-
-class RaisingProcessor(_Raising, LogitsProcessor):
-    """Changes nothing otherwise."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.count()
-        return scores
-
-
-class RaisingCriterion(_Raising, StoppingCriteria):
-    """Never stops."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.count()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device) if self._stops else scores
 
 
 class ValidPadding(LogitsProcessor):
@@ -187,13 +172,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interrupt | None = None) -> dict[str, Any]:
     """Fresh arguments for one `generate` call, except prompts, cache and speculation."""
     settings = _settings(case, ends)
-    processors = [PROCESSORS[name]() for name in case.processors]
-    criteria: list[StoppingCriteria] = [CRITERIA[name](prompt_length) for name in case.criteria if name in CRITERIA]
+    processors: list[Any] = [PROCESSORS[name]() for name in case.processors]
+    criteria: list[Any] = [CRITERIA[name](prompt_length) for name in case.criteria if name in CRITERIA]
     streamer = Recorder() if case.streamer else None
-    if fault is not None and case.fault == "processor":
-        processors.append(RaisingProcessor(case.fault_call, fault))
-    if fault is not None and case.fault == "criterion":
-        criteria.append(RaisingCriterion(case.fault_call, fault))
+    if fault is not None and case.fault in ("processor", "criterion"):
+        stops = case.fault == "criterion"
+        (criteria if stops else processors).append(Raising(case.fault_call, fault, stops))
     if fault is not None and case.fault == "streamer" and streamer is not None:
         streamer.fault, streamer.fault_call = fault, case.fault_call
     objects: dict[str, Any] = {

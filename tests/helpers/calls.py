@@ -1,6 +1,7 @@
 """Calls without a model, for tests of single sessions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -39,3 +40,16 @@ def ngram_draft(candidates: NgramCandidates, text: list[int], budget: int = AMPL
     state.append(0, text[-1:])
     tree = candidates.start(make_call(state, candidates=candidates)).draft([budget])
     return tree.tokens[0].tolist(), tree.parents[0]
+
+
+def with_sessions(candidates: Any, change: Callable[[Any], Any]) -> Any:
+    """The strategy, whose sessions are changed as they start."""
+    start = candidates.start
+
+    def started(call: Any) -> Any:
+        session = start(call)
+        change(session)
+        return session
+
+    candidates.start = started
+    return candidates

@@ -1,5 +1,7 @@
 """Stands in for CUDA graphs on a CPU."""
 
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,3 +55,24 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for module in (requirements, draft_heads):
         monkeypatch.setattr(module, "GRAPH_DEVICES", ("cpu",))
     return found
+
+
+def failing_captures(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[Any]:
+    """Captures fail, as CUDA's do after some work, if `fails` is true of their number; returns the memories of all."""
+    stand_in, memories = graphs.capture, list[Any]()
+
+    def capture(run: Any, memory: Any) -> Any:
+        memories.append(memory)
+        if not fails(len(memories)):
+            return stand_in(run, memory)
+        run()  # what was written before the failure must not stay
+        memory.is_broken = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    return memories
+
+
+def is_running(file: str) -> bool:
+    """Whether a function of this file is being called."""
+    return any(file in frame.filename for frame in traceback.extract_stack())

@@ -1,7 +1,6 @@
 """Captured passes of targets and drafters, with a replay on a CPU in place of CUDA graphs, which tests/cuda has."""
 
 import gc
-import traceback
 import weakref
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets import graphs, lasting_buffers, target
 from hf_specgen.targets.lasting_buffers import StepLayer
 from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
-from tests.helpers.captures import graphs_on_cpu
+from tests.helpers.captures import failing_captures, graphs_on_cpu, is_running
 from tests.helpers.comparison import plain_output
 from tests.helpers.head_fixtures import FIXTURES, steered
 from tests.helpers.models import fresh_model, stateful_model
@@ -126,16 +125,7 @@ def test_captured_target_is_captured_anew_after_a_change(captures: list[Any]) ->
 
 def test_memory_of_a_failed_capture_is_not_used_again(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: an error without its reason and remedy, or graphs in a pool that is broken."""
-    model, memories, stand_in = small(), [], graphs.capture
-
-    def once_failing(run: Any, memory: Any) -> Any:
-        memories.append(memory)
-        memory.is_broken = len(memories) == 1
-        if memory.is_broken:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return stand_in(run, memory)
-
-    monkeypatch.setattr(graphs, "capture", once_failing)
+    model, memories = small(), failing_captures(monkeypatch, lambda number: number == 1)
     call = {"max_new_tokens": 4, "candidate_generator": NgramCandidates(), "compile": "graphs"}
     with pytest.raises(ValueError, match=r'cannot be captured .*not permitted.*leave compile="graphs" out'):
         model.generate(**prompts(1), **call)
@@ -149,17 +139,7 @@ def test_auto_captures_after_the_first_passes_or_goes_on_eagerly(
     captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
     """Would catch: captures for a short call, and a call that ends with an error of CUDA."""
-    model, tried = small(), []
-    stand_in = graphs.capture
-
-    def capture(run: Any, memory: Any) -> Any:
-        tried.append(memory)
-        if fails:
-            run()  # what was written before the failure must not stay
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return stand_in(run, memory)
-
-    monkeypatch.setattr(graphs, "capture", capture)
+    model, tried = small(), failing_captures(monkeypatch, lambda _: fails)
     same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=graphs.EAGER_PASSES)
     assert not tried
     for _ in range(3):
@@ -299,15 +279,7 @@ def test_captured_levels_same_drafts(
 
 def test_levels_that_cannot_be_captured_leave_captured_passes(captures: list[Any], monkeypatch: Any) -> None:
     """Would catch: a failed capture of several levels after which not even single passes are captured."""
-    stand_in = graphs.capture
-
-    def failing(run: Any, memory: Any) -> Any:
-        if any("captured_levels.py" in frame.filename for frame in traceback.extract_stack()):
-            memory.is_broken = True
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return stand_in(run, memory)
-
-    monkeypatch.setattr(graphs, "capture", failing)
+    failing_captures(monkeypatch, lambda _: is_running("captured_levels.py"))
     candidates = EagleCandidates(load_head(EAGLE1.head_folder), **TREE)
     assert_same_tokens(EAGLE1.target, prompts(1), candidates, compile="graphs", max_new_tokens=16)
     assert any(isinstance(one, HeadOutput) for one in captures)
@@ -353,16 +325,8 @@ def test_head_that_cannot_be_captured_runs_eagerly(
     head: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Would catch: a call that ends with an error of CUDA because its drafter cannot be captured."""
-    stand_in = graphs.capture
-
-    def failing(run: Any, memory: Any) -> Any:
-        if any("heads/runner.py" in frame.filename for frame in traceback.extract_stack()):  # a pass of the head
-            memory.is_broken = True
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return stand_in(run, memory)
-
     eager = steps(head, prompts(2), TREE, max_new_tokens=20)
-    monkeypatch.setattr(graphs, "capture", failing)
+    failing_captures(monkeypatch, lambda _: is_running("heads/runner.py"))  # in a pass of the head
     monkeypatch.setattr(graphs, "EAGER_PASSES", 0)
     assert steps(head, prompts(2), TREE, max_new_tokens=20, compile="auto") == eager
     assert caplog.text.count("; it runs eagerly") == 1

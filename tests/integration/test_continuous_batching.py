@@ -27,6 +27,7 @@ from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers import fresh_model, shared_draft, tiny_model
 from tests.helpers.batching import NEW, SMALL, config, requests, run
+from tests.helpers.calls import with_sessions
 from tests.helpers.models import recorded_inputs
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
 
@@ -120,20 +121,15 @@ def test_scarce_resources_same_tokens(batching: dict[str, Any]) -> None:
     assert candidates.speculation.emitted == sum(map(len, expected))
 
 
-class Failing(NgramCandidates):
-    """Raises in the second step of a request."""
+def raise_in_second_draft(session: Any) -> None:
+    draft = session.draft
 
-    def start(self, call: Any) -> Any:
-        session = super().start(call)
-        draft = session.draft
+    def fail(depths: Any) -> Any:
+        if len(session.call.state.generated[0]) > 4:
+            raise RuntimeError("a failing strategy")
+        return draft(depths)
 
-        def fail(depths: Any) -> Any:
-            if len(call.state.generated[0]) > 4:
-                raise RuntimeError("a failing strategy")
-            return draft(depths)
-
-        session.draft = fail
-        return session
+    session.draft = fail
 
 
 @pytest.mark.parametrize("fails", ["strategy", "target"])
@@ -149,7 +145,9 @@ def test_exception_fails_the_requests_and_leaves_the_model_usable(fails: str) ->
         if fails == "target" and len(passes) == 6:
             raise RuntimeError("a failing target")
 
-    handle, strategy = model.register_forward_pre_hook(fail), (Failing if fails == "strategy" else NgramCandidates)(k=3)
+    handle, strategy = model.register_forward_pre_hook(fail), NgramCandidates(k=3)
+    if fails == "strategy":
+        with_sessions(strategy, raise_in_second_draft)
     results = model.generate_batch(prompts, **arguments, candidate_generator=strategy)
     handle.remove()
     assert results and all(f"a failing {fails}" in str(result.error) for result in results.values() if result.error)
@@ -209,12 +207,9 @@ def test_draft_budget_follows_the_latency_of_the_step(reference_model: Any, toke
     curve = CostCurve(sizes, tuple(max(1.0, size / knee) for size in sizes), context=64, batch=1)
     policy, seconds, asked = AdaptiveDepth(LatencyModel.from_curves(curve)), list[float](), list[int]()
 
-    class Counted(NgramCandidates):
-        def start(self, call: Any) -> Any:
-            session = super().start(call)
-            draft = session.draft
-            session.draft = lambda depths: (asked.append(sum(depths)), draft(depths))[1]
-            return session
+    def count(session: Any) -> None:
+        draft = session.draft
+        session.draft = lambda depths: (asked.append(sum(depths)), draft(depths))[1]
 
     def keep(_: Any, __: Any, arguments: Any) -> None:
         seconds.append(curve.seconds_of(arguments["input_ids"].numel()))
@@ -222,7 +217,7 @@ def test_draft_budget_follows_the_latency_of_the_step(reference_model: Any, toke
     handle = reference_model.register_forward_pre_hook(keep, with_kwargs=True)
     settings = config(max_new_tokens=24, eos_token_id=2)
     plain, steps, before = run(reference_model, prompts, None, settings), len(seconds), sum(seconds)
-    strategy = Counted()
+    strategy = with_sessions(NgramCandidates(), count)
     assert run(reference_model, prompts, None, settings, candidate_generator=strategy, policy=policy) == plain
     handle.remove()
     ours = sum(seconds[steps:])

@@ -10,6 +10,7 @@ import torch
 import hf_specgen
 from hf_specgen import AutoCandidates, CombinedCandidates, DraftModelCandidates, MTPCandidates, NgramCandidates
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
+from tests.helpers.calls import with_sessions
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.models import small_llama
@@ -52,10 +53,8 @@ def test_memory_and_passes_of_a_drafter_with_a_window_do_not_grow_with_the_text(
         target = small_llama(40, 3, max_position_embeddings=5_000)
         candidates = DraftModelCandidates(small_llama(40, 4, max_position_embeddings=5_000), k=2, draft_window=16)
     sizes: list[int] = []
-    start = candidates.start
 
-    def recording(call: Any) -> Any:
-        session = start(call)
+    def record_sizes(session: Any) -> None:
         first_scores = session.first_scores
 
         def record() -> torch.Tensor:
@@ -65,9 +64,8 @@ def test_memory_and_passes_of_a_drafter_with_a_window_do_not_grow_with_the_text(
             return scores
 
         session.first_scores = record
-        return session
 
-    candidates.start = recording  # type: ignore[method-assign]
+    with_sessions(candidates, record_sizes)
     text = torch.randint(2, 40, (1, 4_000), generator=torch.Generator().manual_seed(1))
     target.generate(text, max_new_tokens=24, do_sample=False, candidate_generator=candidates, pad_token_id=0)
     assert len(sizes) > 4 and max(sizes) <= 4 + 2 * 16 + 2 * 64
