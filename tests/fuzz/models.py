@@ -106,6 +106,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     **dict.fromkeys(("activation_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     **dict.fromkeys(("residual_dropout", "layerdrop", "decoder_layerdrop", "embedding_dropout"), 0.0),
+    "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
 WINDOWS = ("sliding_window", "attention_chunk_size")

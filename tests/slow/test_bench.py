@@ -17,6 +17,7 @@ from benchmarks.report import summary
 from benchmarks.workloads.domains import Domain
 from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.measure import ROUNDING, UNEXPLAINED, Sample, Variant
+from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers import tiny_model
 from tests.helpers.captures import graphs_on_cpu
 from tests.helpers.paths import ROOT
@@ -159,6 +160,7 @@ def test_steps_are_split_into_passes_and_the_rest(monkeypatch: pytest.MonkeyPatc
     names, variants = ("no drafts", "EAGLE-3"), large_target._variants
     few = lambda *given, **more: [one for one in variants(*given, **more) if one.name.startswith(names)]  # noqa: E731
     monkeypatch.setattr(large_target, "_variants", few)
+    monkeypatch.setattr(large_target, "domain_prompts", lambda count: {"json": domain_prompts(count)["json"]})
     rows = {row["variant"]: row for row in large_target.large_target_graphs(repeats=1, quick=True)}
     for name in names:
         row = rows[f"{name}, graphs"]
