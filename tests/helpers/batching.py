@@ -5,9 +5,27 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from hf_specgen import AdaptiveDepth, AutoCandidates, CombinedCandidates, DraftModelCandidates, NgramCandidates
+from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
+
 NEW = 16
 SMALL = {"page_size": 16, "num_blocks": 160, "max_batch_tokens": 256}
 GREEDY = {"do_sample": False, "eos_token_id": [11, 60]}
+GPU_LIKE = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
+
+
+def asset(name: str, **settings: Any) -> Any:
+    """A strategy with a bundled head."""
+    return AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / name), **settings)
+
+
+HEADS = {
+    "medusa": lambda: asset("medusa-heads"),
+    "eagle trees": lambda: asset("eagle3-head", k=4, tree=8),
+    "draft model": lambda: DraftModelCandidates(str(DRAFT_LM), k=4, tree=8, draft_window=40),
+    "dspark and n-grams": lambda: CombinedCandidates([NgramCandidates(), asset("dspark-head")]),
+}
+"""Strategies for the bundled target that read its hidden states, or run a network of their own."""
 
 
 def requests(count: int, shortest: int = 3) -> list[list[int]]:

@@ -10,13 +10,10 @@ from transformers import ContinuousBatchingConfig
 import hf_specgen
 from hf_specgen import (
     AdaptiveDepth,
-    AutoCandidates,
     CombinedCandidates,
     DraftModelCandidates,
-    EagleCandidates,
     FixedDepth,
     LayerSkipCandidates,
-    MedusaCandidates,
     MovingWindow,
     NgramCandidates,
     RecyclingCandidates,
@@ -26,12 +23,10 @@ from hf_specgen import (
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import domain_prompts
 from tests.helpers import fresh_model, shared_draft, tiny_model
-from tests.helpers.batching import NEW, SMALL, config, requests, run
+from tests.helpers.batching import GPU_LIKE, HEADS, NEW, SMALL, config, requests, run
 from tests.helpers.calls import with_sessions
 from tests.helpers.models import recorded_inputs
-from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
 
-GPU_LIKE = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
 STRATEGIES = {
     "ngram": lambda model: NgramCandidates(k=5),
     "ngram, adaptive": lambda model: NgramCandidates(policy=GPU_LIKE),
@@ -247,16 +242,6 @@ def test_calls_that_cannot_be_exact_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=words):
         run(model, requests(1), batching, config(**settings), **{"candidate_generator": NgramCandidates(), **arguments})
     assert model.config._attn_implementation == "sdpa"
-
-
-HEADS = {
-    "medusa": lambda: MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads")),
-    "eagle trees": lambda: EagleCandidates(str(BENCHMARK_ASSETS / "eagle3-head"), k=4, tree=8),
-    "draft model": lambda: DraftModelCandidates(str(DRAFT_LM), k=4, tree=8, draft_window=40),
-    "dspark and n-grams": lambda: CombinedCandidates(
-        [NgramCandidates(), AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "dspark-head"))]
-    ),
-}
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -10,12 +10,10 @@ from transformers import StoppingCriteria
 import hf_specgen
 from hf_specgen import (
     AdaptiveDepth,
-    AutoCandidates,
     CombinedCandidates,
     DraftModelCandidates,
     FixedDepth,
     LayerSkipCandidates,
-    MedusaCandidates,
     MovingWindow,
     NgramCandidates,
     RecyclingCandidates,
@@ -25,10 +23,9 @@ from hf_specgen import (
 from hf_specgen.compat import CACHE
 from hf_specgen.depth import CostCurve, LatencyModel
 from tests.helpers import shared_draft, tiny_model
-from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM
+from tests.helpers.batching import GPU_LIKE, HEADS
 from tests.helpers.processors import RecordingStreamer
 
-GPU_LIKE = AdaptiveDepth(str(BENCHMARK_ASSETS.parent / "profiles" / "gpu_like.json"))
 GREEDY = {"do_sample": False, "eos_token_id": [11, 60, 7], "pad_token_id": 0, "max_new_tokens": 20}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.7}
 STRATEGIES = {
@@ -69,7 +66,7 @@ ARCHITECTURES: list[tuple[str, int, list[str], dict[str, Any]]] = [
     ("llama", 29, ["auto", "draft trees", "llama draft"], SAMPLED),
     ("gemma3_text", 120, ["auto", "draft trees"], GREEDY),  # rows that have dropped slots outside the window
     ("gpt2", 29, ["auto", "draft trees"], SAMPLED),
-    ("qwen3_next", 29, ["ngram", "llama draft"], SAMPLED),
+    ("qwen3_next", 20, ["ngram", "llama draft"], {**SAMPLED, "max_new_tokens": 14}),
 ]
 
 
@@ -85,24 +82,19 @@ def test_strategies_same_tokens_as_alone(architecture: str, longest: int, names:
         assert strategy.speculation.lengths and sum(strategy.speculation.lengths) == sum(map(len, expected))
 
 
-HEADS = {
-    "medusa": lambda: MedusaCandidates(str(BENCHMARK_ASSETS / "medusa-heads")),
-    "eagle": lambda: AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "eagle3-head")),
-    "dflash and n-grams": lambda: CombinedCandidates(
-        [NgramCandidates(), AutoCandidates.from_pretrained(str(BENCHMARK_ASSETS / "dspark-head"))]
-    ),
-    "draft model": lambda: DraftModelCandidates(str(DRAFT_LM)),
-}
+@pytest.fixture(scope="module")
+def answered(reference_model: Any, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and what plain `generate` answers to each alone."""
+    texts = ("def add(x, y):\n    return x + y\n\ndef sub", "The capital of France is", "1, 2, 3, 4,", '{"a": 1, "b":')
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    return prompts, alone(reference_model, prompts, max_new_tokens=12, do_sample=False)
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_read_the_hidden_states_of_their_row(reference_model: Any, tokenizer: Any, name: str) -> None:
-    texts = ("def add(x, y):\n    return x + y\n\ndef sub", "The capital of France is", "1, 2, 3, 4,", '{"a": 1, "b":')
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
-    arguments = {"max_new_tokens": 12, "do_sample": False}
-    strategy = HEADS[name]()
-    found = many(reference_model, prompts, strategy, max_rows=3, policy=FixedDepth(4), **arguments)
-    assert found == alone(reference_model, prompts, **arguments)
+def test_heads_read_the_hidden_states_of_their_row(reference_model: Any, answered: Any, name: str) -> None:
+    (prompts, expected), strategy = answered, HEADS[name]()
+    settings = {"policy": FixedDepth(4), "max_new_tokens": 12, "do_sample": False}
+    assert many(reference_model, prompts, strategy, max_rows=3, **settings) == expected
     assert strategy.speculation.acceptance_rate > 0.1
     assert all(len(step.passes) <= 6 for step in strategy.speculation.passes), "rows share the passes of the drafter"
 

@@ -211,25 +211,6 @@ def test_medusa_loading_does_not_change_the_random_state(tmp_path: Path) -> None
         assert_same_tokens(model, prompts(1), candidates, max_new_tokens=8, do_sample=True)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "shape", "to", "message"),
-    [
-        ("llama", {"own_outputs": True, "lora_rank": 2}, "medusa", "take no LoRA"),
-        ("phi", {"own_outputs": True}, "medusa", "has a bias"),
-        ("llama", {}, "onnx", "cannot be written for 'onnx'; choose"),
-        ("llama", {"reads_path": True}, "tgi", "reads_path"),
-        ("llama", {"num_layers": 2}, "tgi", "one layer"),
-        ("llama", {}, "vllm", "give the target"),
-    ],
-)
-def test_medusa_heads_that_a_format_cannot_express_raise(
-    architecture: str, shape: dict[str, Any], to: str, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        export_head(random_heads(tiny_model(architecture), **shape), tmp_path / "out", to)
-    assert not (tmp_path / "out").exists()
-
-
 def test_custom_generate_from_a_folder_same_tokens(tmp_path: Path) -> None:
     """`generate(custom_generate=FOLDER, trust_remote_code=True)` equals the keyword."""
     model = tiny_model("llama")

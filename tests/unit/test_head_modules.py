@@ -200,24 +200,31 @@ def test_eagle_head_exported_for_sglang_names_layers_by_their_output(tmp_path: P
 
 
 Z_LAB = "z-lab's layout cannot express a head with"
+medusa = partial(random_heads, tiny_model("llama"))
 
 
 @pytest.mark.parametrize(
-    ("name", "to", "reason"),
+    ("make", "to", "reason"),
     [
-        ("speculators_eagle3_b_qwen3_nbr", "eagle", "norm_before_residual"),
-        ("speculators_eagle3_e_twolayers_bias_fourtaps", "sglang", "several layers, biases"),
-        ("speculators_eagle3_c_fcnorm_normout", "sglang", "norm_output"),
-        ("speculators_peagle_llama", "eagle", "a mask token"),
-        ("eagle1 0", "eagle", "an output matrix of its own, states of inner layers"),
-        ("eagle3_original", "tgi", "choose eagle, sglang, vllm"),
-        ("speculators_dflash_sliding_causal", "sglang", Z_LAB),
-        ("speculators_dflash_full", "sglang", Z_LAB),
+        (partial(medusa, own_outputs=True, lora_rank=2), "medusa", "take no LoRA"),
+        (partial(random_heads, tiny_model("phi"), own_outputs=True), "medusa", "has a bias"),
+        (medusa, "onnx", "cannot be written for 'onnx'; choose"),
+        (partial(medusa, reads_path=True), "tgi", "reads_path"),
+        (partial(medusa, num_layers=2), "tgi", "one layer"),
+        (medusa, "vllm", "give the target"),
+        (HEADS["speculators_eagle3_b_qwen3_nbr"], "eagle", "norm_before_residual"),
+        (HEADS["speculators_eagle3_e_twolayers_bias_fourtaps"], "sglang", "several layers, biases"),
+        (HEADS["speculators_eagle3_c_fcnorm_normout"], "sglang", "norm_output"),
+        (HEADS["speculators_peagle_llama"], "eagle", "a mask token"),
+        (HEADS["eagle1 0"], "eagle", "an output matrix of its own, states of inner layers"),
+        (HEADS["eagle3_original"], "tgi", "choose eagle, sglang, vllm"),
+        (HEADS["speculators_dflash_sliding_causal"], "sglang", Z_LAB),
+        (HEADS["speculators_dflash_full"], "sglang", Z_LAB),
     ],
 )
-def test_export_of_head_that_layout_cannot_express_raises(tmp_path: Path, name: str, to: str, reason: str) -> None:
+def test_export_of_head_that_layout_cannot_express_raises(tmp_path: Path, make: Any, to: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        export_head(HEADS[name](), tmp_path / "out", to)
+        export_head(make(), tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
 

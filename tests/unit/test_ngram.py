@@ -184,15 +184,22 @@ def test_draft_of_growing_text_equals_a_new_session(prompt: list[int], steps: An
     assert index.occurrences(text, 10**6) == reference.ngram_occurrences(text, text[-64:])
 
 
-def test_draft_of_a_chain_follows_the_best_match_however_many_others_agree() -> None:
-    """Would catch: two matches of two tokens counted more than one of three."""
-    assert ngram_draft(NgramCandidates(k=1), [1, 2, 3, 7, 9, 2, 3, 8, 4, 2, 3, 8, 1, 2, 3])[0] == [7]
+DRAFTS: list[tuple[dict[str, Any], list[int], list[int]]] = [
+    # Two matches of two tokens counted more than one of three.
+    ({"k": 1}, [1, 2, 3, 7, 9, 2, 3, 8, 4, 2, 3, 8, 1, 2, 3], [7]),
+    # A draft of one period only, because the last occurrence ends where the text ends.
+    ({"k": 7}, [1, 2, 3] * 4, [1, 2, 3, 1, 2, 3, 1]),
+    ({"k": 5}, [4] * 9, [4] * 5),
+    # A match of one token, or a frequent token, where matches of two are required.
+    ({"min_ngram": 2}, [1, 2, 3, 9, 2], []),
+    ({"k": 1, "min_ngram": 2}, [1, 2, 3, 9, 1, 2], [3]),
+]
 
 
-@pytest.mark.parametrize(("k", "text", "expected"), [(7, [1, 2, 3] * 4, [1, 2, 3, 1, 2, 3, 1]), (5, [4] * 9, [4] * 5)])
-def test_draft_of_periodic_text_repeats_the_period(k: int, text: list[int], expected: list[int]) -> None:
-    """Would catch: a draft of one period only, because the last occurrence ends where the text ends."""
-    assert ngram_draft(NgramCandidates(k=k), text) == (expected, tuple(range(-1, k - 1)))
+@pytest.mark.parametrize(("settings", "text", "expected"), DRAFTS)
+def test_draft_of_a_chain_after_a_text(settings: dict[str, Any], text: list[int], expected: list[int]) -> None:
+    """Would catch: see the comments in `DRAFTS`."""
+    assert ngram_draft(NgramCandidates(**settings), text) == (expected, tuple(range(-1, len(expected) - 1)))
 
 
 def test_draft_of_a_text_being_copied_is_40_tokens_and_more() -> None:
@@ -210,12 +217,6 @@ def test_draft_depth_is_limited_by_the_budget(tree: int | None, budget: int) -> 
     """Would catch: nodes behind the maximum length, whose scores nobody can use."""
     _, parents = ngram_draft(NgramCandidates(k=9, tree=tree), [1, 2, 3] * 9, budget)
     assert max((reference.depth(parents, node) for node in range(len(parents))), default=0) == min(9, budget)
-
-
-def test_draft_with_min_ngram_ignores_shorter_matches() -> None:
-    """Would catch: a match of one token, or a frequent token, where matches of two are required."""
-    assert ngram_draft(NgramCandidates(min_ngram=2), [1, 2, 3, 9, 2]) == ([], ())
-    assert ngram_draft(NgramCandidates(k=1, min_ngram=2), [1, 2, 3, 9, 1, 2]) == ([3], (-1,))
 
 
 def test_propose_with_max_ngram_counts_longer_matches_as_that_long() -> None:

@@ -45,12 +45,6 @@ def outputs(history: NgramHistory) -> list[bool]:
     return [bool(flag) for flag in history._is_output]
 
 
-def test_draft_with_history_continues_a_text_of_it() -> None:
-    text = [9, 1, 2]
-    assert ngram_draft(NgramCandidates(k=3, history=history_of([1, 2, 3, 4, 5, 6])), text)[0][:2] == [3, 4]
-    assert 3 not in ngram_draft(NgramCandidates(k=3), text)[0]
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 @pytest.mark.parametrize("max_tokens", [6, 100])
 def test_copied_or_pickled_history_remembers_the_same_and_grows_apart(duplicate: Any, max_tokens: int) -> None:
@@ -66,11 +60,6 @@ def test_copied_or_pickled_history_remembers_the_same_and_grows_apart(duplicate:
     assert history.index.tokens.tolist() == before != twin.index.tokens.tolist()
 
 
-def test_draft_prefers_own_text_to_an_equal_match_in_the_history() -> None:
-    history = history_of([7, 8, 9, 5])
-    assert ngram_draft(NgramCandidates(k=1, history=history), [8, 9, 6, 1, 8, 9])[0] == [6]
-
-
 def test_draft_prefers_generated_text_to_prompts_of_the_history() -> None:
     """Would catch: prompts that count as much as outputs; both matches are as long."""
     history = NgramHistory()
@@ -83,14 +72,21 @@ def test_draft_prefers_generated_text_to_prompts_of_the_history() -> None:
     assert ngram_draft(candidates, [1, 2, 3])[0] == [6, 4]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [([1, 2], [3]), ([2, 3], []), ([3, 4], [])],
-    ids=["continuation", "end of text", "match across texts"],
-)
-def test_draft_never_crosses_a_separator(text: list[int], expected: list[int]) -> None:
-    """Would catch: a draft that continues in the next text, or a match that reaches back into the one before."""
-    candidates = NgramCandidates(k=9, min_ngram=2, history=history_of([1, 2, 3], [4, 5, 6]))
+DRAFTS: list[tuple[list[list[int]], dict[str, int], list[int], list[int]]] = [
+    ([[1, 2, 3, 4, 5, 6]], {"k": 2}, [9, 1, 2], [3, 4]),
+    # A match in the history that counts as much as an equal one in the text itself.
+    ([[7, 8, 9, 5]], {"k": 1}, [8, 9, 6, 1, 8, 9], [6]),
+    # A draft that continues in the next text, or a match that reaches back into the one before.
+    ([[1, 2, 3], [4, 5, 6]], {"k": 9, "min_ngram": 2}, [1, 2], [3]),
+    ([[1, 2, 3], [4, 5, 6]], {"k": 9, "min_ngram": 2}, [2, 3], []),
+    ([[1, 2, 3], [4, 5, 6]], {"k": 9, "min_ngram": 2}, [3, 4], []),
+]
+
+
+@pytest.mark.parametrize(("history", "settings", "text", "expected"), DRAFTS)
+def test_draft_with_a_history(history: Any, settings: dict[str, int], text: list[int], expected: list[int]) -> None:
+    """Would catch: see the comments in `DRAFTS`."""
+    candidates = NgramCandidates(history=history_of(*history), **settings)  # type: ignore[arg-type]
     assert ngram_draft(candidates, text)[0] == expected
 
 
