@@ -50,8 +50,13 @@ def _backend(kind: str) -> Tokenizer:
     vocabulary = dict(zip(CHARACTERS, ids, strict=True)) | {UNKNOWN: VOCAB}
     if kind == "subset":
         vocabulary = {text: token for text, token in vocabulary.items() if token == VOCAB or token % 3}
-    backend = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return word_level(vocabulary, UNKNOWN)
+
+
+def word_level(vocabulary: dict[str, int], unknown: str, length: int = 1) -> Tokenizer:
+    """A tokenizer without merges, for pieces of a text of so many characters."""
+    backend = Tokenizer(WordLevel(vocabulary, unk_token=unknown))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("." * length), "isolated")
     backend.decoder = decoders.Fuse()
     return backend
 

@@ -1,6 +1,6 @@
 """What a case gives to `generate`: prompts, settings, processors, stopping criteria, streamer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product
 from random import Random
@@ -8,8 +8,6 @@ from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -20,7 +18,7 @@ from transformers import (
 )
 
 from tests.fuzz.cases import Case
-from tests.fuzz.models import VOCAB, device
+from tests.fuzz.models import VOCAB, device, word_level
 from tests.helpers import PrefixReader, RecordingStreamer, RowWisePrefixReader, StatefulReader
 
 # Processors, stopping criteria, a streamer, and the faults that they raise
@@ -72,44 +70,37 @@ class ValidPadding(LogitsProcessor):
         return scores.masked_fill(has_ended[:, None], 0.0)
 
 
-class _After(StoppingCriteria):
-    """Stops row b after `2 + 3 * b` new tokens."""
+class _Criterion(StoppingCriteria):
+    """Stops the rows for which a function of the new tokens and of the last scores, where these are kept, is true."""
 
-    def __init__(self, prompt_length: int):
-        self._prompt_length = prompt_length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        new = input_ids.shape[1] - self._prompt_length
-        return torch.tensor([new >= 2 + 3 * row for row in range(len(input_ids))], device=input_ids.device)
-
-
-class _AnyRow(_After):
-    """Stops all rows as soon as one has two tokens above 50 in a row."""
+    def __init__(self, stops: Callable[[torch.Tensor, Any], torch.Tensor], prompt_length: int):
+        self._stops, self._prompt_length = stops, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        new = input_ids[:, self._prompt_length :]
-        found = bool(((new[:, 1:] > 50) & (new[:, :-1] > 50)).any())
-        return torch.full((len(input_ids),), found, device=input_ids.device)
+        return self._stops(input_ids[:, self._prompt_length :], scores[-1] if scores else None)
 
 
-class _OnScores(_After):
-    """Reads the scores of the last step, where `generate` shows them."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if not scores:
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        return scores[-1].argmax(dim=-1) % 7 == 0
+def _after(new: torch.Tensor, last: Any) -> torch.Tensor:
+    """Row b after `2 + 3 * b` new tokens."""
+    return torch.tensor([new.shape[1] >= 2 + 3 * row for row in range(len(new))], device=new.device)
 
 
-class _AllScores(_After):
+def _any_row(new: torch.Tensor, last: Any) -> torch.Tensor:
+    """All rows as soon as one has two tokens above 50 in a row."""
+    return ((new[:, 1:] > 50) & (new[:, :-1] > 50)).any().repeat(len(new))
+
+
+def _on_scores(new: torch.Tensor, last: Any) -> torch.Tensor:
+    return torch.zeros_like(new[:, 0], dtype=torch.bool) if last is None else last.argmax(dim=-1) % 7 == 0
+
+
+def _all_scores(new: torch.Tensor, last: Any) -> torch.Tensor:
     """Reads the scores of all rows, those that have ended included, and stops all."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        flattest = float("inf") if not scores else float(scores[-1].amax(dim=-1).min())
-        return torch.full((len(input_ids),), flattest < 0.25, device=input_ids.device)
+    flattest = float("inf") if last is None else float(last.amax(dim=-1).min())
+    return torch.full((len(new),), flattest < 0.25, device=new.device)
 
 
-CRITERIA = {"after": _After, "any_row": _AnyRow, "scores": _OnScores, "all_scores": _AllScores}
+CRITERIA = {"after": _after, "any_row": _any_row, "scores": _on_scores, "all_scores": _all_scores}
 
 
 # Prompts
@@ -160,10 +151,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """A letter or a syllable for each token id."""
     syllables = map("".join, product("bcdfghjklmnpqrstvwxyz", "aeiou"))
     words = {text: token for token, text in zip(range(LARGEST_VOCAB), [*ascii_lowercase, *syllables], strict=False)}
-    backend = Tokenizer(WordLevel(words, unk_token="a"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a")
+    return PreTrainedTokenizerFast(tokenizer_object=word_level(words, "a"), unk_token="a")
 
 
 # Settings
@@ -173,7 +161,7 @@ def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interru
     """Fresh arguments for one `generate` call, except prompts, cache and speculation."""
     settings = _settings(case, ends)
     processors: list[Any] = [PROCESSORS[name]() for name in case.processors]
-    criteria: list[Any] = [CRITERIA[name](prompt_length) for name in case.criteria if name in CRITERIA]
+    criteria: list[Any] = [_Criterion(CRITERIA[name], prompt_length) for name in case.criteria if name in CRITERIA]
     streamer = Recorder() if case.streamer else None
     if fault is not None and case.fault in ("processor", "criterion"):
         stops = case.fault == "criterion"

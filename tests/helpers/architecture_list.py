@@ -25,22 +25,6 @@ NAMES = sorted(
     | {f"{kind} (with image or audio)" for kind in MULTIMODAL}
     | {f"{kind} (encoder-decoder)" for kind in encoder_decoder.CONFIGS}
 )
-INTRODUCTION = """# Architectures
-
-This page is generated from test results (by `tests/helpers/architecture_list.py`): tiny random models of each type,
-three rows of different lengths, drafts of which a part is accepted. Names are the `model_type` of the config. Without
-an addition they mean the causal language model, so `bart` is `BartForCausalLM`, the decoder alone. Models of these
-types gave exactly the tokens of plain `generate`, or were refused before the first token. Your own model is checked
-once, before its first token, see [exactness](exactness.md).
-
-Convolutions and recurrent states follow one path, so their models verify chains; strategies draft chains for them.
-Chunked and recurrent kernels of such layers round differently: in float32, tokens can differ from plain decoding where
-two logits are within 1e-5 of each other. Models that select tokens by an index (DeepSeek-V3.2, GLM-5) may select
-others where two index scores are equal.
-
-Encoder-decoders verify trees if their decoder takes positions as an argument, and chains otherwise. See
-[exactness](exactness.md#encoder-decoders).
-"""
 
 
 def outcome(name: str) -> str:
@@ -73,9 +57,9 @@ def _model(kind: str, more: str, batch: int) -> tuple[Any, Any]:
 
 
 def page(results: dict[str, str]) -> str:
-    """The documentation page of these results."""
+    """The documentation page of these results, with the introduction that it has."""
     groups = {TREES: "Draft trees and batches", CHAINS: "Chains and batches", ONE_ROW: "One prompt at a time"}
-    parts = [INTRODUCTION]
+    parts = [PAGE.read_text(encoding="utf-8").split("\n## ")[0]]
     for status, title in groups.items():
         names = [name for name, result in results.items() if result == status]
         if names:

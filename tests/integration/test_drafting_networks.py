@@ -15,7 +15,7 @@ from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.grown_tree import NUMBER, PARENT
-from hf_specgen.heads import ExitHead, load_head, save_head
+from hf_specgen.heads import ExitHead
 from hf_specgen.heads.exit_head import exit_layer_of, save_exit_head
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model
 from tests.helpers.comparison import plain_output
@@ -277,15 +277,3 @@ def test_layer_skip_adapter_after_the_model_changed_dtype_runs(adapter: str) -> 
         model.to(dtype)
         ids = model.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates)
         assert ids.shape == (1, 20)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_medusa_by_folder_then_loaded_with_remembered_acceptance_same_tokens(batch: int, tmp_path: Path) -> None:
-    """Would catch: acceptance remembered for 8 positions used for 4 heads. By folder k is unknown at first."""
-    model = tiny_model("llama", num_hidden_layers=3)
-    folder = str(tmp_path)
-    save_head(random_heads(model), tmp_path)
-    for source in (folder, load_head(folder), folder):
-        candidates = MedusaCandidates(source)
-        assert isinstance(candidates.policy, AdaptiveDepth)
-        assert_same_tokens(model, prompts(batch), candidates, max_new_tokens=30)

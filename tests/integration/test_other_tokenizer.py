@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates
@@ -18,6 +16,7 @@ from hf_specgen.candidates.ngram import MatchOdds, RowText, outcomes
 from hf_specgen.candidates.tree_search import SearchLimits
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 from hf_specgen.verification.result import accepted_path
+from tests.fuzz.models import word_level
 from tests.helpers import SAMPLING, assert_same_tokens, prompts, tiny_model
 from tests.helpers.comparison import plain_output
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
@@ -96,10 +95,8 @@ def test_vocabulary_with_fewer_merges_same_tokens(reference_model: Any, edits: A
 
 def tokenizer_of(characters: Sequence[str], folder: Path) -> Path:
     """A tokenizer with these tokens, in this order: texts are split by the length of the first one."""
-    length = len(characters[0])
-    backend = Tokenizer(WordLevel({character: token for token, character in enumerate(characters)}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("." * length), "isolated")
-    backend.decoder = decoders.Fuse()
+    vocabulary = {character: token for token, character in enumerate(characters)}
+    backend = word_level(vocabulary, "?", len(characters[0]))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?").save_pretrained(folder)
     return folder
 

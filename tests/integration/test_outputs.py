@@ -123,29 +123,17 @@ def test_scores_of_a_row_that_is_ahead_keep_no_steps_alive() -> None:
     assert held <= 4 * VOCAB * (COLUMNS + 3 * 8) + 3 * (4 * 3 * (1 + 2 * K) * VOCAB)
 
 
-def draft_passes(**arguments: Any) -> tuple[list[int], list[int]]:
-    """Tokens that a draft model reads in each pass, and positions whose logits it computes."""
+@pytest.mark.parametrize("chunk", [None, 7, 25])
+def test_draft_model_prefill_is_chunked_as_that_of_the_target_with_logits_of_the_last_token(chunk: int | None) -> None:
+    """Would catch: `[1, prompt, vocab]` logits, 8 GB for 32,000 tokens of a large vocabulary; a prompt in one pass."""
     model = tiny_model("llama")
     draft = perturbed_copy(model)
     # The self-check of both models is made once, before forward passes are counted.
     model.generate(**prompts(1), max_new_tokens=2, candidate_generator=DraftModelCandidates(draft, k=4))
-    inputs = {name: tensor.repeat(1, 5) for name, tensor in prompts(1).items()}
+    call = {name: tensor.repeat(1, 5) for name, tensor in prompts(1).items()} | {"prefill_chunk_size": chunk}
     with recorded_inputs(draft, width) as read, recorded_inputs(draft.lm_head, width) as scored:
-        model.generate(**inputs, max_new_tokens=8, candidate_generator=DraftModelCandidates(draft, k=4), **arguments)
-    return read, scored
-
-
-def test_draft_model_prefill_computes_logits_of_the_last_token_only() -> None:
-    """Would catch: `[1, prompt, vocab]` logits in the draft's prefill: 8 GB for 32,000 tokens of a large vocabulary."""
-    read, scored = draft_passes()
-    assert read[0] == 60 and scored[0] == 1
-
-
-@pytest.mark.parametrize("chunk", [7, 25])
-def test_draft_model_prefill_is_chunked_as_that_of_the_target(chunk: int) -> None:
-    """Would catch: `prefill_chunk_size` ignored, so that the draft reads a long prompt in one pass."""
-    read, _ = draft_passes(prefill_chunk_size=chunk)
-    assert max(read) <= chunk
+        model.generate(**call, max_new_tokens=8, candidate_generator=DraftModelCandidates(draft, k=4))
+    assert read[0] == (chunk or 60) and max(read) <= (chunk or 60) and scored[0] == 1
 
 
 def test_repeated_calls_do_not_accumulate_tensors() -> None:

@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "openai-gpt": (lambda: tiny_model("openai-gpt", layers=4), LayerSkipCandidates(2, k=2), CANNOT_BE_DIVIDED),
     # Several vectors a token: an index out of bounds, after which a process cannot use its GPU; an error of torch.cat.
     "gemma3n_text": (lambda: tiny_model("gemma3n_text"), LayerSkipCandidates(1, k=2), "pass on a state of shape"),
-    "gemma3n_text, head": (lambda: tiny_model("gemma3n_text"), ReadsStates(k=2), r"not \[batch, positions, hidden\], so"),
+    "gemma3n_text, head": (lambda: tiny_model("gemma3n_text"), ReadsStates(k=2), r"not \[batch, positions, hidden\]"),
     # Other tokens than plain `generate` in padded batches, and behind the window.
     "git": (lambda: tiny_model("git", layers=4), NgramCandidates(k=3), VERIFIES_OTHERWISE),
     "moshi": (lambda: tiny_model("moshi", layers=4), NgramCandidates(k=3), VERIFIES_OTHERWISE),

@@ -60,21 +60,6 @@ def missing(symbol: str) -> str:
     return f"{symbol} is not what hf_specgen.compat expects in Transformers {transformers.__version__}"
 
 
-@pytest.fixture(scope="module")
-def seen() -> dict[str, Any]:
-    """What `generate` passes to a `custom_generate` callable."""
-    arguments: dict[str, Any] = {}
-
-    def record(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        arguments.update(kwargs)
-        return input_ids
-
-    inputs = {**prompts(1), CACHE: DynamicCache()}
-    original = inspect.unwrap(GenerationMixin.generate)
-    original(tiny_model("llama"), **inputs, max_new_tokens=4, custom_generate=record)
-    return arguments
-
-
 @pytest.mark.parametrize(("owner", "name", "expected"), METHODS)
 def test_private_method_exists_with_its_parameters(owner: Any, name: str, expected: str) -> None:
     method = getattr(owner, name, None)
@@ -84,25 +69,29 @@ def test_private_method_exists_with_its_parameters(owner: Any, name: str, expect
     assert required == expected.split(), missing(f"{owner.__name__}.{name}")
 
 
-@pytest.mark.parametrize("symbol", SET_BY_GENERATE)
-def test_private_attribute_is_set_by_generate(symbol: str, seen: dict[str, Any]) -> None:
-    try:
-        found = SET_BY_GENERATE[symbol](seen)
-    except (AttributeError, KeyError, TypeError):
-        found = False
-    assert found, missing(symbol)
+def test_private_attributes_are_set_by_generate() -> None:
+    """In what it passes to a `custom_generate` callable."""
+    seen: dict[str, Any] = {}
+
+    def record(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        seen.update(kwargs)
+        return input_ids
+
+    inputs = {**prompts(1), CACHE: DynamicCache()}
+    inspect.unwrap(GenerationMixin.generate)(tiny_model("llama"), **inputs, max_new_tokens=4, custom_generate=record)
+    assert all(is_set(seen) for is_set in SET_BY_GENERATE.values()), missing(str(list(SET_BY_GENERATE)))
 
 
-def test_is_stateful_is_declared_by_model_classes() -> None:
+def test_private_attributes_of_models_exist() -> None:
     assert getattr(PreTrainedModel, "_is_stateful", None) is False, missing("PreTrainedModel._is_stateful")
     assert compat.is_stateful(tiny_model("qwen3_next")), missing("PreTrainedModel._is_stateful")
-
-
-@pytest.mark.parametrize(("architecture", "expected"), [("llama", "sdpa"), ("gemma2", "eager")])
-def test_attention_implementation_is_that_of_the_model(architecture: str, expected: str) -> None:
-    config = tiny_model(architecture).config
-    assert hasattr(config, "_attn_implementation"), missing("PreTrainedConfig._attn_implementation")
-    assert compat.attention_implementation(config) == expected
+    for architecture, expected in (("llama", "sdpa"), ("gemma2", "eager")):
+        config = tiny_model(architecture).config
+        assert hasattr(config, "_attn_implementation"), missing("PreTrainedConfig._attn_implementation")
+        assert compat.attention_implementation(config) == expected
+    for name in ("_get_torch_distributed_world_size", "is_fsdp_managed_module", "is_deepspeed_zero3_enabled"):
+        assert hasattr(generation_utils, name), missing(f"transformers.generation.utils.{name}")
+    assert not compat.is_sharded(tiny_model("llama"))
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
@@ -125,12 +114,6 @@ def test_compat_uses_only_symbols_that_are_checked_here() -> None:
     private = {name for name in names if name.startswith("_") and name.isidentifier() and not name.startswith("__")}
     own = {name for name in private if name.startswith("_hf_specgen_")}
     assert private - own == PRIVATE | OF_OTHER_LIBRARIES
-
-
-def test_symbols_that_tell_sharded_models_exist() -> None:
-    for name in ("_get_torch_distributed_world_size", "is_fsdp_managed_module", "is_deepspeed_zero3_enabled"):
-        assert hasattr(generation_utils, name), missing(f"transformers.generation.utils.{name}")
-    assert not compat.is_sharded(tiny_model("llama"))
 
 
 def test_requests_of_continuous_batching_have_their_private_attributes() -> None:
@@ -228,29 +211,16 @@ from transformers import GenerationMixin; print(hasattr(GenerationMixin.generate
 """
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, list[str]]:
-    """What programs print that import hf_specgen in different places."""
-    programs = {
-        "beside transformers": ("import transformers", BESIDE),
-        "hf_specgen": (f"import {SLOW}", FIRST.format(first="hf_specgen")),
-        "transformers.generation.utils": ("", FIRST.format(first="transformers.generation.utils")),
-        "uninstalled": ("", UNINSTALLED),
-    }
-    return dict(zip(programs, run_forks(*programs.values()), strict=True))
-
-
-def test_import_beside_transformers_adds_less_than_a_tenth_of_a_second(answers: dict[str, list[str]]) -> None:
-    assert float(answers["beside transformers"][0]) < 0.1
-
-
-@pytest.mark.parametrize("first", ["hf_specgen", "transformers.generation.utils"])
-def test_keyword_is_installed_whichever_module_is_imported_first(first: str, answers: dict[str, list[str]]) -> None:
-    assert answers[first] == ["True", "0", "False"]
-
-
-def test_keyword_is_not_installed_after_uninstall_before_transformers_is_loaded(answers: dict[str, list[str]]) -> None:
-    assert answers["uninstalled"] == ["False"]
+def test_keyword_is_installed_whichever_module_is_imported_first_and_costs_little() -> None:
+    """Would catch: a keyword that depends on the order of imports; an import that takes a tenth of a second."""
+    beside, ours, transformers_first, uninstalled = run_forks(
+        ("import transformers", BESIDE),
+        (f"import {SLOW}", FIRST.format(first="hf_specgen")),
+        ("", FIRST.format(first="transformers.generation.utils")),
+        ("", UNINSTALLED),
+    )
+    assert float(beside[0]) < 0.1 and ours == transformers_first == ["True", "0", "False"]
+    assert uninstalled == ["False"], "uninstalled before transformers is loaded"
 
 
 def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
