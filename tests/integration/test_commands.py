@@ -369,11 +369,7 @@ def test_find_reads_the_target_of_a_revision(hub: Path) -> None:
 
 
 SERVERS = [
-    (
-        "--draft org/own --trust-remote-code",
-        "--continuous-batching --trust-remote-code Combined",
-        "ModelCandidates('org/own",
-    ),
+    ("--draft org/own --trust-remote-code", "--continuous-batching --trust-remote-code Combined", "'org/own'"),
     ("--no-continuous-batching", "--no-continuous-batching CombinedCandidates", "[NgramCandidates("),
     (f"--draft {REFERENCE_LM.parent / 'exit-adapter'} --port 8", "--port 8 LayerSkipCandidates", "exit-adapter"),
 ]
