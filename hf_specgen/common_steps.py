@@ -63,7 +63,7 @@ class CommonSteps:
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
         """Count a step with drafts, see `DraftingLoss.count`."""
         if self.latency is not None and self._has_draft:
-            self._loss.count(self.latency, self._rows, seconds, passes, emitted)
+            self._loss.count(self.latency, self._rows, seconds, passes, emitted / self._rows)
 
     def close(self) -> None:
         """End the common drafts."""

@@ -40,6 +40,7 @@ class StepRecord:
         drafter_passes: tokens in each forward pass of the drafter, over all rows, without its prefill. None if unknown:
             then one pass with one token per row is assumed for each level of the deepest draft.
         context: tokens in the longest row, prompt included.
+        computed_rows: rows of the target's pass, those that took no part included; 0: those that took part.
     """
 
     requested: Sequence[int]
@@ -48,11 +49,17 @@ class StepRecord:
     seconds: Mapping[str, float] = field(default_factory=dict)
     drafter_passes: Sequence[int] | None = None
     context: int = 1
+    computed_rows: int = 0
 
     @property
     def batch(self) -> int:
         """Number of rows that took part."""
         return sum(row is not None for row in self.rows)
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of the target's pass."""
+        return max(self.batch, self.computed_rows)
 
     @property
     def depth(self) -> int:

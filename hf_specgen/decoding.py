@@ -128,7 +128,8 @@ class DecodingLoop:
         with self.timer.part("policy"):
             seconds, context = self.timer.step_seconds(), self.call.context_length
             passes = None if passes is None else tuple(passes)
-            step = StepRecord(self.max_depths, rows, 1 + tree.nodes, seconds, passes, context)
+            shape = self.target.pass_shape(1 + tree.nodes)
+            step = StepRecord(self.max_depths, rows, shape[1], seconds, passes, context, shape[0])
             self.policy.observe(step)
             if self._monitor is not None:
                 self._monitor.observe(step)

@@ -54,13 +54,17 @@ class TreeSize:
         children: int = MAX_CHILDREN,
         latency: StepLatency | None = None,
         rows: int = 1,
+        pass_rows: int = 0,
         is_padded: bool = False,
     ):
+        """`pass_rows` are the rows of the target's pass, where they are more than those that draft."""
         self.max_nodes, self.children, self._rows = nodes or MAX_NODES, children, rows
         self.min_probability, self.latency, self.is_fastest = 0.0, latency, latency is not None
         if latency is None:
             return
-        self._target, self.min_probability = _target_seconds(latency.target, rows, self.max_nodes, is_padded)
+        self._target, self.min_probability = _target_seconds(
+            latency.target, max(rows, pass_rows), self.max_nodes, is_padded
+        )
         self._pass, self._spent = _drafter_seconds(latency.drafter, rows, MAX_CHILDREN if children > 1 else 1)
 
     def plan(self, growth: Growth, k: int) -> tuple[int, int]:
@@ -196,13 +200,14 @@ def tree_size(
     if isinstance(size, int):
         return TreeSize(size)
     rows = max(1, sum(depth > 0 for depth in depths))
-    step = None if size is None or call.depth is None else call.depth.step_latency(rows, call.context_length)
+    pass_rows, width = (rows, 2) if call.target is None else call.target.pass_shape(2)
+    pass_rows = max(rows, pass_rows)
+    step = None if size is None or call.depth is None else call.depth.step_latency(pass_rows, call.context_length)
     if step is None:
         return TreeSize(None, children=1)
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
-    is_padded = call.target is not None and call.target.pads_passes
-    return TreeSize(None, MAX_CHILDREN, step, rows, is_padded)
+    return TreeSize(None, MAX_CHILDREN, step, rows, pass_rows, is_padded=width > 2)
 
 
 @dataclass

@@ -36,13 +36,14 @@ class DraftingLoss:
         """Count a loss."""
         self.plain_steps = max(self.plain_steps + loss, -MAX_CREDIT)
 
-    def count(self, latency: StepLatency, rows: int, seconds: float, passes: Sequence[int], emitted: int) -> None:
-        """Count a step with a draft: its time, less that of plain steps for the tokens that its rows emitted.
+    def count(self, latency: StepLatency, rows: int, seconds: float, passes: Sequence[int], emitted: float) -> None:
+        """Count a step with a draft: its time, less that of plain steps for as many tokens.
 
-        `seconds` are those of the target's pass, `passes` the tokens of each pass of the drafter.
+        `rows` and `seconds` are those of the target's pass, `passes` the tokens of each pass of the drafter, `emitted`
+        the tokens of a row on average.
         """
         seconds += latency.drafter.draft(passes)
-        self.add(seconds / latency.target.seconds_of(rows) - emitted / rows)
+        self.add(seconds / latency.target.seconds_of(rows) - emitted)
 
     def copy(self) -> DraftingLoss:
         """What a later call begins with: no credit, as texts differ, and at most one plain step before a draft."""
@@ -180,9 +181,9 @@ class AdaptiveSession(PolicySession):
             if self._timer.observe(step):
                 self.latency = self._timer.latency()
         if not self._has_common_loss:
-            latency, emitted = self._at(step.batch), sum(row.emitted for row in rows)
-            seconds = latency.target.seconds_of(step.batch * step.tokens_per_row)
-            self._loss.count(latency, step.batch, seconds, step.passes, emitted)
+            latency, emitted = self._at(step.pass_rows), sum(row.emitted for row in rows) / max(1, len(rows))
+            seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)
+            self._loss.count(latency, step.pass_rows, seconds, step.passes, emitted)
             memory.store(self._model, self._key, self._loss)
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)

@@ -153,7 +153,7 @@ class DrafterTimer:
 
         The threads of a pass wait for each other: then other processes delayed some of them in the measurement.
         """
-        queries = (step.batch + self._call.state.other_rows) * step.tokens_per_row / self._curve.batch
+        queries = (step.pass_rows + self._call.state.other_rows) * step.tokens_per_row / self._curve.batch
         seconds = step.seconds.get("forward", inf) if self._is_cpu and self._group is None else inf
         if 1 <= queries <= QUERIES[1] and 2 * seconds < self._curve(queries):
             memory.store(self._model, ("delayed", *self._key[:-1]), self._curve)
@@ -169,7 +169,7 @@ class DrafterTimer:
             return False
         seconds = step.seconds.get("draft", 0.0)
         if self._is_cpu:  # other processes prolong wall times, that of the target's pass alike
-            rows = step.batch + self._call.state.other_rows
+            rows = step.pass_rows + self._call.state.other_rows
             seconds *= self._curve.seconds_of(rows * step.tokens_per_row) / step.seconds["forward"]
         self._ratios.append(seconds / (sum(map(self._curve.seconds_of, step.passes)) or self._curve.seconds[0]))
         self.is_known = len(self._ratios) == (5 if self._is_cpu else 16)

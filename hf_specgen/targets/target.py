@@ -192,10 +192,9 @@ class Target:
         offsets = torch.tensor(self._layout.offsets)[:, None]
         return LevelPasses(graphs, self._mode, self.model, self.cache, level, None, self._masks.visible, offsets, text)
 
-    @property
-    def pads_passes(self) -> bool:
-        """Whether a pass takes as long as one over `padded_width` tokens."""
-        return self._active_graphs is not None
+    def pass_shape(self, tokens: int) -> tuple[int, int]:
+        """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
+        return len(self.rows), tokens if self._active_graphs is None else padded_width(tokens)
 
     def after_levels(self, cached: int) -> None:
         """Go on after passes that were made by a captured function; the root and so many nodes are cached."""
