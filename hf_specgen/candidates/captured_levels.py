@@ -191,7 +191,7 @@ def grow_captured(
         columns,
         mode=drafter.mode,
         eagerly=lambda: None,
-        rehearsal=inputs,  # the passes can be repeated
+        rehearsal=lambda: inputs,  # the passes can be repeated
         is_optional=True,
     )
     if drafted is not None:

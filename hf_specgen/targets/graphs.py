@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from torch.utils import _pytree as pytree
 
 from hf_specgen.call import Compile
 from hf_specgen.targets.cache import RaggedCache, padded_width
@@ -104,12 +103,7 @@ def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], N
     """Capture what a function does on a CUDA device: a function that does it again, and its outputs."""
     assert memory.stream is not None
     with torch.cuda.device(memory.stream.device):
-        warm_up = torch.cuda.Stream()
-        warm_up.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(warm_up):
-            for _ in range(2):  # libraries allocate their workspaces and choose kernels
-                run()
-        torch.cuda.current_stream().wait_stream(warm_up)
+        run()  # libraries allocate their workspaces and choose kernels, constants are made
         graph = torch.cuda.CUDAGraph()
         try:
             with _capturing_lock, _capturing(graph, memory.stream, memory.pool):
@@ -135,11 +129,9 @@ class _Graph:
     """One captured graph: where its inputs lie, and its outputs; `function` keeps constants that it reads."""
 
     def __init__(self, run: Callable[[Any], Any], inputs: Any, memory: GraphMemory, function: Any = None):
-        self.function = function
-        leaves, structure = pytree.tree_flatten(inputs)
-        self._memory = memory
-        self._inputs = [leaf.to(memory.device, copy=True) if _is_tensor(leaf) else leaf for leaf in leaves]
-        static = pytree.tree_unflatten(self._inputs, structure)
+        self.function, self._memory = function, memory
+        static = _mapped(lambda tensor: tensor.to(memory.device, copy=True), inputs)
+        self._inputs = list(_leaves(static))
         with memory.lock:
             memory.wait()
             self._replay, self._outputs = capture(lambda: run(static), memory)
@@ -152,11 +144,28 @@ class _Graph:
                 if isinstance(static, torch.Tensor):
                     static.copy_(leaf, non_blocking=True)
             self._replay()
-            return pytree.tree_map(lambda output: output.clone() if _is_tensor(output) else output, self._outputs)
+            return _mapped(torch.clone, self._outputs)
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
+def _leaves(value: Any) -> Iterator[Any]:
+    """The tensors and plain values in nested tuples, lists and dictionaries."""
+    if isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Nested tuples, lists and dictionaries with a function of each tensor in its place."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: _mapped(function, part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [_mapped(function, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
 
 class CapturedFunctions:
@@ -211,7 +220,7 @@ class CapturedFunctions:
         eagerly: Callable[[], Any],
         agree: Callable[[Any, Any], bool] = lambda eager, captured: True,
         at_once: bool = False,
-        rehearsal: Any = None,
+        rehearsal: Callable[[], Any] | None = None,
         is_optional: bool = False,
     ) -> Any:
         """The outputs of a function that appends so many columns to a cache.
@@ -223,15 +232,15 @@ class CapturedFunctions:
             eagerly: runs the same function on the cache of the call.
             agree: whether the outputs of both differ by rounding alone; checked once for each graph.
             at_once: whether "auto" does not wait either.
-            rehearsal: inputs with which the function changes nothing, to capture it with; only functions that can run
-                several times in a row, such as passes, need none.
+            rehearsal: makes inputs with which the function changes nothing, to capture it with; only functions that can
+                run several times in a row, such as passes, need none.
             is_optional: whether only this function is given up if it cannot be captured.
 
         Raises:
             ValueError: with "graphs", if the function cannot be captured, or a graph computes something else.
         """
-        leaves, lengths = pytree.tree_leaves(inputs), cache.lengths
-        shapes = tuple((leaf.shape, leaf.dtype) if _is_tensor(leaf) else repr(leaf) for leaf in leaves)
+        leaves, lengths = list(_leaves(inputs)), cache.lengths
+        shapes = tuple((one.shape, one.dtype) if isinstance(one, torch.Tensor) else repr(one) for one in leaves)
         key, starts = (function, shapes, torch.is_inference_mode_enabled()), torch.tensor(lengths)
         with self._lock:
             lasting = self.buffers.of_cache(cache)
@@ -247,12 +256,14 @@ class CapturedFunctions:
             try:
                 eager = eagerly() if rehearsal is None else None
                 cache.set_lengths(lengths)
-                first = inputs if rehearsal is None else rehearsal
+                first = inputs if rehearsal is None else rehearsal()
                 graph = self._capture(function, module, (first, starts), columns, lasting)
                 outputs = graph.replay([*leaves, starts])
                 if rehearsal is None and not agree(eager, outputs):
                     raise ValueError("its results differ from those of an ordinary pass")
-                lasting.graphs[key], self._fingerprint = graph, fingerprint(module)  # the first pass may install hooks
+                if not is_captured(module):  # the first pass may have installed hooks
+                    self._fingerprint = fingerprint(module)
+                lasting.graphs[key] = graph
                 if len(lasting.graphs) > MAX_GRAPHS:
                     del lasting.graphs[next(iter(lasting.graphs))]
             except Exception as error:

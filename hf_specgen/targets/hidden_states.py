@@ -94,8 +94,11 @@ class HiddenStateTarget(Target):
         prompt = self.pass_states[:, : self.pass_states.shape[1] - self._step_states.shape[1]]
         states = []
         for row, kept in enumerate(self._kept):
-            is_chain = not kept or kept[-1] == len(kept) - 1
-            new = self._step_states[row, : len(kept)] if is_chain else self._step_states[row, kept]
+            new = self._step_states[row, : len(kept)]
+            if kept and kept[-1] != len(kept) - 1:
+                # Not by a list, for which the host would wait until the GPU has done all that it was given.
+                places = torch.tensor(kept).to(new.device, non_blocking=True)
+                new = self._step_states[row].index_select(0, places)
             states.append(torch.cat([prompt[row], new]) if prompt.shape[1] else new)
         return [_columns(rows, self._indices, aux_layers) for rows in states]
 

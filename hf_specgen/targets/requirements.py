@@ -38,7 +38,7 @@ from hf_specgen.targets.model_parts import (
     reads_encoder,
     text_config,
 )
-from hf_specgen.targets.support import first_problem, is_rounding, largest_difference, last_position
+from hf_specgen.targets.support import first_problem, is_rounding, largest_differences, last_position
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree, Parents, chain_parents
 
@@ -273,9 +273,7 @@ def compare(
     drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
         raise UndecidedError
-    errors = [
-        largest_difference(*rows) for pair in zip(plain, drafted, strict=True) for rows in zip(*pair, strict=True)
-    ]
+    errors = largest_differences(torch.cat(plain), torch.cat(drafted))
     if is_rounding(errors, _precision(model)):
         return None
     return f"in a trial run its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"

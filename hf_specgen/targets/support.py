@@ -134,17 +134,19 @@ def _masks_sliding_windows(model: PreTrainedModel) -> bool:
     return any(hasattr(module, name) for name in ("create_sliding_window_causal_mask", "create_masks_for_generate"))
 
 
-def largest_difference(reference: torch.Tensor, logits: torch.Tensor) -> float:
-    """The largest difference, in standard deviations of the reference; entries that are not finite in both agree."""
-    finite = reference.isfinite()
-    if not torch.equal(reference.nan_to_num()[~finite], logits.nan_to_num()[~finite]):
-        return math.inf
-    if not bool(logits[finite].isfinite().all()):
-        return math.inf
-    if not bool(finite.any()):
-        return 0.0
-    deviation = reference[finite].std().clamp(min=1e-6)
-    return float(((reference - logits)[finite].abs().amax() / deviation).item())
+def largest_differences(reference: torch.Tensor, logits: torch.Tensor) -> list[float]:
+    """Of each row of `[rows, vocab]` the largest difference, in standard deviations of the reference.
+
+    Infinite where an entry is finite in one alone, or is another of NaN, inf and -inf.
+    """
+    reference, logits, finite = reference.float(), logits.float(), reference.isfinite()
+    agree = torch.where(finite, logits.isfinite(), reference.nan_to_num() == logits.nan_to_num()).all(dim=-1)
+    counts, known = finite.sum(dim=-1), reference.where(finite, 0.0)
+    from_mean = (known - (known.sum(dim=-1) / counts)[:, None]).where(finite, 0.0)
+    deviation = (from_mean.square().sum(dim=-1) / (counts - 1)).sqrt().clamp(min=1e-6)
+    largest = (reference - logits).where(finite, 0.0).abs().amax(dim=-1) / deviation
+    differences: list[float] = largest.where(counts > 0, 0.0).where(agree, math.inf).tolist()
+    return differences
 
 
 def is_rounding(differences: Sequence[float], dtype: torch.dtype) -> bool:

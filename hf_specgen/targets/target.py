@@ -29,7 +29,7 @@ from hf_specgen.targets.lasting_buffers import move_captured
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
 from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
-from hf_specgen.targets.support import is_rounding, largest_difference, last_position, slot_limit
+from hf_specgen.targets.support import is_rounding, largest_differences, last_position, slot_limit
 from hf_specgen.tree import DraftTree
 
 UNLIMITED = 2**31
@@ -366,7 +366,7 @@ class Target:
             mode=self._mode,
             eagerly=lambda: self.cache.move(moves),
             at_once=self._captures_at_once,
-            rehearsal=moves[[0, 2, 2]],  # onto themselves
+            rehearsal=lambda: moves[[0, 2, 2]],  # onto themselves
         )
 
     def rewind(self, kept: Sequence[int]) -> None:
@@ -421,5 +421,5 @@ def _agree(eager: PassOutput, captured: PassOutput) -> bool:
     """Whether logits `[batch, tokens, vocab]` differ by rounding alone, if there is something to compare with."""
     if not bool(eager.logits.amax(dim=-1).isfinite().all()):
         return True
-    pairs = zip(eager.logits.float().flatten(0, 1), captured.logits.float().flatten(0, 1), strict=True)
-    return is_rounding([largest_difference(*pair) for pair in pairs], eager.logits.dtype)
+    differences = largest_differences(eager.logits.flatten(0, 1), captured.logits.flatten(0, 1))
+    return is_rounding(differences, eager.logits.dtype)

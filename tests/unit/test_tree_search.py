@@ -217,18 +217,24 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
 
 
 @pytest.mark.parametrize("probability", [[[0.9, 0.5, 0.2, 0.1]], [[0.6, 0.1], [], [0.9, 0.8, 0.7, 0.02]], [[]]])
-@pytest.mark.parametrize(("drafting", "is_padded"), [(0.0, False), (0.5, False), (0.0, True)])
+@pytest.mark.parametrize(
+    ("drafting", "is_padded", "pass_rows"), [(0.0, False, 0), (0.5, False, 0), (0.0, True, 0), (0.0, True, 16)]
+)
 def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
-    probability: Any, drafting: float, is_padded: bool
+    probability: Any, drafting: float, is_padded: bool, pass_rows: int
 ) -> None:
-    """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice; padding."""
+    """Would catch: rows added up at the wrong nodes, the passes of the drafter forgotten or counted twice; padding.
+
+    And rows that have ended, which a captured pass computes all the same.
+    """
     latency = curve(0.05, 0.1).at(1, 100)
     rates = []
     for count in range(max(map(len, probability)) + 1):
         tokens = len(probability) + sum(sum(row[:count]) for row in probability)
         width = padded_width(1 + count) if is_padded else 1 + count
-        rates.append(tokens / (latency.target.seconds_of(float(len(probability) * width)) + drafting))
-    size = TreeSize(None, latency=latency, rows=len(probability), is_padded=is_padded)
+        rows = max(len(probability), pass_rows)
+        rates.append(tokens / (latency.target.seconds_of(float(rows * width)) + drafting))
+    size = TreeSize(None, latency=latency, rows=len(probability), pass_rows=pass_rows, is_padded=is_padded)
     count = size.best_size(probability, drafting)
     assert count == int(np.argmax(rates))
 
