@@ -23,7 +23,6 @@ from typing import Any, Self, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -283,10 +282,9 @@ class LayeredRunner(HeadRunner):
         ends = [slice(len(row) - count, len(row)) for row, count in zip(tokens, again, strict=True)]
         self._again = [(row[end], read[end]) for row, read, end in zip(states, tokens, ends, strict=True)]
         self._commit([-count for count in again])
-        hidden = outputs[0]
-        # Of each node the outputs and tokens at the last `layers` positions.
-        self._hidden = hidden.new_zeros(len(rows), 1, self.layers, hidden.shape[-1])
-        self._paths = torch.zeros(len(rows), 1, self.layers, dtype=torch.long, device=device)
+        # Of each node the tokens and outputs at the positions that its layer has computed.
+        self._paths = torch.zeros(len(rows), 1, 0, dtype=torch.long, device=device)
+        self._hidden = outputs[0].new_zeros(len(rows), 1, 0, outputs[0].shape[-1])
         return self._scatter(self.bound.target_logits(self._last[0]))
 
     def restart(self, row: int) -> None:
@@ -306,14 +304,6 @@ class LayeredRunner(HeadRunner):
         super()._select(rows)
         self._again = [self._again[row] for row in rows]
 
-    def next_logits(self, tree: GrownTree) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        tree = tree.select(self.rows)
-        tokens = tree.input_tokens(self._like.device)[..., None]
-        self._paths = torch.cat([tree.of_parents(self._paths)[:, :, 1:], tokens], dim=2)
-        self._hidden = self._layer(tree.level, self._paths, tree.of_parents(self._hidden))
-        return self._scatter(self.bound.target_logits(self._hidden[:, :, -1]))
-
     def _pass(
         self, features: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]], parts: Sequence[slice]
     ) -> list[torch.Tensor]:
@@ -329,26 +319,24 @@ class LayeredRunner(HeadRunner):
             outputs.append(hidden)
         return outputs
 
-    def _layer(self, depth: int, paths: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """The outputs of a layer for nodes of its depth, `[active, nodes, layers, hidden]`; other positions are 0."""
-        head: Any = self.bound.head
-        (rows, nodes), device = paths.shape[:2], paths.device
-        tokens, states = paths[:, :, -depth:], before[:, :, -depth:].clone()
-        states[:, :, 0] = self._last[depth - 1][:, None]
-        starts = (torch.tensor(self._ends, device=device)[:, None] - depth).clamp(min=0)
+    def next_logits(self, tree: GrownTree) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
+        tree, head, device = tree.select(self.rows), cast(Any, self.bound.head), self._like.device
+        depth, nodes = tree.level, tree.tokens.shape[1]
+        last = self._last[depth - 1][:, None, None].expand(-1, nodes, -1, -1)
+        self._paths = torch.cat([tree.of_parents(self._paths), tree.input_tokens(device)[..., None]], dim=2)
+        states = torch.cat([last, tree.of_parents(self._hidden)], dim=2)
+        starts = [max(0, end - depth) for end in self._ends]
+        first = torch.tensor(starts, device=device)[:, None]
+        slots = torch.arange(max(starts) + nodes * depth, device=device)
+        place = (slots - first)[:, None]  # counted from the first slot of the nodes
         steps = torch.arange(depth, device=device).repeat(nodes)
-        owners = torch.arange(nodes, device=device).repeat_interleave(depth)
-        slots = torch.arange(max(0, max(self._ends) - depth) + nodes * depth, device=device)
-        place = (slots - starts)[:, None]  # counted from the first slot of the nodes
-        itself = (place.div(depth, rounding_mode="floor") == owners[:, None]) & (place % depth <= steps[:, None])
-        self.cache.set_lengths([max(0, end - depth) for end in self._ends])
-        output = head(
-            self.bound.embed(tokens.flatten(1)),
-            states.flatten(1, 2),
-            starts + steps,
-            ((place < 0) | itself)[:, None],
-            self.cache,
-            step=depth,
-        )
+        owners = torch.arange(nodes, device=device).repeat_interleave(depth)[:, None]
+        itself = (place.div(depth, rounding_mode="floor") == owners) & (place % depth <= steps[:, None])
+        mask = ((place < 0) | itself)[:, None]
+        self.cache.set_lengths(starts)
+        embeddings = self.bound.embed(self._paths.flatten(1))
+        output = head(embeddings, states.flatten(1, 2), first + steps, mask, self.cache, step=depth)
         self.cache.set_lengths(self.lengths)
-        return pad(output.hidden.view(rows, nodes, depth, -1), (0, 0, self.layers - depth, 0))
+        self._hidden = output.hidden.unflatten(1, (nodes, depth))
+        return self._scatter(self.bound.target_logits(self._hidden[:, :, -1]))
