@@ -91,12 +91,9 @@ class DraftHead(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Rotary frequencies keep their dtype: in bfloat16 they are too coarse for late positions."""
-        before = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
-        super()._apply(fn, recurse)
-        for name, frequencies in before.items():
-            owner, _, own_name = name.rpartition(".")
-            setattr(self.get_submodule(owner), own_name, frequencies.to(self.get_buffer(name).device))
-        return self
+        kept = [buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")]
+        keep_dtype = lambda tensor: tensor.to(fn(tensor).device) if any(tensor is one for one in kept) else fn(tensor)  # noqa: E731
+        return super()._apply(keep_dtype, recurse)
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """The `hidden_states` indices that the format reads by default: the state after the final norm."""

@@ -90,9 +90,7 @@ class Eagle3Head(DraftHead):
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(features, eps=eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(
-                nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_aux_hidden_states)
-            )
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(width, eps=eps) for _ in range(count))
         if config.projects_features:
             self.fc = nn.Linear(features, config.hidden_size, bias=config.projection_bias)
         rest = (DecoderLayer(config.layer, index) for index in range(1, config.num_layers))

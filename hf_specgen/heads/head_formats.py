@@ -36,7 +36,9 @@ from hf_specgen.heads.checkpoint import (
     Fields,
     Source,
     TensorInfo,
+    base_of_adapter,
     first_line,
+    merge_adapter,
     named_errors,
     open_checkpoint,
 )
@@ -45,7 +47,6 @@ from hf_specgen.heads.dspark import load_domino, load_dspark
 from hf_specgen.heads.eagle import load_eagle1, load_eagle3
 from hf_specgen.heads.gemma_assistant import is_assistant, load_assistant
 from hf_specgen.heads.head_file import HeadFile
-from hf_specgen.heads.lora import base_of_adapter, merge_adapter
 from hf_specgen.heads.medusa import is_medusa, load_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
 

@@ -33,9 +33,8 @@ from transformers import PreTrainedModel
 
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
-from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, TensorInfo
+from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, TensorInfo, load_adapter
 from hf_specgen.heads.head_file import HeadFile
-from hf_specgen.heads.lora import load_adapter
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE
 
