@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
 
 from hf_specgen.heads.block import BlockConfig, block_options
 from hf_specgen.heads.head_file import HeadFile
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary
+from hf_specgen.heads.layers import DecoderLayer, LayerConfig
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
 FACTORS = {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"}
@@ -79,12 +78,10 @@ class DFlash2Layer(DecoderLayer):
         self.attention_conv = DynamicConvolution(config.hidden_size, kernel_size, group_size)
         self.mlp_conv = DynamicConvolution(config.hidden_size, kernel_size, group_size)
 
-    def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
-    ) -> torch.Tensor:
-        """`[batch, block, hidden]` to the same."""
-        attend = partial(self.self_attn, rotary=rotary, attention_mask=attention_mask, cache=cache)
-        hidden = hidden + self.attention_conv(self.input_layernorm(hidden), attend)
+    def forward(self, hidden: torch.Tensor, *places: Any) -> torch.Tensor:
+        """`[batch, block, hidden]` to the same; `places` as for `Attention`."""
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.attention_conv(normed, lambda rows: self.self_attn(rows, *places))
         return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
 
 

@@ -16,6 +16,7 @@ https://arxiv.org/abs/2602.01469) predicts several tokens in one pass, with a le
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.head_file import HeadFile
-from hf_specgen.heads.layers import DecoderLayer, LayerConfig, Rotary, RotaryEmbedding
+from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +123,9 @@ class Eagle3Head(DraftHead):
         cache: Cache | None = None,
     ) -> HeadOutput:
         """One pass over known positions, one draft step, or one level of a draft tree; see `DraftHead.forward`."""
-        rotary, (first, *rest) = self.rotary(hidden, position_ids), self.layers
-        states = first(embeddings * self.config.input_embedding_scale, hidden, rotary, attention_mask, cache)
-        for layer in rest:
+        rotary = self.rotary(hidden, position_ids)
+        states: Any = (embeddings * self.config.input_embedding_scale, hidden)
+        for layer in self.layers:
             states = layer(states, rotary, attention_mask, cache)
         normed = self.norm(states)
         return HeadOutput(normed if self.config.norm_output else states, normed)
@@ -138,19 +139,12 @@ class FusedLayer(DecoderLayer):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = norm_before_residual
 
-    def forward(  # type: ignore[override]
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        rotary: Rotary,
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> torch.Tensor:
-        """`[batch, length, hidden]` embeddings and states to `[batch, length, hidden]`."""
+    def forward(self, inputs: tuple[torch.Tensor, torch.Tensor], *places: Any) -> torch.Tensor:  # type: ignore[override]
+        """`[batch, length, hidden]` embeddings and states to `[batch, length, hidden]`; `places` as for `Attention`."""
+        embeddings, hidden = inputs
         normed = self.hidden_norm(hidden)
         both = torch.cat((self.input_layernorm(embeddings), normed), dim=-1)
-        residual = normed if self.norm_before_residual else hidden
-        return self.add(residual, self.self_attn(both, rotary, attention_mask, cache))
+        return self.add(normed if self.norm_before_residual else hidden, self.self_attn(both, *places))
 
 
 def eagle_layers(num_layers: int) -> tuple[int, ...]:

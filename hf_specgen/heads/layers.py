@@ -118,11 +118,9 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
             self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(
-        self, hidden: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
-    ) -> torch.Tensor:
-        """`[batch, length, hidden]` to the same; the other arguments as for `Attention`."""
-        return self.add(hidden, self.self_attn(self.input_layernorm(hidden), rotary, attention_mask, cache))
+    def forward(self, hidden: torch.Tensor, *places: Any) -> torch.Tensor:
+        """`[batch, length, hidden]` to the same; `places` are rotary, mask and cache, as for `Attention`."""
+        return self.add(hidden, self.self_attn(self.input_layernorm(hidden), *places))
 
     def add(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The residual stream with the outputs of attention and MLP."""
