@@ -48,6 +48,9 @@ RENAMED = (
     (re.compile(r"^((?:markov_w1|markov_w2|gate_proj|joint_proj)\.)"), r"markov_head.\1"),  # ModelOpt
     (re.compile(r"^confidence_proj\."), "confidence_head.proj."),  # ModelOpt
     (re.compile(r"codebook\.weight$"), "codebook"),  # DFlash2
+    (re.compile(r"^(?:medusa_heads?\.)?(\d{1,6})\.(\d{1,6})\.linear\."), r"blocks.\1.layers.\2."),  # Medusa v1, v2, TGI
+    (re.compile(r"^(?:medusa_heads?\.)?(?:lm_heads\.)?(\d{1,6})(?:\.\d{1,6})?\.weight$"), r"lm_heads.\1.weight"),
+    (re.compile(r"^medusa_heads\.(?=blocks\.)"), ""),  # vLLM
 )
 """Patterns of names in files, with those in our modules."""
 MASK_TOKEN_FIELDS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")

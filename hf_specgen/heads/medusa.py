@@ -23,7 +23,7 @@ Sources: Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with M
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
-from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, TensorInfo, load_adapter
+from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, load_adapter
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE
@@ -42,13 +42,8 @@ MODEL_TYPE = "medusa_heads"
 LORA_FOLDER = "lora"
 """Subfolder of a set of heads in our format that holds an adapter of PEFT with one LoRA matrix for each head."""
 OWN_FIELDS = ("hidden_size", "vocab_size", "num_heads", "num_layers", "lora_rank", "logit_scale")
-NAMES = (
-    (r"(?:medusa_heads?\.)?(\d{1,6})\.(\d{1,6})\.linear\.(weight|bias)", r"blocks.\1.layers.\2.\3"),
-    (r"(?:medusa_heads\.)?(blocks\.\d{1,6}\.layers\.\d{1,6}\.(?:weight|bias))", r"\1"),
-    (r"(?:medusa_heads?\.)?(?:lm_heads\.)?(\d{1,6})(?:\.\d{1,6})?\.weight", r"lm_heads.\1.weight"),
-    (r"(token_map|token_maps\.\d{1,6}\.weight|lora_[AB]\.\d{1,6}\.weight)", r"\1"),
-)
-"""Patterns of names in files, and what tensors of such names are called in `MedusaHeads`."""
+PARTS = ("blocks.", "lm_heads.", "token_map", "lora_A.", "lora_B.")
+"""How the names of our tensors begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,22 +200,9 @@ class MedusaRunner:
         return self.bound.to_target_vocabulary(logits)
 
 
-def our_tensors(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors by their names in `MedusaHeads`; others are left out."""
-    renamed: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        matches = ((re.fullmatch(pattern, name), ours) for pattern, ours in NAMES)
-        renamed |= {match.expand(ours): info for match, ours in matches if match}
-    if _count(renamed, "lm_heads.") == 1 and (heads := _count(renamed, "blocks.")) > 1:  # vLLM's `original_lm_head`
-        only = renamed.pop("lm_heads.0.weight", None)
-        if only and "token_map" in renamed:  # without a map it is the target's own matrix
-            renamed |= {f"lm_heads.{head}.weight": only for head in range(heads)}
-    return renamed
-
-
 def is_medusa(file: HeadFile) -> bool:
     """Whether the tensors are those of Medusa heads."""
-    return _count(our_tensors(file.tensors), "blocks.") > 0
+    return _count(file.tensors, "blocks.") > 0
 
 
 def _count(names: Iterable[str], prefix: str) -> int:
@@ -230,9 +212,13 @@ def _count(names: Iterable[str], prefix: str) -> int:
 
 def load_medusa(file: HeadFile) -> MedusaHeads:
     """A set of Medusa heads of any format; their number and sizes are counted in the tensors."""
-    fields, file.tensors = file.fields, our_tensors(file.tensors)
-    base, own = fields.nested("base"), file.has("lm_heads.0.weight")
+    fields, file.tensors = file.fields, {name: info for name, info in file.tensors.items() if name.startswith(PARTS)}
     hidden, heads = file.matrix("blocks.0.layers.0.weight")[1], _count(file.tensors, "blocks.")
+    if _count(file.tensors, "lm_heads.") == 1 < heads:  # vLLM's `original_lm_head`
+        only = file.tensors.pop("lm_heads.0.weight", None)
+        if only and file.has("token_map"):  # without a map it is the target's own matrix
+            file.tensors |= {f"lm_heads.{head}.weight": only for head in range(heads)}
+    base, own = fields.nested("base"), file.has("lm_heads.0.weight")
     rows = file.matrix("lm_heads.0.weight")[0] if own else 0
     kept = (*file.tensors["token_map"].shape, 0)[0] if file.has("token_map") else 0
     vocab = fields.optional_integer("vocab_size") or rows
