@@ -203,13 +203,8 @@ class _Choices:
         are_known = len(contents) == len(self.few)
         is_forced = are_known and longest and all(longest.startswith(text) for text in contents.values())
         self.forced = {token: len(text) for token, text in contents.items() if text} if is_forced else {}
-        self.longest = max(self.forced.values(), default=0)
         self.whitespace = {token for token, text in contents.items() if text == ""}
         self.spaced = {token for token in self.forced if (known[token] or "").startswith(" ")}
-
-    def splits(self, token: int) -> bool:
-        """Whether a token is the beginning of a longer forced text."""
-        return 0 < self.forced.get(token, 0) < self.longest
 
 
 def _tokenizer_of(call: Call) -> PreTrainedTokenizerBase | None:
@@ -228,7 +223,6 @@ class _Node(NamedTuple):
     drafted: int | None
     before: GrammarState | None
     path: tuple[int, ...]
-    is_split: bool = False
 
 
 class GrammarSession(WrappedSession):
@@ -262,11 +256,12 @@ class _Row:
         self._texts, self._odds = texts, MatchOdds()
         self._index, self._counts = NgramIndex(prompt), Counter(prompt)
         self._state: GrammarState | None = state
-        self._generated, self._is_split = 0, False  # tokens read; whether the last one was shorter than possible
+        self._generated = 0  # tokens read
         self._choices: dict[bytes, _Choices] = {}
         self._indentation = -1  # the last whitespace token with a line break
         # How often each kind of token followed another, where whitespace and one text were allowed.
         self._followed = Counter[tuple[str, str]]()
+        self._longest = Counter[bool]()  # how often a token of a forced text was the longest possible one, and not
 
     def update(self, generated: Sequence[int]) -> None:
         """Append the tokens that were generated since the last draft."""
@@ -274,9 +269,10 @@ class _Row:
             state = self._state
             if state is not None and state.allowed[token]:
                 choices = self._choices_of(state)
-                self._is_split = choices.splits(token)
+                if token in choices.forced and len(choices.forced) > 1:
+                    self._longest[choices.forced[token] == max(choices.forced.values())] += 1
                 if choices.forced and choices.whitespace:
-                    self._followed[self._texts.kind(self._last(())), self._texts.kind(token)] += 1
+                    self._followed[self._texts.kind(self._last()), self._texts.kind(token)] += 1
                 self._state = state.after(token)
             else:
                 self._state = None
@@ -301,24 +297,31 @@ class _Row:
             if state is not None and node.path:
                 state = state.after(node.path[-1])
             below = () if node.drafted is None else drafted.get(node.drafted, ())
-            proposals = {token: (acceptance, child) for child, token, acceptance in below if token >= 0}
-            ranked = self._ranked(state, node, {token: value for token, (value, _) in proposals.items()})
-            for token, value in ranked:
-                drafted_child, path = proposals.get(token, (0.0, None))[1], (*node.path, token)
-                is_split = state is not None and self._choices_of(state).splits(token)
-                yield token, value, _Node(drafted_child, state, path, is_split)
+            drafted_nodes = {token: child for child, token, _ in below}
+            for token, value in self._ranked(
+                state, node.path, {token: value for _, token, value in below if token >= 0}
+            ):
+                yield token, value, _Node(drafted_nodes.get(token), state, (*node.path, token))
 
-        return best_first(_Node(-1, self._state, (), self._is_split), children, depth, limits)
+        return best_first(_Node(-1, self._state, ()), children, depth, limits)
 
-    def _ranked(self, state: GrammarState | None, node: _Node, proposed: dict[int, float]) -> list[tuple[int, float]]:
+    def _ranked(
+        self, state: GrammarState | None, path: tuple[int, ...], proposed: dict[int, float]
+    ) -> list[tuple[int, float]]:
         """The tokens that may follow and their probabilities, most probable first."""
         if state is None:
             return sorted(proposed.items(), key=lambda one: -one[1])
         allowed, choices = state.allowed, self._choices_of(state)
         if choices.count <= 1:
             return [(int(allowed.argmax()), 1.0)] if choices.count else []
-        values = _extended(proposed, self._votes(node.path), allowed)
-        values = _extended(values, self._expected(node, choices), allowed)
+        values: dict[int, float] = {}
+        for estimate in (proposed, self._votes(path), self._expected(path, choices)):
+            # Of the allowed ones of its tokens, in what the estimates before it leave of the probability.
+            forbidden = sum(value for token, value in estimate.items() if not allowed[token])
+            scale = max(0.0, 1.0 - sum(values.values())) / max(1.0 - forbidden, 1e-9)
+            for token, value in estimate.items():
+                if allowed[token]:
+                    values[token] = values.get(token, 0.0) + scale * value
         return sorted(values.items(), key=lambda one: -one[1])
 
     def _votes(self, path: tuple[int, ...]) -> dict[int, float]:
@@ -328,51 +331,37 @@ class _Row:
         votes = vote([(tokens, len(tokens), at, length, OWN) for at, length in matches], 0, self._odds)
         return {token: value for token, value, _ in votes}
 
-    def _expected(self, node: _Node, choices: _Choices) -> dict[int, float]:
+    def _expected(self, path: tuple[int, ...], choices: _Choices) -> dict[int, float]:
         """Probabilities of allowed tokens by the grammar: forced text, and whitespace as it was used before."""
         if not choices.forced:
             return dict.fromkeys(choices.few, 1.0 / max(1, len(choices.few)))
-        # Where a target splits a forced text in its own way, it goes on in short tokens.
-        path, base = node.path, 0.25 if node.is_split else 4.0
+        last, counts = self._last(path), self._counts
+        # Some targets write forced text in shorter tokens than they could.
+        base = (self._longest[True] + 1.0) / (self._longest[False] + 0.5)
         # Tokenizers give the last of several spaces to the text after them: more than one space was written.
-        prior = 0.5 if (self._texts.of(self._last(path)) or "").endswith(" ") else 0.1
+        prior = 0.5 if (self._texts.of(last) or "").endswith(" ") else 0.1
         forced = {
-            token: ((prior if token in choices.spaced else 0.1) + self._counts[token]) * base ** min(length, 64)
+            token: ((prior if token in choices.spaced else 0.1) + counts[token]) * base ** min(length, 64)
             for token, length in choices.forced.items()
         }
         if not choices.whitespace:
             return _normalised(forced, 1.0)
-        is_space = self._whitespace_probability(self._last(path))
-        spaces = {token: float(self._counts[token]) for token in choices.whitespace & self._counts.keys()}
-        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
-        if indentation in choices.whitespace:
-            spaces[indentation] = spaces.get(indentation, 0.0) + sum(spaces.values())
-        return _normalised(forced, 1.0 - is_space) | _normalised(spaces, is_space)
-
-    def _last(self, path: tuple[int, ...]) -> int:
-        """The last token of the text and a path, -1 if there is none."""
-        return path[-1] if path else self._index.tokens[-1] if len(self._index) else -1
-
-    def _whitespace_probability(self, last: int) -> float:
-        """How probable whitespace is where text is forced too: by what followed tokens of this token's kind."""
+        # Whitespace is as probable as it was after tokens of this kind.
         kind = self._texts.kind(last)
         spaces, others = self._followed[kind, "space"], self._followed[kind, "text"]
-        return (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
+        is_space = (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
+        used = {token: float(counts[token]) for token in choices.whitespace & counts.keys()}
+        indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)
+        if indentation in choices.whitespace:
+            used[indentation] = used.get(indentation, 0.0) + sum(used.values())
+        return _normalised(forced, 1.0 - is_space) | _normalised(used, is_space)
+
+    def _last(self, path: tuple[int, ...] = ()) -> int:
+        """The last token of the text and a path, -1 if there is none."""
+        return path[-1] if path else self._index.tokens[-1] if len(self._index) else -1
 
 
 def _normalised(weights: Mapping[int, float], total: float) -> dict[int, float]:
     """Probabilities in proportion to weights."""
     scale = total / max(sum(weights.values()), 1e-9)
     return {token: scale * weight for token, weight in weights.items()}
-
-
-def _extended(values: dict[int, float], more: dict[int, float], allowed: NDArray[np.bool_]) -> dict[int, float]:
-    """Probabilities of the allowed ones of some tokens, and the rest of the probability shared among more of them."""
-    forbidden = sum(value for token, value in values.items() if not allowed[token])
-    scale = 1.0 / max(1.0 - forbidden, 1e-9)
-    kept = {token: scale * value for token, value in values.items() if allowed[token]}
-    rest = max(0.0, 1.0 - sum(kept.values()))
-    for token, value in more.items():
-        if allowed[token]:
-            kept[token] = kept.get(token, 0.0) + rest * value
-    return kept
