@@ -42,6 +42,7 @@ class GenerationState:
     Attributes:
         prompts: the prompt of each row, without padding.
         generated: the tokens generated so far, per row.
+        stopped: whether plain `generate` stops a row at its last emitted column, per row.
         other_rows: rows of other calls that share the forward passes of the target, see `generate_many`.
         drafts_together: whether they share the passes of the drafter too.
     """
@@ -64,7 +65,7 @@ class GenerationState:
         self.max_length = max_length
         self.pad_id = pad_id
         self.device = input_ids.device
-        self._stopped = [False] * self.batch
+        self.stopped = [False] * self.batch
         self._columns = input_ids.cpu().numpy().astype(np.int64)  # prompts and texts, padded on the right
 
     @classmethod
@@ -86,7 +87,7 @@ class GenerationState:
 
     def pending(self) -> list[int]:
         """The last token of each row, which is not in the target's cache yet."""
-        return [tokens[-1] for tokens in self.generated]
+        return [self.last_token(row) for row in range(self.batch)]
 
     def last_token(self, row: int) -> int:
         """The last token of a row's text; the padding token for a prompt that is nothing but padding."""
@@ -100,20 +101,12 @@ class GenerationState:
         """
         tokens = self.generated[row]
         is_at_end = bool(tokens) and (tokens[-1] in self.stop_ids or self.remaining(row) <= 0)
-        return (self._stopped[row] and self.pad_id is not None) or is_at_end
-
-    def stop(self, row: int) -> None:
-        """Record that plain `generate` stops this row at its last confirmed column."""
-        self._stopped[row] = True
-
-    def is_stopped(self, row: int) -> bool:
-        """Whether `stop` was called for the row."""
-        return self._stopped[row]
+        return (self.stopped[row] and self.pad_id is not None) or is_at_end
 
     @property
     def all_stopped(self) -> bool:
         """Whether plain `generate` would return now."""
-        return all(self._stopped)
+        return all(self.stopped)
 
     def remaining(self, row: int) -> float:
         """How many more tokens the row may generate."""

@@ -174,8 +174,8 @@ class DecodingLoop:
         """Which draft tokens are accepted, and which token follows them."""
         result = self.verification.verify(tree, logits, active)
         if self.drafter.top_tokens:
-            pending = [self.state.last_token(row) for row in range(self.state.batch)]
-            result.top_tokens = TopTokens.of_step(logits, tree, pending, active, self.drafter.top_tokens)
+            pending, count = self.state.pending(), self.drafter.top_tokens
+            result.top_tokens = TopTokens.of_step(logits, tree, pending, active, count)
         return result
 
     def _commit(self, result: VerificationResult) -> None:

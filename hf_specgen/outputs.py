@@ -100,8 +100,8 @@ class OutputCollector:
 
         `scores` are those of the last of them, which are not emitted yet. Criteria are called once for each column.
         """
-        self._stops[columns] = self._custom_stops(columns, scores)
-        return any(stops and not self._state.is_stopped(row) for row, stops in enumerate(self._stops[columns]))
+        stops = self._stops[columns] = self._custom_stops(columns, scores)
+        return any(stop and not stopped for stop, stopped in zip(stops, self._state.stopped, strict=True))
 
     def add(self, result: VerificationResult) -> None:
         """Add a step whose tokens have been appended to the state, and emit the columns that it completes."""
@@ -142,8 +142,8 @@ class OutputCollector:
     def _column_is_complete(self) -> bool:
         state = self._state
         return all(
-            len(tokens) > self.columns or (state.is_stopped(row) and state.pad_id is not None)
-            for row, tokens in enumerate(state.generated)
+            len(tokens) > self.columns or (stopped and state.pad_id is not None)
+            for tokens, stopped in zip(state.generated, state.stopped, strict=True)
         )
 
     def _emit_column(self) -> None:
@@ -158,9 +158,9 @@ class OutputCollector:
             self._streamer.put(torch.tensor(tokens))
         at_length = state.prompt_length + self.columns >= state.max_length
         for row, text in enumerate(state.generated):
-            if state.is_stopped(row) or not (stops[row] or at_length or tokens[row] in state.stop_ids):
+            if state.stopped[row] or not (stops[row] or at_length or tokens[row] in state.stop_ids):
                 continue
-            state.stop(row)
+            state.stopped[row] = True
             if state.pad_id is not None:
                 state.truncate(row, min(len(text), self.columns))
 
@@ -169,8 +169,7 @@ class OutputCollector:
             return [False] * self._state.batch
         scores: Any = None
         if "scores" in self._kept:
-            is_stopped, pads = self._state.is_stopped, self._state.pad_id is not None
-            has_padding = pads and any(map(is_stopped, range(self._state.batch)))
+            has_padding = self._state.pad_id is not None and any(self._state.stopped)
             if has_padding and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
                 self._process_padding()
             scores = (*self._kept["scores"], *more_scores)

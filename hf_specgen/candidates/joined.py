@@ -164,7 +164,7 @@ class _Texts(GenerationState):
         states = [row.call.state for row in rows]
         self.prompts = [state.prompts[0] for state in states]
         self.generated = [state.generated[0] for state in states]
-        self.batch, self._stopped = len(rows), [False] * len(rows)
+        self.batch, self.stopped = len(rows), [False] * len(rows)
 
 
 class _Targets(HiddenStateTarget):

@@ -216,6 +216,6 @@ def test_stopped_row_without_padding_continues_until_all_have_stopped() -> None:
     padded, unpadded = new_state([[1], [2]]), new_state([[1], [2]], pad_id=None)
     for state in (padded, unpadded):
         state.append(0, [3])
-        state.stop(0)
+        state.stopped[0] = True
     assert padded.has_ended(0) and not unpadded.has_ended(0)
-    assert not padded.all_stopped and padded.is_stopped(0) and not padded.is_stopped(1)
+    assert not padded.all_stopped and padded.stopped == [True, False]
