@@ -82,9 +82,7 @@ class DecodingLoop:
 
     def end_prefill(self, logits: torch.Tensor) -> None:
         """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""
-        with self.timer.part("verify"):
-            result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
-            self._commit(result)
+        result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
         if self.drafter.top_tokens:
             self.drafter.observe(result)
         # The policy may measure the target's latency, unless the target's slots are few.
@@ -120,9 +118,7 @@ class DecodingLoop:
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
-        with self.timer.part("verify"):
-            result = self._verify(tree, logits, self._active)
-            self._commit(result)
+        result = self._verify(tree, logits, self._active)
         self.drafter.observe(result)
         rows, passes = self.statistics.record(tree, result), self.drafter.passes
         with self.timer.part("policy"):
@@ -171,20 +167,18 @@ class DecodingLoop:
         return limits
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
-        """Which draft tokens are accepted, and which token follows them."""
-        result = self.verification.verify(tree, logits, active)
-        if self.drafter.top_tokens:
-            pending, count = self.state.pending(), self.drafter.top_tokens
-            result.top_tokens = TopTokens.of_step(logits, tree, pending, active, count)
+        """Append accepted draft tokens and what follows, roll the cache back to them, and emit complete columns."""
+        with self.timer.part("verify"):
+            result = self.verification.verify(tree, logits, active)
+            if self.drafter.top_tokens:
+                pending, count = self.state.pending(), self.drafter.top_tokens
+                result.top_tokens = TopTokens.of_step(logits, tree, pending, active, count)
+            for row, tokens in enumerate(result.tokens):
+                self.state.append(row, tokens)
+            self.target.commit(result.paths)
+            self.outputs.add(result)
+            self.verification.confirm(self.outputs.columns)
         return result
-
-    def _commit(self, result: VerificationResult) -> None:
-        """Append the tokens to the rows, roll the cache back to the accepted ones, and emit complete columns."""
-        for row, tokens in enumerate(result.tokens):
-            self.state.append(row, tokens)
-        self.target.commit(result.paths)
-        self.outputs.add(result)
-        self.verification.confirm(self.outputs.columns)
 
     def _active_rows(self) -> list[bool]:
         """Rows that take part in the next step: not ended, and within the allowed row skew of the emitted columns."""
