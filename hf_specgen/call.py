@@ -193,15 +193,6 @@ class EncoderInput:
         }
         return cls(values.repeat_interleave(batch // len(values), dim=0), arguments, outputs)
 
-    def texts(self, vocab_size: int) -> list[list[int]]:
-        """The token ids that the encoder read, by row and without padding, as far as the decoder has such tokens."""
-        if self.values.dim() != 2 or self.values.is_floating_point():
-            return [[] for _ in range(len(self.values))]
-        mask = self.arguments.get("attention_mask")
-        kept = torch.ones_like(self.values) if mask is None or mask.shape != self.values.shape else mask
-        kept = kept.bool() & (self.values >= 0) & (self.values < vocab_size)
-        return [ids[keep].tolist() for ids, keep in zip(self.values, kept, strict=True)]
-
 
 @dataclass(frozen=True)
 class DraftingSettings:
@@ -282,11 +273,18 @@ class Call:
         return max(len(prompt) + len(text) for prompt, text in rows)
 
     def encoder_texts(self) -> list[list[int]]:
-        """The token ids that the target's encoder read, by row; empty without an encoder, and for audio or images."""
-        if self.encoder is None or self.model is None:
+        """The token ids that the target's encoder read, by row and without padding, if the decoder has such tokens.
+
+        Empty without an encoder, and for audio or images.
+        """
+        ids = None if self.encoder is None or self.model is None else self.encoder.values
+        if ids is None or ids.dim() != 2 or ids.is_floating_point():
             return [[] for _ in range(self.state.batch)]
         embeddings = cast(Any, self.model).get_output_embeddings()
-        return self.encoder.texts(0 if embeddings is None else len(embeddings.weight))
+        mask = cast(EncoderInput, self.encoder).arguments.get("attention_mask")
+        kept = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
+        kept = kept.bool() & (ids >= 0) & (ids < (0 if embeddings is None else len(embeddings.weight)))
+        return [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
 
 
 class Memory:

@@ -39,19 +39,12 @@ for settings, (name, _) in COMMANDS.items():
     app.command(name, help=inspect.getdoc(settings))(settings)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Lossless speculative decoding for Transformers."""
+    if version:
         typer.echo(f"hf-specgen {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Lossless speculative decoding for Transformers."""
 
 
 @app.command()

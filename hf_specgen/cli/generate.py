@@ -34,9 +34,11 @@ def show(settings: GenerateSettings) -> None:
     if settings.output.exists():
         raise ValueError(f"{settings.output} exists already; delete it or name another file")
     rows = rows_of(settings)
-    parts = parts_of(settings)
-    device = settings.device or str(processes.device)
-    model, tokenizer = workloads.load(settings.target, settings.dtype, device)
+    # Each run has a folder of its own, by the settings that decide its answers.
+    run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
+    number = crc32(json.dumps(run, sort_keys=True).encode())
+    parts = settings.output.with_name(f"{settings.output.name}.{number:08x}.parts")
+    model, tokenizer = workloads.load(settings.target, settings.dtype, settings.device or str(processes.device))
     texts = [prompt_text(tokenizer, row[settings.column], settings.chat) for row in rows]
     strategy = chosen_strategy(settings.draft, tokenizer=tokenizer, trust_remote_code=settings.trust_remote_code)
     counts = list[int]()
@@ -135,13 +137,6 @@ def _problem(row: Row, settings: GenerateSettings) -> str:
     except UnicodeEncodeError:
         return "has a lone surrogate, which is not text; remove it"
     return ""
-
-
-def parts_of(settings: GenerateSettings) -> Path:
-    """The folder of partial answers: each run has its own, by the settings that decide its answers."""
-    run = {name: str(value) for name, value in asdict(settings).items() if name not in RESUMABLE}
-    number = crc32(json.dumps(run, sort_keys=True).encode())
-    return settings.output.with_name(f"{settings.output.name}.{number:08x}.parts")
 
 
 def _dataset(settings: GenerateSettings) -> list[Row]:

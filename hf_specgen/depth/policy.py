@@ -192,10 +192,9 @@ class _WindowSession(PolicySession):
 
     def observe(self, step: StepRecord) -> None:
         for row, outcome in enumerate(step.rows):
-            if outcome is None or not outcome.drafted:
-                continue
-            self._recent[row].append((outcome.accepted, min(outcome.depth, outcome.accepted + 1)))
-            accepted, verified = (sum(counts) for counts in zip(*self._recent[row], strict=True))
-            excess = accepted / verified - self._target
-            change = (excess > 0.1) - (excess < -0.1)
-            self._depths[row] = max(1, min(self._k, self._depths[row] + change))
+            if outcome is not None and outcome.drafted:
+                self._recent[row].append((outcome.accepted, min(outcome.depth, outcome.accepted + 1)))
+                accepted, verified = map(sum, zip(*self._recent[row], strict=True))
+                excess = accepted / verified - self._target
+                change = (excess > 0.1) - (excess < -0.1)
+                self._depths[row] = max(1, min(self._k, self._depths[row] + change))

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
@@ -99,24 +99,15 @@ def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = N
     # tokens of an 8B model on an H100).
     neurons = max(config.intermediate_size, neurons - neurons % 128)
     wide.config.intermediate_size = neurons
-    for module in wide.modules():
-        if hasattr(module, "gate_proj"):
-            mlp = cast(Any, module)
-            mlp.intermediate_size = neurons
-            mlp.gate_proj = _padded(mlp.gate_proj, config.hidden_size, neurons)
-            mlp.up_proj = _padded(mlp.up_proj, config.hidden_size, neurons)
-            mlp.down_proj = _padded(mlp.down_proj, neurons, config.hidden_size)
+    more = neurons - config.intermediate_size
+    for mlp in (cast(Any, module) for module in wide.modules() if hasattr(module, "gate_proj")):
+        mlp.intermediate_size = neurons
+        for layer, inputs, outputs in ((mlp.gate_proj, 0, more), (mlp.up_proj, 0, more), (mlp.down_proj, more, 0)):
+            layer.in_features, layer.out_features = layer.in_features + inputs, layer.out_features + outputs
+            layer.weight.data = pad(layer.weight.data, (0, inputs, 0, outputs))
+            if layer.bias is not None:
+                layer.bias.data = pad(layer.bias.data, (0, outputs))
     return wide.eval()
-
-
-@torch.no_grad()
-def _padded(layer: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
-    """The layer with further inputs and outputs, whose weights are zero."""
-    kind: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-    wide = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=layer.bias is not None, **kind)
-    for new, old in zip(wide.parameters(), layer.parameters(), strict=True):
-        new.zero_()[tuple(map(slice, old.shape))] = old
-    return wide
 
 
 def fast_dtype(model: PreTrainedModel, parameters: int) -> str:

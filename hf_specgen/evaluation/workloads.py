@@ -246,10 +246,9 @@ def strategies(
             both = CombinedCandidates([NgramCandidates(), candidates])
             found.append(Strategy(COMBINED, f"CombinedCandidates([NgramCandidates(), {code}])", both, source))
     counts = Counter(one.name for one in found)
-    repeated = [one.source is not None and counts[one.name] > 1 for one in found]
     return [
-        replace(one, name=f"{one.name} {Path(str(one.source)).name}") if is_repeated else one
-        for one, is_repeated in zip(found, repeated, strict=True)
+        replace(one, name=f"{one.name} {Path(str(one.source)).name}") if one.source and counts[one.name] > 1 else one
+        for one in found
     ]
 
 
