@@ -36,6 +36,8 @@ LINE = "model.generate(**inputs, candidate_generator={})"
 SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
 BAR = 15
 """Width of the longest bar, in columns of the terminal."""
+BUSY = 1.3
+"""Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
 TIE = 0.97
 """Smallest speed over that of the fastest variant at which a simpler one is recommended."""
 
@@ -199,14 +201,25 @@ def note(speed: Interval, counts: Statistics) -> str:
 
 def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[Finding]:
     """Whether the tokens of variants are those of plain `generate`, and whether the times are reliable."""
-    if differences := measured.describe_differences(names):
+    answers, different = len(names) * len(measured.plain), [name for name in names if measured.different[name]]
+    if different:
+        count = sum(measured.different[name] for name in different)
+        unexplained = sum(measured.unexplained[name] for name in different)
+        found = (
+            f"{count} of {answers} answers differ from plain generate, of {', '.join(different)}; rounding explains "
+            f"{count - unexplained if unexplained else 'all'} of them, where tokens are nearly tied"
+        )
         meaning = "in float32 that must not happen: please report it, with the model's name" if exact else ""
-        yield Finding("same tokens", BAD if exact else WARNING, differences, meaning)
+        yield Finding("same tokens", BAD if exact else WARNING, found, meaning)
     else:
-        count = len(names) * len(measured.plain)
-        yield Finding("same tokens", GOOD, f"the tokens of all {count} answers are those of plain generate")
-    if load := measured.describe_load():
-        yield Finding("times", WARNING, load, "measure again when nothing else runs")
+        yield Finding("same tokens", GOOD, f"the tokens of all {answers} answers are those of plain generate")
+    waited = sum(one.seconds for one in measured.plain) / max(sum(one.thread_seconds for one in measured.plain), 1e-9)
+    if measured.device == "cpu" and waited > BUSY:
+        found = (
+            f"plain generate took {waited:.1f} times as long as it ran; something else uses the processor. These "
+            "figures count the time in which it ran, and are less reliable"
+        )
+        yield Finding("times", WARNING, found, "measure again when nothing else runs")
 
 
 def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:

@@ -22,8 +22,6 @@ from hf_specgen.counters import Statistics
 from hf_specgen.depth.calibrate import wait as wait
 from hf_specgen.targets.support import is_rounding
 
-BUSY = 1.3
-"""Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
 ROUNDING, UNEXPLAINED = "rounding", "NO"
 NO_TOKEN = -1
 """In place of a token after the end of the shorter output."""
@@ -277,25 +275,3 @@ class Comparison:
     def speed(self, name: str, over: str = "") -> Interval:
         """The speedup of a variant over plain `generate` or another variant."""
         return speedup_interval(*self._times(name), *self._times(over or self.variants[0].name))
-
-    def describe_differences(self, names: Sequence[str]) -> str:
-        """One clause about the answers of these variants that differ from plain `generate`; empty if none does."""
-        different = [name for name in names if self.different[name]]
-        if not different:
-            return ""
-        count, unexplained = (sum(counts[name] for name in different) for counts in (self.different, self.unexplained))
-        explained = "all" if not unexplained else count - unexplained
-        return (
-            f"{count} of {len(names) * len(self.plain)} answers differ from plain generate, of {', '.join(different)}; "
-            f"rounding explains {explained} of them, where tokens are nearly tied"
-        )
-
-    def describe_load(self) -> str:
-        """One clause if other processes delay the passes on a CPU, so that times are less reliable; else empty."""
-        waited = sum(one.seconds for one in self.plain) / max(sum(one.thread_seconds for one in self.plain), 1e-9)
-        if self.device != "cpu" or waited <= BUSY:
-            return ""
-        return (
-            f"plain generate took {waited:.1f} times as long as it ran; something else uses the processor. These "
-            "figures count the time in which it ran, and are less reliable"
-        )
