@@ -231,7 +231,7 @@ class Attachment:
         kind = re.sub(r"\d+", "", reason)
         with self.lock:
             is_new = kind not in self._reasons
-            self.totals.add_plain(self._reasons.setdefault(kind, reason))
+            self.totals.plain_calls[self._reasons.setdefault(kind, reason)] += 1
         if is_new:
             warnings.warn(
                 f"a strategy is attached to this model, but this call runs without speculation: {reason}",

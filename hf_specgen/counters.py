@@ -264,7 +264,7 @@ class CallTotals(Counts):
     """
 
     calls: int = 0
-    plain_calls: dict[str, int] = field(default_factory=dict)
+    plain_calls: Counter[str] = field(default_factory=Counter)
     emitted: int = 0
     seconds: float = 0.0
     _steps: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
@@ -278,10 +278,6 @@ class CallTotals(Counts):
         self.emitted += call.emitted
         self.seconds += call.seconds.get("total", 0.0)
         self._steps.update(astuple(step) for row in call.rows for step in row)
-
-    def add_plain(self, reason: str) -> None:
-        """Count a call that fell back to plain generation."""
-        self.plain_calls[reason] = self.plain_calls.get(reason, 0) + 1
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and lists, ready for JSON."""

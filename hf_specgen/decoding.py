@@ -104,7 +104,10 @@ class DecodingLoop:
 
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose how deep the rows draft in the next step."""
-        self._active = self._active_rows()
+        # Rows that have not ended, and are within the allowed row skew of the emitted columns.
+        furthest = self.outputs.columns + min(self.verification.max_row_skew(), self.target.max_row_skew)
+        texts = enumerate(self.state.generated)
+        self._active = [not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in texts]
         drafts = may_draft and not self.outputs.needs_plain_steps
         with self.timer.part("policy"):
             self.max_depths = self._depths(self._active if drafts else [False] * self.state.batch)
@@ -179,13 +182,6 @@ class DecodingLoop:
             self.outputs.add(result)
             self.verification.confirm(self.outputs.columns)
         return result
-
-    def _active_rows(self) -> list[bool]:
-        """Rows that take part in the next step: not ended, and within the allowed row skew of the emitted columns."""
-        furthest = self.outputs.columns + min(self.verification.max_row_skew(), self.target.max_row_skew)
-        return [
-            not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in enumerate(self.state.generated)
-        ]
 
 
 class StepTimer:

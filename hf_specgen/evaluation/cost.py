@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.candidates import Candidates
+from hf_specgen.counters import Statistics
 from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
 from hf_specgen.depth.calibrate import prefilled_target, time_pass
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, DraftLatency
@@ -55,30 +56,26 @@ def measure_cost_curve(
 def measure_latency(
     model: PreTrainedModel, strategies: Sequence[Candidates], *, rows: Sequence[int] = (1,), context: int = 256
 ) -> LatencyModel:
-    """The latency model of a target, and of the drafters of strategies, for `AdaptiveDepth(latency=…)`."""
+    """The latency model of a target, and of the drafters of strategies, for `AdaptiveDepth(latency=…)`.
+
+    That of a drafter is the mean time of its forward passes in the second of two short calls.
+    """
     buckets = []
+    settings = {"policy": FixedDepth(4), "max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
     for count in rows:
-        curve = measure_cost_curve(model, context=context, batch=count)
         drafters = {ANY_DRAFTER: DraftLatency()}
+        ids = torch.arange(8).repeat(count, 4).to(compat.input_device(model))
+        arguments = {"attention_mask": torch.ones_like(ids), **settings}
         for candidates in strategies:
             if not candidates.negligible_draft_cost:
-                drafters[str(candidates.profile_key()[0])] = _time_drafter(model, candidates, count)
-        buckets.append(Bucket(curve, drafters))
+                for _ in range(2):
+                    cast(Any, model).generate(ids, candidate_generator=candidates, **arguments)
+                statistics = cast(Statistics, candidates.speculation)
+                passes = sum(len(step.passes) for step in statistics.passes)
+                latency = DraftLatency(seconds=(statistics.seconds.get("draft", 0.0) / max(1, passes),))
+                drafters[str(candidates.profile_key()[0])] = latency
+        buckets.append(Bucket(measure_cost_curve(model, context=context, batch=count), drafters))
     return LatencyModel(tuple(buckets))
-
-
-def _time_drafter(model: PreTrainedModel, candidates: Candidates, rows: int) -> DraftLatency:
-    """Mean seconds of a forward pass of the drafter, over the steps of the second of two short calls."""
-    ids = torch.arange(8).repeat(rows, 4).to(compat.input_device(model))
-    settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
-    for _ in range(2):
-        cast(Any, model).generate(
-            ids, attention_mask=torch.ones_like(ids), candidate_generator=candidates, policy=FixedDepth(4), **settings
-        )
-    statistics = candidates.speculation
-    assert statistics is not None
-    passes = sum(len(step.passes) for step in statistics.passes)
-    return DraftLatency(seconds=(statistics.seconds.get("draft", 0.0) / max(1, passes),))
 
 
 def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
