@@ -235,13 +235,11 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
         return requests, is_decode, tokens, kv_read
 
     def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
-        positions, requests = steps.logit_rows()
+        chosen, requests = steps.place_drafts(batch_data["position_ids"][0], batch_data["attention_mask"])
         arguments = ios._bulk_input_tensor[ios.static_inputs :]
         processor.logit_processor.prepare_tensor_args(requests, arguments)
-        batch_data["logits_indices"] = torch.tensor(positions, dtype=torch.long, device=ios.device)
-        batch_data["logits_processor_args"] = arguments[:, : len(positions)]
-        if batch_data["attention_mask"] is not None:
-            steps.place_trees(batch_data["position_ids"][0], batch_data["attention_mask"])
+        batch_data["logits_indices"] = torch.tensor(chosen, dtype=torch.long, device=ios.device)
+        batch_data["logits_processor_args"] = arguments[:, : len(chosen)]
         with steps.capturing():
             compute(model, batch_data)
 

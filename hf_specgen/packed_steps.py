@@ -208,40 +208,37 @@ class PackedSteps:
                 return False
         return bool(self._cache.can_store_request_tokens(state, tokens))
 
-    def logit_rows(self) -> tuple[list[int], list[Any]]:
-        """The positions in the step after which tokens are chosen, and the request of each."""
-        positions, requests, end = list[int](), list[Any](), 0
-        for one, request in self._step:
-            end += one.query_length
-            if one.has_new_token:
-                positions += range(end - 1 - request.tree.nodes, end)
-                requests += [one] * (1 + request.tree.nodes)
-        return positions, requests
-
-    def place_trees(self, positions: torch.Tensor, masks: Any) -> None:
+    def place_drafts(self, positions: torch.Tensor, masks: Any) -> tuple[list[int], list[Any]]:
         """Give the nodes of trees the positions of their depths, and hide all nodes but their ancestors from them.
 
         The tokens of the step count as cached.
 
         Args:
             positions: `[tokens]` of the step.
-            masks: `[1, 1, tokens, keys]`, added to attention scores, for all layers or for each kind of attention.
+            masks: `[1, 1, tokens, keys]`, added to attention scores, for all layers or for each kind of attention; None
+                where drafts are chains.
+
+        Returns:
+            the places in the step after which tokens are chosen, and the request of each.
         """
-        masks = masks if isinstance(masks, dict) else dict.fromkeys(self._allocators, masks)
-        end, keys = 0, dict.fromkeys(masks, 0)
+        if not isinstance(masks, dict):
+            masks = {} if masks is None else dict.fromkeys(self._allocators, masks)
+        chosen, requests, end, keys = list[int](), list[Any](), 0, dict.fromkeys(masks, 0)
         for one, request in self._step:
-            past = one.state.position_offset - one.query_length
+            past, size = one.state.position_offset - one.query_length, 1 + request.tree.nodes
             end += one.query_length
+            if one.has_new_token:
+                chosen += range(end - size, end)
+                requests += [one] * size
             for kind in masks:
                 keys[kind] += self._allocators[kind].get_seqlen_k(past, one.query_length)
-            if request.tree.is_chain:
-                continue
-            depths, ancestors = (part[0].to(positions.device) for part in request.tree.structure())
-            size = len(depths)
-            positions[end - size : end] = past + depths
-            for kind, mask in masks.items():
-                block = mask[0, 0, end - size : end, keys[kind] - size : keys[kind]]
-                block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
+            if not request.tree.is_chain:
+                depths, ancestors = (part[0].to(positions.device) for part in request.tree.structure())
+                positions[end - size : end] = past + depths
+                for kind, mask in masks.items():
+                    block = mask[0, 0, end - size : end, keys[kind] - size : keys[kind]]
+                    block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
+        return chosen, requests
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call that hold data beside the text: images, audio, token types."""
-    others = {name: value for name, value in model_kwargs.items() if name not in {*TOKEN_ARGUMENTS, *OWN_ARGUMENTS}}
+    own = {*TOKEN_ARGUMENTS, *OWN_ARGUMENTS}
     return {
         name: value
-        for name, value in others.items()
-        if isinstance(value, torch.Tensor) or (isinstance(value, dict) and value)
+        for name, value in model_kwargs.items()
+        if name not in own and (isinstance(value, torch.Tensor) or (isinstance(value, dict) and value))
     }
 
 
