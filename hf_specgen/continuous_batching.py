@@ -10,7 +10,6 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
-import torch
 from transformers import ContinuousBatchingConfig
 
 from hf_specgen import compat
@@ -103,10 +102,10 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     manager, settings = original(model, **arguments), run.settings
 
     def make_steps(processor: Any) -> PackedSteps | None:
-        if settings is not None:
-            seed = torch.initial_seed()  # the processor has just set it, to that of the config if there is one
-            run.steps.append(PackedSteps(processor, model, manager.generation_config, settings, seed, run.add))
-        return None if settings is None else run.steps[-1]
+        if settings is None:
+            return None
+        run.steps.append(PackedSteps(processor, manager, settings, run.add))
+        return run.steps[-1]
 
     compat.on_batch_processor(manager, make_steps)
     return manager

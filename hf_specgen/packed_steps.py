@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from hf_specgen import compat
 from hf_specgen.call import Call, GenerationState
@@ -111,30 +111,24 @@ class Request:
 class PackedSteps:
     """Extends, samples and reads the packed steps of one batch processor; called by its thread alone.
 
+    Request ``req_<i>`` is sampled as `torch.manual_seed(seed + i)` and `generate` would sample it alone.
+
     Args:
-        processor: of Transformers' continuous batching.
-        seed: request ``req_<i>`` is sampled as `torch.manual_seed(seed + i)` and `generate` would sample it alone.
+        processor: of Transformers' `ContinuousBatchingManager`.
         finished: receives the counters of every request that has ended.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        model: PreTrainedModel,
-        config: GenerationConfig,
-        settings: Settings,
-        seed: int,
-        finished: Callable[[Statistics], None],
-    ):
-        self.model, self.config, self.seed, self.common = model, config, seed, CommonSteps(settings)
-        self.layers = settings.candidates.target_requirements(model).aux_hidden_state_layers
+    def __init__(self, processor: Any, manager: Any, settings: Settings, finished: Callable[[Statistics], None]):
+        self.model, self.config, self.common = manager.model, manager.generation_config, CommonSteps(settings)
+        self.seed = torch.initial_seed()  # the processor has just set it, to that of the config if there is one
+        self.layers = settings.candidates.target_requirements(self.model).aux_hidden_state_layers
         self.chains_only = processor.inputs_and_outputs.attention_mask is None
         self._processor, self._cache, self._finished = processor, processor.cache, finished
         self._allocators: dict[str, Any] = processor.cache.cache_allocators
         # Slots of a sliding window are written in turn: one that a rejected token has overwritten would be lost.
         windows = [getattr(part, "sliding_window", None) for part in self._allocators.values()]
         self._slots = min([window for window in windows if window], default=UNLIMITED)
-        self.positions = min(position_table(text_config(model)), self._slots)
+        self.positions = min(position_table(text_config(self.model)), self._slots)
         self._requests: dict[str, Request] = {}
         self._step: list[tuple[Any, Request]] = []
         """The requests of the step, each with Transformers' `FutureRequestState`."""
@@ -160,7 +154,11 @@ class PackedSteps:
         self._decoding = sum(bool(one.has_new_token and one.state.generated_tokens) for one in scheduled)
         most = max(0, token_budget - tokens) if self._decoding else 0
         self.common.begin([request.loop for _, request in self._step], self._decoding)
-        self._seconds = self._step_seconds(tokens, token_budget)
+        self._seconds = None
+        if self.common.latency is not None:
+            # Without the time of prompts in the step: what they take does not depend on drafts.
+            seconds = step_seconds(self.common.latency.target, token_budget)
+            self._seconds = seconds[tokens:] - seconds[tokens] + seconds[self._decoding]
         # Not where even drafts that are accepted as a whole would not be faster.
         drafts = self._seconds is None or best_count([1.0] * most, self._decoding, self._seconds) > 0
         planned = [(one, request) for one, request in self._step if one.has_new_token and request.text]
@@ -177,16 +175,6 @@ class PackedSteps:
             self._drafted += request.tree.nodes
         self._began = perf_counter()
         return self._drafted
-
-    def _step_seconds(self, tokens: int, most: int) -> Floats | None:
-        """Seconds of the step by draft tokens beside so many others, up to `most` in all; None without latencies.
-
-        Without the time of prompts in the step: what they take does not depend on drafts.
-        """
-        if self.common.latency is None:
-            return None
-        seconds = step_seconds(self.common.latency.target, most)
-        return seconds[tokens:] - seconds[tokens] + seconds[self._decoding]
 
     def _counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
