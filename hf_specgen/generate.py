@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -85,7 +85,8 @@ class Speculation:
         assert generation_config is not None
         self.is_prepared = True
         check_model(model)
-        _check_call(model, input_ids, generation_config, model_kwargs)
+        if problem := next(_problems(model, input_ids, generation_config, model_kwargs), ""):
+            raise ValueError(problem)
         settings, config = self.settings.for_model(model), generation_config
         candidates = settings.candidates
         if settings.prediction is not None and not candidates.uses_prediction:
@@ -260,58 +261,45 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return replaced
 
 
-def _check_call(
+def _problems(
     model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
-    """Raise for everything that would otherwise be ignored or go wrong later."""
+) -> Iterator[str]:
+    """Why a call cannot speculate: what would otherwise be ignored, or go wrong later."""
     embeddings = "decoder_inputs_embeds" if model.config.is_encoder_decoder else "inputs_embeds"
     if model_kwargs.get(embeddings) is not None:
-        raise ValueError("candidate_generator= needs the prompt as input_ids, not as " + embeddings)
-    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
-        raise ValueError(
-            f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
-        )
-    mode = config.get_generation_mode()
+        yield "candidate_generator= needs the prompt as input_ids, not as " + embeddings
+    if input_ids.numel() == 0:
+        yield f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
     if config.prompt_lookup_num_tokens is not None:
-        raise ValueError("both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out")
+        yield "both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out"
+    mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         setting = OTHER_MODES.get(mode, "the setting that asks for it")
         remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else f"leave out {setting}"
-        raise ValueError(
+        yield (
             f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
             "candidate_generator out"
         )
+    cache, tokens = model_kwargs.get(compat.CACHE), input_ids.shape[1]
     if not model_kwargs.get("use_cache", True):
-        raise ValueError("candidate_generator= needs the key/value cache; leave out use_cache=False")
+        yield "candidate_generator= needs the key/value cache; leave out use_cache=False"
     if config.output_attentions or config.output_hidden_states:
-        raise ValueError(
-            "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
-        )
-    _check_mask(
-        model_kwargs.get(decoder_argument(model, "attention_mask")), input_ids.shape[1], model_kwargs.get(compat.CACHE)
-    )
-    position_ids = model_kwargs.get("position_ids")
+        yield "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
+    mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
+    if mask is not None and mask.dim() == 2:
+        columns, cached = mask.shape[1], 0 if cache is None else cache.get_seq_length()
+        if columns not in (tokens, tokens + cached):  # plain `generate` takes more for those of generated tokens
+            yield f"the attention mask has {columns} columns for a prompt of {tokens} tokens; give one for each token"
+        if columns == tokens <= cached and not bool(mask.all()):  # plain `generate` then masks cached slots by it
+            yield (
+                f"the cache holds {cached} tokens already, so a prompt of {tokens} cannot be the whole text; give the "
+                f"whole text, or an attention mask with a column for each of the {cached + tokens} tokens"
+            )
+    positions = model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
-        check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
-        return
-    if position_ids is None or position_ids.dim() not in (2, 3):
-        raise ValueError(
+        check_cache(cache, type(model).__name__)
+    elif positions is None or positions.dim() not in (2, 3):
+        yield (
             "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "
-            f"[axes, batch, tokens], got {'none' if position_ids is None else tuple(position_ids.shape)}"
-        )
-
-
-def _check_mask(mask: Any, tokens: int, cache: Any) -> None:
-    """Raise for a mask with too few columns, or more, which plain `generate` takes for those of generated tokens."""
-    if mask is None or mask.dim() != 2:
-        return
-    cached = 0 if cache is None else cache.get_seq_length()
-    if mask.shape[1] not in (tokens, tokens + cached):
-        raise ValueError(
-            f"the attention mask has {mask.shape[1]} columns for a prompt of {tokens} tokens; give one for each token"
-        )
-    if mask.shape[1] == tokens <= cached and not bool(mask.all()):  # plain `generate` then masks cached slots by it
-        raise ValueError(
-            f"the cache holds {cached} tokens already, so a prompt of {tokens} cannot be the whole text; give the "
-            f"whole text, or an attention mask with a column for each of the {cached + tokens} tokens"
+            f"[axes, batch, tokens], got {'none' if positions is None else tuple(positions.shape)}"
         )
