@@ -70,7 +70,7 @@ class DecodingLoop:
         assert self.call.model is not None
         with compat.optimized_for_decoding(self.call.model):
             self.decode()
-            output = self.complete()
+            output = self.outputs.returned(self.finished_statistics())
         self._candidates.speculation = self.statistics
         return output
 
@@ -133,10 +133,6 @@ class DecodingLoop:
             if self._monitor is not None:
                 self._monitor.observe(step)
             self.statistics.passes.append(step)
-
-    def complete(self) -> Any:
-        """Complete the statistics, cache, scores and stream of a call whose rows have stopped; returns its output."""
-        return self.outputs.returned(self.finished_statistics())
 
     def finished_statistics(self) -> Statistics:
         """The statistics of a call, completed."""

@@ -265,7 +265,7 @@ class _Batch:
     def _completed(self, row: _Row) -> Completion:
         self._rows.remove(row)
         with row.stack, torch.no_grad():
-            output = row.loop.complete()
+            output = row.loop.outputs.returned(row.loop.finished_statistics())
         statistics = row.loop.statistics
         self.statistics.rows += statistics.rows
         self.statistics.lengths += statistics.lengths

@@ -120,7 +120,10 @@ class OutputCollector:
         return self._state.prefix(self._state.prompt_length + self.columns)
 
     def returned(self, statistics: Statistics) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
-        """End the stream; the return value of the call: its ids, or with `return_dict_in_generate=True` an output."""
+        """Complete cache, scores and stream of a call whose rows have stopped; returns what `generate` returns.
+
+        That are its ids, or with `return_dict_in_generate=True` an output.
+        """
         cache, call = None, self._call
         if self.shows_padding:
             self._process_padding()
