@@ -10,7 +10,6 @@ Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import inf
 from typing import Any, NamedTuple
@@ -247,8 +246,9 @@ class Growth:
             levels = [level.paths for level in self._levels]
             values = torch.cat([*levels, self._open], dim=1).cpu().numpy()
             paths, opened = values[:, : self.candidates], values[:, self.candidates :]
-        paths, opened = (np.exp(part.astype(float)) for part in (paths, opened))
-        return Snapshot(self.levels, paths, opened * (np.array(self.limits)[:, None] > self.levels))
+        if min(self.limits) <= self.levels:
+            opened = np.where(np.array(self.limits)[:, None] > self.levels, opened, NO_NODE)
+        return Snapshot(self.levels, _descending(paths), _descending(opened))
 
     def best(
         self, nodes: int, expanded_first: bool = False, with_expanded: bool = False
@@ -337,27 +337,22 @@ def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.eye(size, dtype=dtype, device=device)
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """What the host has read of a `Growth`: path probabilities."""
+def _descending(paths: Floats) -> Floats:
+    """Probabilities of which the logarithms are known, sorted by row."""
+    return np.exp(np.sort(paths, axis=1)[:, ::-1].astype(float))
+
+
+class Snapshot(NamedTuple):
+    """What the host has read of a `Growth`: path probabilities of each row, in descending order."""
 
     levels: int
     probability: Floats  # [rows, candidates], 0 for candidates that are no node
     frontier: Floats  # [rows, last level] of candidates that can be expanded, else 0
-
-    def sorted_probability(self, nodes: int) -> Floats:
-        """`[rows, at most nodes]` the highest path probabilities of each row in descending order."""
-        return -np.sort(-self.probability, axis=1)[:, :nodes]
-
-    def frontier_probability(self, width: int) -> Floats:
-        """`[rows, at most width]` the highest path probabilities among nodes that can be expanded, descending."""
-        return -np.sort(-self.frontier, axis=1)[:, :width]
 
     def may_improve(self, nodes: int) -> bool:
         """Whether expanding the frontier may change the best tree of a row of `nodes` nodes.
 
         A child of a node that is not among the best `nodes` nodes cannot be among them either.
         """
-        best, next_best = self.sorted_probability(nodes), self.frontier_probability(1)[:, 0]
-        is_full = best.shape[1] == nodes
-        return bool((next_best > (best[:, -1] if is_full else 0.0)).any())
+        least = self.probability[:, nodes - 1] if self.probability.shape[1] >= nodes else 0.0
+        return bool((self.frontier[:, 0] > least).any())

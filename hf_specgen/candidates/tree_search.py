@@ -19,6 +19,7 @@ from math import isqrt
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
 from hf_specgen.candidates.growth import Floats, Growth, Snapshot
@@ -27,6 +28,7 @@ from hf_specgen.targets.cache import padded_width
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
+Integers = NDArray[np.integer[Any]]
 Tag = TypeVar("Tag")
 MAX_NODES = 63
 """Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further one adds to the
@@ -125,22 +127,21 @@ class TreeSize:
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
         """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them."""
-        probability = snapshot.sorted_probability(self.max_nodes).sum(axis=0)
-        tokens = self._rows + np.concatenate([[0.0], np.cumsum(probability)])
-        rates = tokens / (self._target[: len(tokens)] + self._spent)
-        best = int(np.argmax(rates))
-        frontier = snapshot.frontier_probability(max(0, min(len(self._pass), self.max_nodes - growth.expanded)))
-        reached = frontier.sum(axis=0)
-        reached = reached[reached > 0]  # expected rows that reach the j-th node to expand
-        if not len(reached) or not snapshot.may_improve(self.max_nodes):
+        widths = max(0, min(len(self._pass), self.max_nodes - growth.expanded))
+        reached = snapshot.frontier[:, :widths].sum(axis=0)  # expected rows that reach the j-th node to expand
+        widths = int(np.count_nonzero(reached))
+        if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
+        probability = snapshot.probability[:, : self.max_nodes].sum(axis=0)
+        tokens = np.concatenate([[self._rows], probability]).cumsum()
+        rates = tokens / (self._target[: len(tokens)] + self._spent)
+        best = int(rates.argmax())
         # A first draft token may cost far more than each further one, so several levels are considered at once.
-        levels = np.arange(1, max(2, max(growth.limits) - growth.levels + 1))[:, None]
-        gain = np.cumsum(CHILD_ACCEPTANCE**levels, axis=0) * np.cumsum(reached)
-        nodes = np.minimum(best + levels * np.arange(1, len(reached) + 1), self.max_nodes)
-        seconds = self._target[nodes] + self._spent + levels * self._pass[: len(reached)]
-        expected = (tokens[best] + gain) / seconds
-        level, place = divmod(int(np.argmax(expected)), len(reached))
+        levels, acceptance, expanded = _levels_ahead(max(1, max(growth.limits) - growth.levels), widths)
+        nodes = np.minimum(best + expanded, self.max_nodes)
+        seconds = self._target[nodes] + self._spent + levels * self._pass[:widths]
+        expected = (tokens[best] + acceptance * reached[:widths].cumsum()) / seconds
+        level, place = divmod(int(expected.argmax()), widths)
         return 1 + place if expected[level, place] > rates[best] * (1 + MIN_GAIN) else 0
 
     def nodes(self, growth: Growth) -> int:
@@ -149,7 +150,7 @@ class TreeSize:
             return self.max_nodes if self.children > 1 else max(1, *growth.limits)
         if self._snapshot is None or self._snapshot.levels < growth.levels:
             self._snapshot = growth.read()
-        return self.best_size(self._snapshot.sorted_probability(self.max_nodes).tolist(), self._spent)
+        return self.best_size(self._snapshot.probability[:, : self.max_nodes].tolist(), self._spent)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
         """How many nodes of complete trees are verified.
@@ -166,6 +167,13 @@ class TreeSize:
                 (count for count, (one, next_one) in enumerate(pairwise(rates)) if next_one < one), len(rates) - 1
             )
         return rates.index(max(rates))
+
+
+@lru_cache(maxsize=64)
+def _levels_ahead(levels: int, widths: int) -> tuple[Integers, Floats, Integers]:
+    """Of the next levels their numbers and accepted nodes, `[levels, 1]`, and `[levels, widths]` the expanded nodes."""
+    numbers = np.arange(1, levels + 1)[:, None]
+    return numbers, np.cumsum(CHILD_ACCEPTANCE**numbers, axis=0), numbers * np.arange(1, widths + 1)
 
 
 @lru_cache(maxsize=64)

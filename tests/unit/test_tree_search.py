@@ -210,7 +210,7 @@ def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_tok
     size = TreeSize(None, latency=latency)
     growth = _grown(new_growth([6], 4), size, [0.5, 0.2, 0.1, 0.05], passes)
     spent = latency.drafter.draft([1, *passes])
-    probability = growth.read().sorted_probability(64)[0]
+    probability = growth.read().probability[0, :64]
     tokens = [1 + probability[:count].sum() for count in range(len(probability) + 1)]
     rates = [one / (latency.target.seconds_of(1.0 + count) + spent) for count, one in enumerate(tokens)]
     assert size.nodes(growth) == int(np.argmax(rates))
