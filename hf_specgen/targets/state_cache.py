@@ -58,7 +58,7 @@ class LayerStates:
         """Append the columns `[batch, channels, new]` of a pass; returns them after the window that precedes them."""
         count = new.shape[-1]
         window = self._windows.setdefault(index, conv_kernel_size or count)
-        past = self.columns.get(index, new.new_zeros(*new.shape[:-1], window))
+        past = self.columns[index] if index in self.columns else new.new_zeros(*new.shape[:-1], window)
         columns, read = torch.cat([past, new], dim=-1), window + count
         self.columns[index] = columns[..., -(read + MAX_ROLLBACK) :]
         if index == 0:  # once a pass, however many convolutions the layer has
@@ -97,7 +97,7 @@ class LayerStates:
                     f"and {self.lengths[row]}"
                 )
         for index, state in self.recurrent.items():
-            before = self._before.get(index, torch.zeros_like(state))
+            before = self._before[index] if index in self._before else torch.zeros_like(state)
             self.recurrent[index] = torch.where((rows > 0).view(-1, *[1] * (state.dim() - 1)), before, state)
         for index, columns in self.columns.items():
             places = torch.arange(columns.shape[-1] - most, device=columns.device) + (most - rows)[:, None]
