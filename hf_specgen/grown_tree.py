@@ -26,7 +26,8 @@ class GrownTree(DraftTree):
     `values` `[batch, 1 + PATH, 1 + nodes]` are of each row's last token, then of each node; `inputs` the tokens as
     integers. A tree that still grows has neither, and the tokens of its last nodes alone, those of the drafter's next
     pass: they are at depth `level`, and their parents are `above` `[batch, new]`, by their index among the nodes of the
-    pass before. Its structure is computed when it is asked for, and has the ancestors of the last nodes alone.
+    pass before, None if that was a single one. Its structure is computed when it is asked for, and has the ancestors of
+    the last nodes alone.
     """
 
     drafting_rows: int = 0
@@ -90,7 +91,7 @@ class GrownTree(DraftTree):
     def of_parents(self, values: torch.Tensor) -> torch.Tensor:
         """`[batch, nodes of the pass before, …]` values to `[batch, new, …]`: that of the parent of each last node."""
         if self.above is None:
-            return values
+            return values.expand(-1, self.tokens.shape[1], *values.shape[2:])
         index = self.above.to(values.device).view(*self.above.shape, *[1] * (values.dim() - 2))
         return values.gather(1, index.expand(*self.above.shape, *values.shape[2:]))
 

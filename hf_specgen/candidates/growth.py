@@ -155,7 +155,7 @@ class Growth:
         else:
             reached, index = self._open.topk(width, dim=1)
             self._expansions.append(_Expansion(reached, index))
-            above = index // self.children
+            above = index // self.children if len(self._widths) > 1 else None
             tree = GrownTree(tokens.gather(1, index), self.structure, above=above, **shown)
         self._above.append(above)
         return tree
@@ -167,8 +167,8 @@ class Growth:
             self._ancestors = _identity(1, torch.bool, device).expand(rows, -1, -1)
         for above, width in zip(self._above, self._widths[len(self._widths) - len(self._above) :], strict=True):
             inherited = self._ancestors
-            if above is not None:
-                inherited = inherited.gather(1, above[..., None].expand(-1, -1, inherited.shape[2]))
+            index = None if above is None else above[..., None].expand(-1, -1, inherited.shape[2])
+            inherited = inherited.expand(-1, width, -1) if index is None else inherited.gather(1, index)
             itself = _identity(width, torch.bool, device).expand(rows, -1, -1)
             self._ancestors = torch.cat([inherited, itself], dim=2)
         self._above = []

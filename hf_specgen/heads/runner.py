@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -26,6 +27,11 @@ from hf_specgen.targets.inputs import spread_rows
 
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
+
+
+@lru_cache(maxsize=16)
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device)
 
 
 class HeadRunner:
@@ -240,7 +246,10 @@ class EagleRunner(HeadRunner):
         layout = masks.StepLayout.after(roots, depths, ancestors)
         embeddings = self.bound.embed(tree.input_tokens(depths.device))
         hidden = tree.of_parents(self._hidden)
-        positions, mask = depths[:, -new:] + layout.starts, masks.full_mask(layout)[:, :, -new:]
+        position: Any = layout.starts + tree.level
+        if isinstance(position, int):  # without an operation
+            position = _numbers(padded_width(1 + position), depths.device)[position]
+        positions, mask = position.expand(len(tree.tokens), new), masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
         return self._scatter(self.bound.logits(output.output))

@@ -127,7 +127,8 @@ def test_growth_agrees_with_the_reference(
         nodes = width if level else 1
         if level:
             tree = growth.expand(width)
-            new = zip(tree.above.tolist(), tree.tokens.tolist(), strict=True)
+            above = tree.of_parents(torch.arange(width if level > 1 else 1).expand(rows, -1))
+            new = zip(above.tolist(), tree.tokens.tolist(), strict=True)
             paths = [[(*paths[row][at], one) for at, one in zip(*pair, strict=True)] for row, pair in enumerate(new)]
             for row, slow in enumerate(references):
                 opened = slow.open()[:width]
