@@ -55,21 +55,13 @@ NORM_OF_STATES = "layers.0.hidden_norm.weight"
 
 
 class Format(NamedTuple):
-    """A format of checkpoints.
+    """A format of checkpoints."""
 
-    Args:
-        name: as in messages.
-        strategy: the class of `hf_specgen.candidates` that drafts with it.
-        load: reads the head; None for a format that is read together with its target.
-        recognises: whether a checkpoint that is not of speculators is of this format.
-        kind: the type that speculators calls it.
-    """
-
-    name: str
-    strategy: str
-    load: Callable[[HeadFile], DraftHead] | None
-    recognises: Callable[[HeadFile], bool]
-    kind: str = ""
+    name: str  # as in messages
+    strategy: str  # the class of `hf_specgen.candidates` that drafts with it
+    load: Callable[[HeadFile], DraftHead] | None  # None: it is read together with its target
+    recognises: Callable[[HeadFile], bool]  # a checkpoint of this format that is not of speculators
+    kind: str = ""  # the type that speculators calls it
 
 
 FORMATS = (

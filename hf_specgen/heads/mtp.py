@@ -264,11 +264,8 @@ class LayeredRunner(HeadRunner):
         self._nothing: tuple[torch.Tensor, list[int]] = self._like.new_zeros(0, bound.head.config.hidden_size), []
         self._again = [self._nothing] * batch  # features and next tokens of positions to compute again
 
-    def first_logits(
-        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
-    ) -> torch.Tensor:
-        new = self._new(features, next_tokens, needed)
-        pairs = list(zip(self._again, *new, strict=True))
+    def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
+        pairs = list(zip(self._again, features, tokens, strict=True))
         states = [torch.cat([before, new]) for (before, _), new, _ in pairs]
         tokens = [before + new for (_, before), _, new in pairs]
         outputs, counts = self._read(states, tokens)
@@ -285,7 +282,7 @@ class LayeredRunner(HeadRunner):
         # Of each node the tokens and outputs at the positions that its layer has computed.
         self._paths = torch.zeros(len(rows), 1, 0, dtype=torch.long, device=device)
         self._hidden = outputs[0].new_zeros(len(rows), 1, 0, outputs[0].shape[-1])
-        return self._scatter(self.bound.target_logits(self._last[0]))
+        return self.bound.target_logits(self._last[0])
 
     def restart(self, row: int) -> None:
         super().restart(row)
@@ -319,9 +316,8 @@ class LayeredRunner(HeadRunner):
             outputs.append(hidden)
         return outputs
 
-    def next_logits(self, tree: GrownTree) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        tree, head, device = tree.select(self.rows), cast(Any, self.bound.head), self._like.device
+    def _next(self, tree: GrownTree) -> torch.Tensor:
+        head, device = cast(Any, self.bound.head), self._like.device
         depth, nodes = tree.level, tree.tokens.shape[1]
         last = self._last[depth - 1][:, None, None].expand(-1, nodes, -1, -1)
         self._paths = torch.cat([tree.of_parents(self._paths), tree.input_tokens(device)[..., None]], dim=2)
@@ -339,4 +335,4 @@ class LayeredRunner(HeadRunner):
         output = head(embeddings, states.flatten(1, 2), first + steps, mask, self.cache, step=depth)
         self.cache.set_lengths(self.lengths)
         self._hidden = output.hidden.unflatten(1, (nodes, depth))
-        return self._scatter(self.bound.target_logits(self._hidden[:, :, -1]))
+        return self.bound.target_logits(self._hidden[:, :, -1])

@@ -124,10 +124,8 @@ class PathRunner(BlockRunner):
         keys = self._head.keys()[columns if self._draft_ids is None else self._draft_ids[columns]]
         return base[:, :, None] + query @ keys.transpose(2, 3), columns
 
-    def first_logits(
-        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
-    ) -> torch.Tensor:
-        block = self._run_block(*self._new(features, next_tokens, needed))
+    def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
+        block = self._run_block(features, tokens)
         state = self._head.first_state(block, self._anchor, self.bound.embed, self.first)
         self._base, self._tokens = self.bound.logits(self._hidden).topk(self.max_candidates, dim=-1)
         self._keys = self._head.keys()[self._tokens]  # [active, positions, candidates, rank]
@@ -137,11 +135,8 @@ class PathRunner(BlockRunner):
         super().keep_rows(kept, new)
         self._proposed = {}
 
-    def next_logits(self, tree: GrownTree) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        tree = tree.select(self.rows)
-        tokens = tree.input_tokens(self._like.device)
-        return self._step(tokens, tree.level, tree.of_parents(self._states))
+    def _next(self, tree: GrownTree) -> torch.Tensor:
+        return self._step(tree.input_tokens(self._like.device), tree.level, tree.of_parents(self._states))
 
     def _run_block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run the block after new accepted positions: `[active, block, hidden]`."""
@@ -158,7 +153,7 @@ class PathRunner(BlockRunner):
         corrected = self._base[:, depth, None] + query @ self._keys[:, depth].transpose(1, 2)
         logits = corrected.new_full((*tokens.shape, self.config.draft_vocab_size), -torch.inf)
         logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
-        return self._scatter(self.bound.to_target_vocabulary(logits))
+        return self.bound.to_target_vocabulary(logits)
 
     def _counted(self, block: torch.Tensor, tokens: Sequence[Sequence[int]]) -> int:
         """Compare what both layouts proposed after each row's last anchor with the token that followed it."""

@@ -39,6 +39,8 @@ class HeadRunner:
 
     token_ids: torch.Tensor | None = None
     """`[draft vocab]` the target's ids of the tokens that logits are of; None: those of all tokens."""
+    keeps_all = False
+    """Whether rows stay that are not needed any more."""
 
     def __init__(self, bound: BoundHead, batch: int):
         self.bound, self.cache, self.lengths, self.rows = bound, RaggedCache(), [0] * batch, list(range(batch))
@@ -60,7 +62,6 @@ class HeadRunner:
         other.first_logits(features, next_tokens, [True] * len(features))
         self._put_last(other)
 
-    @abstractmethod
     def first_logits(
         self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> torch.Tensor:
@@ -71,6 +72,19 @@ class HeadRunner:
             next_tokens: of each row the tokens after these positions.
             needed: rows that are not needed any more are dropped, unless passes are captured.
         """
+        return self._scatter(self._first(*self._new(features, next_tokens, needed)))
+
+    def next_logits(self, tree: GrownTree) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
+        return self._scatter(self._next(tree.select(self.rows)))
+
+    @abstractmethod
+    def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
+        """`first_logits` of the active rows."""
+
+    def _next(self, tree: GrownTree) -> torch.Tensor:
+        """`next_logits` of the active rows; heads that draft all depths in one pass have none."""
+        raise NotImplementedError
 
     def _put_last(self, other: Self) -> None:
         """Use what another runner has computed for the last rows."""
@@ -84,13 +98,13 @@ class HeadRunner:
         self.cache.batch_select_indices(torch.tensor(rows))
 
     def _new(
-        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool] | None
+        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
     ) -> tuple[list[torch.Tensor], list[list[int]]]:
         """The new features and tokens of the active rows, in the dtype and on the device of the head.
 
         Rows that are not needed any more are dropped, unless none is; entries of draft nodes as well.
         """
-        kept = [index for index, row in enumerate(self.rows) if needed is None or needed[row]]
+        kept = [index for index, row in enumerate(self.rows) if self.keeps_all or needed[row]]
         if 0 < len(kept) < len(self.rows):
             self.rows, self.lengths = [self.rows[index] for index in kept], [self.lengths[index] for index in kept]
             self._select(kept)
@@ -163,16 +177,13 @@ class EagleRunner(HeadRunner):
         super().__init__(bound, batch)
         self.token_ids = bound.head.draft_to_target
         self._graphs = captured_functions(bound.head) if graphs else None
+        self.keeps_all = self._graphs is not None  # another number of rows would be captured anew
         self._mode, self._hidden = graphs, self._like.new_zeros(batch, 0, 0)
 
-    def first_logits(
-        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
-    ) -> torch.Tensor:
-        # Another number of rows would be captured anew.
-        new = self._new(features, next_tokens, needed if self._graphs is None else None)
-        self._keep_last(*self._read(*new))
+    def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
+        self._keep_last(*self._read(features, tokens))
         self._hidden = self.last.hidden
-        return self._scatter(self.bound.logits(self.last.output)[:, 0])
+        return self.bound.logits(self.last.output)[:, 0]
 
     def _select(self, rows: list[int]) -> None:
         super()._select(rows)
@@ -225,7 +236,7 @@ class EagleRunner(HeadRunner):
         counts = [len(row) for row in next_tokens]
         if not self.cache.lengths or not 0 < min(counts) <= max(counts) <= MAX_CAPTURED:
             return None
-        states, rows = self._new(features, next_tokens, None)
+        states, rows = self._new(features, next_tokens, ())
         self._counts = counts
         return NewText.of(rows, padded(states, [slice(0, count) for count in counts]))
 
@@ -238,9 +249,7 @@ class EagleRunner(HeadRunner):
         """Go on after passes that were made by a captured function."""
         self._hidden = states
 
-    def next_logits(self, tree: GrownTree) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        tree = tree.select(self.rows)
+    def _next(self, tree: GrownTree) -> torch.Tensor:
         (depths, ancestors), new = tree.structure(), tree.tokens.shape[1]
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
         layout = masks.StepLayout.after(roots, depths, ancestors)
@@ -252,7 +261,7 @@ class EagleRunner(HeadRunner):
         positions, mask = position.expand(len(tree.tokens), new), masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
-        return self._scatter(self.bound.logits(output.output))
+        return self.bound.logits(output.output)
 
 
 @dataclass(frozen=True)
@@ -291,10 +300,8 @@ class ParallelRunner(HeadRunner):
         output = self._outputs(*self._new(features, next_tokens, needed), depth)
         return self._scatter(self.bound.target_logits(output))
 
-    def first_logits(
-        self, features: Sequence[torch.Tensor], next_tokens: Sequence[Sequence[int]], needed: Sequence[bool]
-    ) -> torch.Tensor:
-        return self.draft(features, next_tokens, needed, 1)[:, 0]
+    def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
+        return self.bound.target_logits(self._outputs(features, tokens, 1)[:, 0])
 
     @abstractmethod
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
