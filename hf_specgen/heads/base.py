@@ -39,6 +39,7 @@ class HeadConfig:
     trained_length: int | None = None  # tokens of the longest texts that it was trained on
     mask_token_id: int | None = None  # input at the positions that are predicted in parallel
     input_embedding_scale: float = 1.0  # of the embeddings that the head reads
+    output_multiplier: float = 1.0  # of the logits, before they are capped
     final_logit_softcapping: float | None = None
 
     def __post_init__(self) -> None:
@@ -108,8 +109,9 @@ class DraftHead(nn.Module):
         return draft_ids if self.draft_to_target is None else self.draft_to_target[draft_ids]
 
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Softly capped."""
-        cap = self.config.final_logit_softcapping
+        """Multiplied, then softly capped."""
+        cap, factor = self.config.final_logit_softcapping, self.config.output_multiplier
+        logits = logits if factor == 1.0 else logits * factor
         return logits if cap is None else cap * (logits / cap).tanh()
 
     def bind(self, target: PreTrainedModel, aux_hidden_state_layers: Sequence[int] | None = None) -> BoundHead:

@@ -61,11 +61,6 @@ class BlockConfig(HeadConfig):
             raise ValueError(f"block_size must be between 2 and 1024, got {self.block_size}")
 
     @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return len(self.attention)
-
-    @property
     def depth(self) -> int:
         """How many tokens a block proposes."""
         return self.max_draft_tokens or self.block_size - (1 if self.measures_layout else self.first_proposing_position)
@@ -80,7 +75,7 @@ class BlockHead(DraftHead):
         super().__init__(config)
         self.fc = nn.Linear(config.num_aux_hidden_states * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.layer.rms_norm_eps)
-        self.layers = nn.ModuleList(map(self.make_layer, range(config.num_layers)))
+        self.layers = nn.ModuleList(map(self.make_layer, range(len(config.attention))))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.layer.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.layer)
 
@@ -90,7 +85,7 @@ class BlockHead(DraftHead):
 
     def default_layers(self, num_layers: int) -> tuple[int, ...]:
         """Spread evenly over the target, one for each layer of the head."""
-        return block_layers(num_layers, self.config.num_layers)
+        return block_layers(num_layers, len(self.layers))
 
     def extend(self, features: torch.Tensor, position_ids: torch.Tensor, cache: Cache) -> None:
         """Add accepted positions to the context."""

@@ -34,7 +34,6 @@ class DFlash2Config(BlockConfig):
     conv_group_size: int = 16  # channels that share a dynamic kernel
     selector_rank: int = 256
     selector_top_k: int = 16  # candidates of a position
-    output_multiplier: float = 1.0  # of the base logits, before they are capped
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,10 +108,6 @@ class DFlash2Head(PathHead):
         """A layer with convolutions."""
         config = self.config
         return DFlash2Layer(config.layer, index, config.conv_kernel_size, config.conv_group_size)
-
-    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Multiplied, then softly capped."""
-        return super().scale_logits(logits * self.config.output_multiplier)
 
     def keys(self) -> torch.Tensor:
         """`[vocab, rank]`."""

@@ -103,7 +103,7 @@ def _layers(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
     _refuse({"layers of Gemma 4": layer.is_gemma} | some_biases, "a Llama or Qwen3 config")
     result: Config = {name: getattr(layer, name) for name in LAYER_FIELDS} | {
         "model_type": "qwen3" if layer.qk_norm else "llama",
-        "num_hidden_layers": head.config.num_layers,
+        "num_hidden_layers": len(head.layers),
         "attention_bias": layer.qkv_bias,
         "tie_word_embeddings": False,
         "vocab_size": head.config.vocab_size,

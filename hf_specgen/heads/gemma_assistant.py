@@ -19,7 +19,7 @@ from transformers import Gemma4TextConfig, PretrainedConfig
 
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.checkpoint import Fields, first_line
+from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.heads.head_file import HeadFile, count_layers
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
@@ -142,13 +142,18 @@ def load_assistant(file: HeadFile) -> AssistantHead:
     text, ordered = fields.nested("text_config"), fields.flag("use_ordered_embeddings")
     count_layers(text, [name.removeprefix("model.") for name in file.tensors])
     hidden, vocab = fields.integer("backbone_hidden_size"), text.integer("vocab_size")
+    reads_target = {"num_kv_shared_layers": text.integer("num_hidden_layers"), "attn_implementation": "sdpa"}
+    try:
+        shared = SharedTextConfig(**{**text.values, **reads_target})
+    except Exception as error:  # whatever Transformers raises for values that it cannot work with
+        raise ValueError(f"text_config cannot be used ({first_line(error)})") from None
     config = AssistantConfig(
         hidden_size=hidden,
         vocab_size=vocab,
         draft_vocab_size=vocab,
         target_hidden_size=hidden,
         own_lm_head=True,
-        text=_text_config(text),
+        text=shared,
         num_centroids=fields.integer("num_centroids") if ordered else None,
         top_centroids=fields.integer("centroid_intermediate_top_k") if ordered else 0,
     )
@@ -161,15 +166,6 @@ def load_assistant(file: HeadFile) -> AssistantHead:
 def is_assistant(file: HeadFile) -> bool:
     """Whether the config is that of an assistant."""
     return file.fields.get("model_type") in MODEL_TYPES
-
-
-def _text_config(text: Fields) -> SharedTextConfig:
-    """The config of the layers, all of which use keys and values of the target."""
-    shared = {"num_kv_shared_layers": text.integer("num_hidden_layers"), "attn_implementation": "sdpa"}
-    try:
-        return SharedTextConfig(**{**text.values, **shared})
-    except Exception as error:  # whatever Transformers raises for values that it cannot work with
-        raise ValueError(f"text_config cannot be used ({first_line(error)})") from None
 
 
 class AssistantRunner:
