@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_specgen.call import GenerationState
-from hf_specgen.tree import DraftTree, Parents, children, depths
+from hf_specgen.tree import DraftTree, Parents, depths
 from hf_specgen.verification import VerificationResult, VerificationSession, Verifier
 from tests.helpers.calls import make_call, make_state
 
@@ -78,21 +78,12 @@ def verify_once(
     return session.verify(tree, logits, [True] * tree.batch)
 
 
-def emitted_by_choose(verifier: Verifier, draw: Draw, parents: Parents, trials: int) -> torch.Tensor:
+def emitted(verifier: Verifier, draw: Draw, parents: Parents, trials: int, *processors: Any) -> torch.Tensor:
     """`[trials, 1 + depth]` the tokens that each trial emits in one step, -1 after its last."""
     tokens, q = draw(trials, parents)
     tree = DraftTree(tokens, (parents,) * trials, q)
-    scores = warpers()(None, target_logits())[_tokens_before(tokens)]
-    nodes = [range(-1, len(parents))] * trials
-    chosen = start_session(verifier, trials).choose(scores, [], tree, nodes)
-    return _follow(chosen, tokens, parents)
-
-
-def emitted_by_verify(verifier: Verifier, draw: Draw, parents: Parents, trials: int, processors: Any) -> torch.Tensor:
-    """The same through `verify`, which applies the processors and follows the choices row by row."""
-    tokens, q = draw(trials, parents)
-    tree = DraftTree(tokens, (parents,) * trials, q)
-    result = verify_once(verifier, tree, target_logits()[_tokens_before(tokens)], processors)
+    both = LogitsProcessorList([*warpers(), *processors])
+    result = verify_once(verifier, tree, target_logits()[_tokens_before(tokens)], both)
     width = 1 + max(depths(parents))
     return torch.tensor([text + [-1] * (width - len(text)) for text in result.tokens])
 
@@ -100,22 +91,6 @@ def emitted_by_verify(verifier: Verifier, draw: Draw, parents: Parents, trials: 
 def _tokens_before(tokens: torch.Tensor) -> torch.Tensor:
     """`[trials, 1 + nodes]` the token that the target's logits follow: the prompt's, then each node's own."""
     return torch.cat([torch.full((len(tokens), 1), FIRST), tokens], dim=1)
-
-
-def _follow(chosen: torch.Tensor, tokens: torch.Tensor, parents: Parents) -> torch.Tensor:
-    """Follow the choices down the tree, level by level, all trials at once; slot -1 where a trial has left the tree."""
-    trials = torch.arange(len(tokens))
-    slot = torch.zeros(len(tokens), dtype=torch.long)
-    columns = []
-    for _ in range(1 + max(depths(parents))):
-        picked = torch.where(slot >= 0, chosen[trials, slot.clamp(min=0)], -1)
-        columns.append(picked)
-        following = torch.full_like(slot, -1)
-        for place, below in enumerate(children(parents)):
-            for node in below:
-                following[(slot == place) & (tokens[:, node] == picked)] = node + 1
-        slot = following
-    return torch.stack(columns, dim=1)
 
 
 def p_values(texts: torch.Tensor) -> list[float]:

@@ -46,6 +46,7 @@ NOT_A_STRATEGY = (
 )
 WINDOW = 'draft_window must be "auto", None, a number of recent tokens or a pair'
 VOCABULARY = 'draft_vocabulary must be "frequent", None or token ids'
+NOT_A_MODEL = "attach takes a Transformers model that can generate, got"
 NO_WINDOWS = [0, -1, (4,), (1, 2, 3), (4, 0), "long", True, (-1, 4)]
 NO_VOCABULARIES = ["rare", [], [1.5], [-1], [True]]
 CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -65,6 +66,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: prepacked("x").__enter__(), TypeError, "prepacked takes a model, got 'x'"),
     (lambda: list(generate_many(tiny_model("llama"), ["x"])), TypeError, "must be token ids, such as tokenizer(text)"),
     (lambda: generate_many(tiny_model("llama"), [[1], [2]], seed=[1]), ValueError, "1 entries for 2 prompts; give one"),
+    *((partial(attach, one, "auto"), TypeError, NOT_A_MODEL) for one in ("model", torch.nn.Linear(2, 2), None)),
     (lambda: NgramCandidates(min_ngram=0), ValueError, "min_ngram must be at least 1, got 0"),
     (lambda: NgramCandidates(min_ngram=4, max_ngram=3), ValueError, "max_ngram must be at least min_ngram=4, got 3"),
     (lambda: NgramCandidates(policy=3), TypeError, "policy must be a Policy"),
@@ -162,12 +164,6 @@ def test_attach_of_bad_value_raises_and_leaves_the_model(arguments: dict, error:
     with pytest.raises(error, match=re.escape(words)):
         attach(model, **arguments)
     assert vars(model) == before
-
-
-@pytest.mark.parametrize("other", ["model", torch.nn.Linear(2, 2), None], ids=repr)
-def test_attach_to_something_else_raises(other: Any) -> None:
-    with pytest.raises(TypeError, match="attach takes a Transformers model that can generate, got"):
-        attach(other, "auto")
 
 
 class ReadsOutputs(CandidateGenerator):

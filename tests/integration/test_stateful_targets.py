@@ -22,7 +22,7 @@ from tests.fuzz.scripted import RandomDepths
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import SHARED, SPEC, fresh_model, recorded_inputs, stateful_model, width
-from tests.helpers.multimodal import MULTIMODAL, multimodal_model, multimodal_prompts
+from tests.helpers.multimodal import FEATURE_TOKEN, MULTIMODAL, multimodal_model, multimodal_prompts
 from tests.helpers.oracle import ORACLES
 
 
@@ -103,14 +103,20 @@ def test_generate_with_image_or_audio_same_tokens(kind: str, batch: int) -> None
     assert 0 < statistics.accepted < statistics.drafted
 
 
-def test_self_check_between_two_turns_leaves_the_positions_of_an_image_to_the_next() -> None:
-    """Would catch: `rope_deltas` of the check's text, by which plain `generate` places the tokens of the last turn."""
-    model, inputs, answers = copy.deepcopy(multimodal_model("qwen3_vl")), multimodal_prompts("qwen3_vl", 1), []
-    for second in ({}, {"candidate_generator": NgramCandidates(k=3)}):
-        output = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
-        for settings in (second, {}):
-            ids, given = torch.cat([output.sequences, torch.tensor([[7, 8]])], dim=1), {CACHE: output[CACHE]}
-            output = model.generate(ids, **given, **settings, max_new_tokens=8, return_dict_in_generate=True)
+@pytest.mark.parametrize(
+    ("kind", "speculative"), [("qwen2_5_vl", (1, 1)), ("qwen2_5_vl", (0, 1)), ("qwen3_vl", (0, 1, 0))]
+)
+def test_later_turns_after_an_image_same_tokens(kind: str, speculative: tuple[int, ...]) -> None:
+    """Would catch: `rope_deltas` of the check's text, by which a later turn, a plain one too, places its tokens."""
+    answers = []
+    for turns in (speculative, [0] * len(speculative)):
+        model, inputs = copy.deepcopy(multimodal_model(kind)), multimodal_prompts(kind, 1)
+        for is_speculative in turns:
+            more = {"candidate_generator": NgramCandidates(k=3)} if is_speculative else {}
+            output = model.generate(**inputs, **more, max_new_tokens=8, return_dict_in_generate=True)
+            ids = torch.cat([output.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: output[CACHE]}
+            inputs["mm_token_type_ids"] = (ids == FEATURE_TOKEN).long()
         answers.append(output.sequences)
     assert torch.equal(*answers)
 
@@ -145,21 +151,6 @@ def test_text_alone_to_a_multimodal_model_same_tokens(kind: str) -> None:
     inputs = {name: multimodal_prompts(kind, 3)[name] for name in ("input_ids", "attention_mask")}
     inputs["input_ids"] = inputs["input_ids"] % 90
     assert_same_tokens(model, inputs, NgramCandidates(k=3, tree=6), max_new_tokens=14)
-
-
-def test_second_turn_with_image_same_tokens() -> None:
-    """Would catch: positions of a second turn that a trial run has changed."""
-    model, inputs = multimodal_model("qwen2_5_vl"), multimodal_prompts("qwen2_5_vl", 1)
-
-    def two_turns(**more: Any) -> torch.Tensor:
-        first = model.generate(**inputs, max_new_tokens=8, return_dict_in_generate=True, **more)
-        ids = torch.cat([first.sequences, torch.tensor([[5, 6, 7]])], dim=1)
-        types = torch.zeros_like(ids)
-        types[:, :16] = inputs["mm_token_type_ids"]
-        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
-        return model.generate(**second, **{CACHE: first[CACHE]}, max_new_tokens=8, **more)
-
-    assert torch.equal(two_turns(candidate_generator=NgramCandidates(k=3)), two_turns())
 
 
 # Targets with other attention kernels than SDPA: flex attention, and kernels that take no mask (FlashAttention)

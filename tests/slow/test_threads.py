@@ -1,11 +1,9 @@
-"""Eight threads: all strategies and plain calls with one model, every text checked; the first calls of a process.
+"""Eight threads: all strategies and plain calls with one model, every text checked.
 
 For 5 seconds; `pytest tests/slow/test_threads.py --thread-seconds 60` runs them for a minute.
 """
 
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -102,41 +100,3 @@ def test_eight_threads_with_one_model_same_texts(pytestconfig: pytest.Config) ->
     outcome = run_in_threads(model, jobs, threads=8, seconds=pytestconfig.getoption("thread_seconds"))
     assert outcome.failures == []
     assert set(outcome.calls) == {job.name for job in jobs}, "every strategy must have run"
-
-
-FIRST_CALLS = """
-import threading
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-import hf_specgen
-
-sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=None, **sizes)).eval()
-ids, barrier = torch.tensor([[3, 4, 5, 3, 4]]), threading.Barrier(8)
-arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
-ways = ({}, {"candidate_generator": "auto"}, {"custom_generate": lambda model, input_ids, **_: input_ids})
-texts, failures = {0: set(), 1: set(), 2: set()}, []
-
-def work(number):
-    barrier.wait()
-    for _ in range(4):
-        try:
-            text = model.generate(ids, **arguments, **ways[number % 3])
-            texts[number % 3].add(str(text.tolist()))
-        except Exception as error:
-            failures.append(repr(error))
-
-threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-assert not failures, (len(failures), failures[0])
-assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[2] == {str(ids.tolist())}
-"""
-
-
-def test_first_calls_of_a_process_in_eight_threads() -> None:
-    """Would catch: a plain call that fails while another thread's first call imports the package."""
-    finished = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr[-2000:]

@@ -149,7 +149,9 @@ SLOW = "transformers.cache_utils, transformers.distributed.fsdp, transformers.ma
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """The code in a process of its own; its last line of output is its answer."""
     root = Path(__file__).resolve().parents[2]
-    return subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run
 
 
 def run_forks(*parts: tuple[str, str]) -> list[list[str]]:
@@ -211,13 +213,50 @@ from transformers import GenerationMixin; print(hasattr(GenerationMixin.generate
 """
 
 
+FIRST_CALLS = """
+import threading
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import hf_specgen
+
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=32, pad_token_id=0, eos_token_id=None, **sizes)).eval()
+ids, barrier = torch.tensor([[3, 4, 5, 3, 4]]), threading.Barrier(8)
+arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4}
+ways = ({}, {"candidate_generator": "auto"}, {"custom_generate": lambda model, input_ids, **_: input_ids})
+texts, failures = {0: set(), 1: set(), 2: set()}, []
+
+def work(number):
+    barrier.wait()
+    for _ in range(4):
+        try:
+            text = model.generate(ids, **arguments, **ways[number % 3])
+            texts[number % 3].add(str(text.tolist()))
+        except Exception as error:
+            failures.append(repr(error))
+
+threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, (len(failures), failures[0])
+assert texts[0] == texts[1] and len(texts[0]) == 1 and texts[2] == {str(ids.tolist())}
+print("as expected")
+"""
+
+
 def test_keyword_is_installed_whichever_module_is_imported_first_and_costs_little() -> None:
-    """Would catch: a keyword that depends on the order of imports; an import that takes a tenth of a second."""
-    beside, ours, transformers_first, uninstalled = run_forks(
+    """Would catch: a keyword that depends on the order of imports; an import that takes a tenth of a second.
+
+    Also a plain call that fails while another thread's first call imports the package.
+    """
+    beside, ours, transformers_first, uninstalled, _ = run_forks(
         ("import transformers", BESIDE),
         (f"import {SLOW}", FIRST.format(first="hf_specgen")),
         ("", FIRST.format(first="transformers.generation.utils")),
         ("", UNINSTALLED),
+        ("import torch", FIRST_CALLS),
     )
     assert float(beside[0]) < 0.1 and ours == transformers_first == ["True", "0", "False"]
     assert uninstalled == ["False"], "uninstalled before transformers is loaded"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,20 +18,18 @@ from tests.helpers.goodness_of_fit import (
     FIRST,
     VOCAB,
     Draw,
-    emitted_by_choose,
-    emitted_by_verify,
+    emitted,
     p_values,
     previous_tokens,
     start_session,
     target_logits,
     verify_once,
     warped,
-    warpers,
 )
 from tests.helpers.processors import RowWiseIdentity
 from tests.helpers.reference import any_parents
 
-TRIALS = 50_000
+TRIALS = 30_000
 CHAIN: Parents = (-1, 0, 1)
 TREE: Parents = (-1, -1, -1, 0, 0, 1)
 """Three siblings; the first has two children, the second one."""
@@ -94,28 +92,21 @@ def misreported(trials: int, parents: Parents) -> tuple[torch.Tensor, torch.Tens
     return tokens, q
 
 
+WALK = RowWiseIdentity()
 DRAFTS = [(sampled, CHAIN), (sampled, TREE), (close, TREE), (deterministic, TREE), (mixed, SIBLINGS)]
 
 
-@pytest.mark.parametrize(("draw", "parents"), DRAFTS)
-def test_rejection_every_position_has_the_distribution_of_the_target(draw: Draw, parents: Parents) -> None:
-    """Would catch: any error in the acceptance test, the residual, siblings or the bonus token."""
-    texts = emitted_by_choose(RejectionVerifier(), draw, parents, TRIALS)
+@pytest.mark.parametrize(("draw", "parents", "walks"), [*((*case, ()) for case in DRAFTS), (sampled, TREE, (WALK,))])
+def test_rejection_every_position_has_the_distribution_of_the_target(draw: Draw, parents: Any, walks: Any) -> None:
+    """Would catch: an error in the acceptance test, residual, siblings, bonus token, or slots of a column walk."""
+    texts = emitted(RejectionVerifier(), draw, parents, TRIALS // (2 if walks else 1), *walks)
     assert (texts[:, 1] >= 0).float().mean() > 0.1  # accepted at least one draft token
-    assert min(p_values(texts)) > PLAUSIBLE
-
-
-@pytest.mark.parametrize("processors", [[], [RowWiseIdentity()]], ids=["at-once", "column-walk"])
-def test_rejection_verify_has_the_distribution_of_the_target(processors: list) -> None:
-    """Would catch: slots of the column walk taken for those of the whole tree. Row by row, so fewer trials."""
-    both = LogitsProcessorList([*warpers(), *processors])
-    texts = emitted_by_verify(RejectionVerifier(), sampled, TREE, 20_000, both)
     assert min(p_values(texts)) > PLAUSIBLE
 
 
 def test_goodness_of_fit_misreported_q_is_detected() -> None:
     """The test has power: q is the distribution before the draft's processors."""
-    assert min(p_values(emitted_by_choose(RejectionVerifier(), misreported, CHAIN, TRIALS))) < REFUTED
+    assert min(p_values(emitted(RejectionVerifier(), misreported, CHAIN, TRIALS))) < REFUTED
 
 
 def test_goodness_of_fit_noise_shared_by_draft_and_residual_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +117,9 @@ def test_goodness_of_fit_noise_shared_by_draft_and_residual_is_detected(monkeypa
         q = warped(-target_logits())[FIRST].expand(trials, 1, VOCAB)
         return (q / noise).argmax(dim=-1), q
 
-    assert min(p_values(emitted_by_choose(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) > PLAUSIBLE
+    assert min(p_values(emitted(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) > PLAUSIBLE
     monkeypatch.setattr(rejection, "exponential", lambda *_: noise[:, 0])
-    assert min(p_values(emitted_by_choose(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) < REFUTED
+    assert min(p_values(emitted(RejectionVerifier(), draw, (-1,), TRIALS)[:, :1])) < REFUTED
 
 
 @pytest.mark.parametrize(("draw", "parents"), DRAFTS)
@@ -152,9 +143,8 @@ def test_path_weights_agree_with_the_reference(draw: Draw, parents: Parents) -> 
 def test_rejection_paths_accept_more_than_tokens_one_by_one(parents: Parents, least: float) -> None:
     """The same drafts, and a column walk that verifies token by token; the tree is two tokens deep: 1.013."""
     tokens = []
-    for processors in ([], [RowWiseIdentity()]):
-        both = LogitsProcessorList([*warpers(), *processors])
-        texts = emitted_by_verify(RejectionVerifier(), close, parents, 10_000, both)
+    for walks in ((), (WALK,)):
+        texts = emitted(RejectionVerifier(), close, parents, 10_000, *walks)
         tokens.append(float((texts >= 0).sum()))
     assert tokens[0] > least * tokens[1]
 
@@ -314,7 +304,7 @@ def test_typical_token_after_a_rejected_one_is_sampled_from_p() -> None:
     def unlikely(trials: int, parents: Parents) -> tuple[torch.Tensor, None]:
         return warped(target_logits())[FIRST].argsort()[VOCAB - 12].expand(trials, 1).clone(), None
 
-    texts = emitted_by_choose(TypicalVerifier(epsilon=1.0, alpha=1.0), unlikely, (-1,), 50_000)
+    texts = emitted(TypicalVerifier(epsilon=1.0, alpha=1.0), unlikely, (-1,), 50_000)
     assert 500 < int((texts[:, 1] >= 0).sum()) < 5_000
     assert min(p_values(texts)) > 1e-5
 
