@@ -134,31 +134,30 @@ def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
     assert (len(by_target), len(by_draft)) == (20, 0)
 
 
-def test_draft_model_loaded_in_int8_same_tokens(reference_model: Any, tokenizer: Any) -> None:
-    """Loaded by the strategy and quantised by torchao: other proposals, the same tokens."""
-    torchao = pytest.importorskip("torchao.quantization")
-    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
-    candidates = DraftModelCandidates(str(DRAFT_LM), dtype="bfloat16", quantization_config=config)
-    inputs = tokenizer("def add(x, y):", return_tensors="pt")
-    assert assert_same_tokens(reference_model, inputs, candidates, max_new_tokens=30).accepted > 0
+@pytest.fixture
+def int8() -> Any:
+    """How torchao quantises weights to eight bits."""
+    return pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig()
 
 
-def test_target_loaded_in_int8_same_tokens(tokenizer: Any) -> None:
+def test_draft_model_or_target_loaded_in_int8_same_tokens(reference_model: Any, tokenizer: Any, int8: Any) -> None:
     """Would catch: a drafter that reads the target's quantised weights as ordinary ones."""
-    torchao = pytest.importorskip("torchao.quantization")
-    config = TorchAoConfig(torchao.Int8WeightOnlyConfig())
-    target = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32, quantization_config=config)
     inputs = tokenizer(["def add(x, y):", "The quick"], return_tensors="pt", padding=True)
+    config: dict[str, Any] = {"quantization_config": TorchAoConfig(int8)}
+    draft = DraftModelCandidates(str(DRAFT_LM), dtype="bfloat16", **config)
+    assert assert_same_tokens(reference_model, inputs, draft, max_new_tokens=30).accepted > 0
+    target = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32, **config)
     heads = MedusaCandidates(random_heads(target), k=3)
     for candidates in (DraftModelCandidates(str(DRAFT_LM), k=3), LayerSkipCandidates(4, k=3), heads):
         assert assert_same_tokens(target, inputs, candidates, max_new_tokens=12).drafted > 0
 
 
-def test_quantised_copy_of_the_target_drafts_for_it_and_shares_its_other_weights(reference_model: Any) -> None:
+def test_quantised_copy_of_the_target_drafts_for_it_and_shares_its_other_weights(
+    reference_model: Any, int8: Any
+) -> None:
     """Would catch: a target that is quantised itself, embeddings that take memory twice."""
-    torchao = pytest.importorskip("torchao.quantization")
     before = {name: weight.data_ptr() for name, weight in reference_model.named_parameters()}
-    candidates = DraftModelCandidates("self", k=4, quantization_config=torchao.Int8WeightOnlyConfig())
+    candidates = DraftModelCandidates("self", k=4, quantization_config=int8)
     inputs = {"input_ids": torch.randint(5, 500, (2, 12), generator=torch.Generator().manual_seed(3))}
     assert assert_same_tokens(reference_model, inputs, candidates, max_new_tokens=16).acceptance_rate > 0.8
     assert {name: weight.data_ptr() for name, weight in reference_model.named_parameters()} == before

@@ -1,6 +1,7 @@
 """Encoder-decoder targets give the tokens, scores and cache of plain `generate`."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -229,36 +230,35 @@ def test_unsupported_calls_are_refused(case: str) -> None:
         model.generate(**{**inputs, "max_new_tokens": 4, "candidate_generator": NgramCandidates(), **make()})
 
 
-def test_model_with_a_state_of_its_own_is_refused() -> None:
-    """Would catch: an encoder-decoder that is not checked before its first token."""
-    model = fresh_encoder_decoder("bart")
-    calls: list[int] = []
-
-    def shift(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return output * (1 + 0.1 * (len(calls) % 7))
-
+def shifting_with_every_call() -> Any:
+    """A model with a state of its own."""
+    model, calls = fresh_encoder_decoder("bart"), itertools.count(1)
+    shift = lambda module, arguments, output: output * (1 + 0.1 * (next(calls) % 7))  # noqa: E731
     model.get_decoder().embed_positions.register_forward_hook(shift)
-    with pytest.raises(ValueError, match="cannot verify draft tokens: in a trial run its logits differed"):
-        model.generate(**encoder_inputs("bart", 1), max_new_tokens=4, candidate_generator=NgramCandidates())
+    return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("fsmt", "its logits differed"), ("prophetnet", "only supported for `decoder_input_ids` of length 1")],
-)
-def test_kinds_that_read_one_token_at_a_time_are_refused(kind: str, reason: str) -> None:
-    model = encoder_decoder(kind)
-    with pytest.raises(ValueError, match=f"cannot verify draft tokens: .*{reason}"):
-        model.generate(**encoder_inputs(kind, 1), max_new_tokens=4, candidate_generator=NgramCandidates())
-
-
-def test_model_that_ignores_positions_is_refused_in_batches() -> None:
+def ignoring_positions() -> Any:
     model = fresh_encoder_decoder("whisper")
     ignore = lambda module, args, kwargs: (args, {**kwargs, "position_ids": None})  # noqa: E731
     model.get_decoder().register_forward_pre_hook(ignore, with_kwargs=True)
-    with pytest.raises(ValueError, match="cannot verify draft tokens"):
-        model.generate(**encoder_inputs("whisper", 2), max_new_tokens=4, candidate_generator=NgramCandidates())
+    return model
+
+
+UNVERIFIABLE: dict[str, tuple[Callable[[], Any], int, str]] = {
+    "bart": (shifting_with_every_call, 1, "in a trial run its logits differed"),
+    "whisper": (ignoring_positions, 2, ""),
+    "fsmt": (lambda: encoder_decoder("fsmt"), 1, "its logits differed"),
+    "prophetnet": (lambda: encoder_decoder("prophetnet"), 1, "only supported for `decoder_input_ids` of length 1"),
+}
+
+
+@pytest.mark.parametrize("kind", UNVERIFIABLE)
+def test_model_that_cannot_verify_is_refused(kind: str) -> None:
+    """Would catch: an encoder-decoder that is not checked before its first token."""
+    make, batch, reason = UNVERIFIABLE[kind]
+    with pytest.raises(ValueError, match=f"cannot verify draft tokens.*{reason}"):
+        make().generate(**encoder_inputs(kind, batch), max_new_tokens=4, candidate_generator=NgramCandidates())
 
 
 # Attached strategies and Whisper's own `generate`
