@@ -23,11 +23,7 @@ def make_state(prompts: Sequence[Sequence[int]]) -> GenerationState:
 
 
 def make_call(
-    state: GenerationState,
-    *,
-    candidates: Candidates | None = None,
-    processors: LogitsProcessorList | None = None,
-    do_sample: bool = False,
+    state: GenerationState, *, candidates: Candidates | None = None, processors: Any = None, do_sample: bool = False
 ) -> DraftCall:
     """A call in this state, without model and target."""
     settings, config = (candidates or NgramCandidates(k=4)).settings(), GenerationConfig(do_sample=do_sample)

@@ -13,23 +13,18 @@ from hf_specgen.settings import CALL_SETTINGS
 from tests.helpers.models import SHARED
 
 SEED = 11
+Inputs = dict[str, torch.Tensor]
+Strategy = Candidates | Callable[[torch.Tensor], Candidates]
+"""A strategy, or what builds one from the `[batch, generated]` tokens of plain `generate`."""
+Processors = Callable[[], LogitsProcessorList] | None
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20}}
 END: dict[str, Any] = {"eos_token_id": list(range(30, 40)), "pad_token_id": 0}
 
 
 def plain_and_speculative(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    candidates: Candidates | Callable[[torch.Tensor], Candidates],
-    *,
-    make_processors: Callable[[], LogitsProcessorList] | None = None,
-    **arguments: Any,
+    model: Any, inputs: Inputs, candidates: Strategy, *, make_processors: Processors = None, **arguments: Any
 ) -> tuple[torch.Tensor, SpeculativeOutput]:
-    """The ids of plain `generate`, and the speculative output, from one seed.
-
-    `candidates` may be what builds a strategy from the `[batch, generated]` tokens of plain `generate`, which receives
-    no settings of speculation such as `policy=`.
-    """
+    """The ids of plain `generate`, without settings of speculation such as `policy=`, and the speculative output."""
     settings = {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}
     plain, after_plain = plain_output(model, inputs, make_processors, **arguments)
     strategy: Any = candidates(answers(model, inputs, plain)) if callable(candidates) else candidates
@@ -40,12 +35,7 @@ def plain_and_speculative(
     return plain, output
 
 
-def assert_same_tokens(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    candidates: Candidates | Callable[[torch.Tensor], Candidates],
-    **arguments: Any,
-) -> Statistics:
+def assert_same_tokens(model: Any, inputs: Inputs, candidates: Strategy, **arguments: Any) -> Statistics:
     """Assert that `plain_and_speculative` gives the same tokens twice; returns the statistics."""
     plain, output = plain_and_speculative(model, inputs, candidates, **arguments)
     assert plain.tolist() == output.sequences.tolist()
@@ -56,10 +46,7 @@ _plain: WeakKeyDictionary[Any, dict[Any, tuple[torch.Tensor, torch.Tensor]]] = W
 
 
 def plain_output(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    make_processors: Callable[[], LogitsProcessorList] | None = None,
-    **arguments: Any,
+    model: Any, inputs: Inputs, make_processors: Processors = None, **arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids of plain `generate` from `SEED`, and the next three random numbers.
 
@@ -74,7 +61,7 @@ def plain_output(
     return ids.clone(), following
 
 
-def _key(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> str | None:
+def _key(inputs: Inputs, arguments: dict[str, Any]) -> str | None:
     """The cache key of a call; None if an argument is a function or an object, which may keep a state."""
     values = {**arguments, "tokenizer": "tokenizer" in arguments}
     try:
@@ -83,12 +70,7 @@ def _key(inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> str | No
         return None
 
 
-def _generate(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    make_processors: Callable[[], LogitsProcessorList] | None,
-    arguments: dict[str, Any],
-) -> Any:
+def _generate(model: Any, inputs: Inputs, make_processors: Processors, arguments: dict[str, Any]) -> Any:
     processors = {} if make_processors is None else {"logits_processor": make_processors()}
     seed(SEED)
     return model.generate(**inputs, **{**arguments, "return_dict_in_generate": True}, **processors)
@@ -99,7 +81,7 @@ def seed(number: int) -> None:
     torch.default_generator.manual_seed(number)
 
 
-def answers(model: Any, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+def answers(model: Any, inputs: Inputs, ids: torch.Tensor) -> torch.Tensor:
     """The generated part of what `generate` returned; an encoder-decoder begins with one token of its decoder."""
     if not model.config.is_encoder_decoder:
         return ids[:, inputs["input_ids"].shape[1] :]

@@ -67,11 +67,7 @@ def _state(trials: int) -> GenerationState:
 
 
 def verify_once(
-    verifier: Verifier,
-    tree: DraftTree,
-    logits: torch.Tensor,
-    processors: LogitsProcessorList | None = None,
-    **call: bool,
+    verifier: Verifier, tree: DraftTree, logits: torch.Tensor, processors: Any = None, **call: bool
 ) -> VerificationResult:
     """The outcome of one step in which all rows take part."""
     session = start_session(verifier, tree.batch, processors, **call)

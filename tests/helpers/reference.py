@@ -78,12 +78,7 @@ def longest_accepted_path(tokens: Sequence[int], parents: Sequence[int], chosen:
 
 
 def row_mask(
-    length: int,
-    parents: Sequence[int],
-    width: int,
-    visible: Sequence[bool] | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
+    length: int, parents: Sequence[int], width: int, visible: Any = None, window: int | None = None, chunk: Any = None
 ) -> list[list[int]]:
     """`[1 + nodes][width]` what the pending token and each node of one row attend to.
 
@@ -134,11 +129,7 @@ def ngram_occurrences(tokens: Sequence[int], tail: Sequence[int]) -> dict[int, i
 
 
 def ngram_nodes(
-    tokens: Sequence[int],
-    occurrences: dict[int, int],
-    odds: Sequence[float],
-    depth: int,
-    prefix: tuple[int, ...] = (),
+    tokens: Sequence[int], occurrences: dict[int, int], odds: Sequence[float], depth: int, prefix: tuple[int, ...] = ()
 ) -> dict[tuple[int, ...], float]:
     """The path probability of every path that occurrences in the row's own text (match lengths by position) propose."""
     done = len(prefix)

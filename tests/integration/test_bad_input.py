@@ -235,10 +235,7 @@ INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {**prompts(1), "attention_mask": torch.ones(1, 40).triu(1)}, "mask has 40 columns for a prompt of 12"),
     (lambda: {CACHE: StaticCache(tiny_model("llama").config, 32), **prompts(1)}, "not with StaticCache"),
     (with_cached_prompt, "the cache holds 12 tokens already"),
-    (
-        lambda: {**prompts(3), **SCORES, "eos_token_id": 5, "logits_processor": [torch.add]},
-        "which add may compute",
-    ),
+    (lambda: {**prompts(3), **SCORES, "eos_token_id": 5, "logits_processor": [torch.add]}, "which add may compute"),
     (with_two_streamers, "both generate(streamer=…) and speculate(streamer=…) were given; leave one out"),
 ]
 

@@ -22,6 +22,7 @@ from hf_specgen.heads.path_head import PathRunner
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.tree import DraftTree, TreeStructure
 from tests.helpers import assert_same_tokens, prompts
+from tests.helpers.calls import with_sessions
 from tests.helpers.head_fixtures import FIXTURES, Fixture, features_of
 
 HEADS = {name: fixture for name, fixture in FIXTURES.items() if fixture.family == "path"}
@@ -90,29 +91,20 @@ def strategy(fixture: Fixture, **settings: Any) -> Any:
     return (MTPCandidates if fixture is LAYERED else DFlashCandidates)(fixture.checkpoint_folder, **settings)
 
 
-def recorded_drafts(monkeypatch: pytest.MonkeyPatch, of: Any) -> list[DraftTree]:
-    """The drafts of all later calls with strategies of a class."""
-    begin, drafts = of.begin, list[DraftTree]()
-
-    def recording(self: Any, *arguments: Any) -> Any:
-        session = begin(self, *arguments)
-        draft = session.draft
-        session.draft = lambda depths: drafts.append(draft(depths)) or drafts[-1]
-        return session
-
-    monkeypatch.setattr(of, "begin", recording)
-    return drafts
-
-
 @pytest.mark.parametrize("tree", [None, 8])
 @pytest.mark.parametrize(
     "name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", "dflash_zlab", LAYERED.folder.name]
 )
-def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None, monkeypatch: Any) -> None:
+def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None) -> None:
     """q is the corrected distribution: of each node's own path, and zero where the head never proposes."""
     fixture = FIXTURES[name]
-    drafts = recorded_drafts(monkeypatch, type(strategy(fixture)))
-    candidates = strategy(fixture, k=4, tree=tree)
+    drafts = list[DraftTree]()
+
+    def record(session: Any) -> None:
+        draft = session.draft
+        session.draft = lambda depths: drafts.append(draft(depths)) or drafts[-1]
+
+    candidates = with_sessions(strategy(fixture, k=4, tree=tree), record)
     sampling = {"do_sample": True, "verification": "rejection", "max_new_tokens": 8}
     fixture.target.generate(**prompts(2), candidate_generator=candidates, **sampling)
     assert any(tree.nodes for tree in drafts)
@@ -146,12 +138,7 @@ LAYOUTS: list[tuple[str, dict[str, str], dict[str, Any], dict[str, Any], tuple[i
 @pytest.mark.parametrize(("name", "renamed", "changes", "dflash", "layout"), LAYOUTS)
 @torch.no_grad()
 def test_dspark_in_the_layouts_of_other_programs(
-    name: str,
-    renamed: dict[str, str],
-    changes: dict[str, Any],
-    dflash: dict[str, Any],
-    layout: tuple[int, bool],
-    tmp_path: Path,
+    name: str, renamed: dict[str, str], changes: Any, dflash: Any, layout: tuple[int, bool], tmp_path: Path
 ) -> None:
     """The tensors of a fixture under other names and another config: the same head, and which layout it has."""
     folder = FIXTURES[name].head_folder

@@ -159,17 +159,10 @@ STAND_IN = "flash_stand_in"
 
 
 def stand_in(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, sliding_window: Any = None, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """Attention as FlashAttention computes it without a mask: causal, aligned at the last key."""
-    assert attention_mask is None, "the kernel takes no mask"
+    assert mask is None, "the kernel takes no mask"
     queries, keys = query.shape[2], key.shape[2]
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
     mask = distance >= 0

@@ -160,10 +160,7 @@ EAGLE: list[tuple[Damage, str]] = [
     (config(target_layer_ids=[1, 2, 3], **{EAGLE_IDS: [1, 2, 3]}), "twice, and differently"),
     (tensors(lambda t: t.pop("fc.weight")), "the tensor fc.weight is missing"),
     (tensors(lambda t: t.pop("midlayer.mlp.up_proj.weight")), "1 tensors are missing, such as layers.0.mlp.up_proj"),
-    (
-        packed_by("compressed-tensors", "weight_packed", "weight_scale"),
-        "install compressed-tensors|cannot be read",
-    ),
+    (packed_by("compressed-tensors", "weight_packed", "weight_scale"), "install compressed-tensors|cannot be read"),
     (packed_by("compressed-tensors", "weight_packed"), "quantised by 'compressed-tensors', which is not read"),
     (packed_by("torchao", "_weight_qdata"), "metadata do not describe midlayer.mlp.up_proj.weight|install torchao"),
     (tensors(lambda t: t.pop("midlayer.self_attn.q_proj.weight")), "layers.0.self_attn.q_proj.weight is missing"),
