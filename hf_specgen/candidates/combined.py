@@ -10,7 +10,8 @@ Token Recycling or EAGLE; there one of them drafts a step, here both may.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Literal, NamedTuple
@@ -177,64 +178,53 @@ class _CombinedSession(DraftSession):
         """The most probable tree of what the members proposed, extended by Token Recycling."""
 
         def search(row: int, limits: SearchLimits) -> SearchTree[_Origin]:
-            one = _RowSearch(self._drafts, self._first_network, row, self.call.state.last_token(row), self._recycling)
-            return best_first(one.root, one.children, max_depths[row], limits)
+            children = merged_children(self._drafts, self._first_network, row, self._recycling)
+            root = _Origin(self.call.state.last_token(row), dict.fromkeys(range(len(self._drafts)), -1))
+            return best_first(root, children, max_depths[row], limits)
 
         return draft_rows(self.call, self._size, max_depths, search, passes)[0]
 
 
 class _Origin(NamedTuple):
-    """Where a token comes from: its node in each member's draft, None where that does not have it."""
+    """Where a token comes from: its node in the draft of each member, by number, that has it."""
 
     token: int
-    nodes: tuple[int | None, ...]
+    nodes: dict[int, int]
 
 
-class _RowSearch:
-    """The children of every node of the merged tree of one row."""
+def merged_children(
+    drafts: Sequence[DraftTree], first_network: int, row: int, recycling: RecyclingSession | None
+) -> Callable[[_Origin, int], list[tuple[int, float, _Origin]]]:
+    """A function that returns the children of a node of the merged tree of a row, most likely first.
 
-    def __init__(
-        self,
-        drafts: Sequence[DraftTree],
-        first_network: int,
-        row: int,
-        last_token: int,
-        recycling: RecyclingSession | None,
-    ):
-        self._first_network, self._recycling = first_network, recycling
-        self.root = _Origin(last_token, (-1,) * len(drafts))
-        self._nowhere = (None,) * len(drafts)
-        self._children = [node_children(draft, row) for draft in drafts]
+    Estimates of several members are combined as if they were independent; Token Recycling gets the probability that
+    they leave. Where a network drafted, which has processed the text that others copy from, other tokens are
+    improbable.
+    """
+    proposed = [node_children(draft, row) for draft in drafts]
 
-    def children(self, origin: _Origin, depth: int) -> Iterable[tuple[int, float, _Origin]]:
-        """The children of a node, most likely first.
-
-        Estimates of several members are combined as if they were independent; Token Recycling gets the probability
-        that they leave. Where a network drafted, which has processed the text that others copy from, other tokens are
-        improbable.
-        """
-        proposed = [
-            [] if parent is None else children.get(parent, [])
-            for parent, children in zip(origin.nodes, self._children, strict=False)
-        ]
-        drawn = {token for children in proposed[self._first_network :] for _, token, _ in children}
-        found: dict[int, tuple[float, _Origin]] = {}
-        for number, children in enumerate(proposed):
-            for child, token, acceptance in children:
-                before, one = found.get(token, (0.0, _Origin(token, self._nowhere)))
-                nodes = (*one.nodes[:number], child, *one.nodes[number + 1 :])
-                found[token] = 1 - (1 - before) * (1 - acceptance), _Origin(token, nodes)
-        if self._recycling is not None and not drawn:
-            rest = max(0.0, 1 - sum(value for value, _ in found.values()))
-            for token, acceptance in self._recycling.candidate_tokens(origin.token):
-                before, one = found.get(token, (0.0, _Origin(token, self._nowhere)))
-                found[token] = before + rest * acceptance if before else min(rest, acceptance), one
-        values = {
-            token: value if not drawn or token in drawn else UNPROPOSED * value for token, (value, _) in found.items()
-        }
+    def children(origin: _Origin, depth: int) -> list[tuple[int, float, _Origin]]:
+        values: dict[int, float] = {}
+        nodes = defaultdict[int, dict[int, int]](dict)
+        drawn = set[int]()
+        for number, parent in origin.nodes.items():
+            for child, token, acceptance in proposed[number].get(parent, ()):
+                values[token] = 1 - (1 - values.get(token, 0.0)) * (1 - acceptance)
+                nodes[token][number] = child
+                if number >= first_network:
+                    drawn.add(token)
+        if drawn:
+            values = {token: value if token in drawn else UNPROPOSED * value for token, value in values.items()}
+        elif recycling is not None:
+            rest = max(0.0, 1 - sum(values.values()))
+            for token, acceptance in recycling.candidate_tokens(origin.token):
+                before = values.get(token, 0.0)
+                values[token] = before + rest * acceptance if before else min(rest, acceptance)
         scale = 1 / max(1.0, sum(values.values()))
-        ranked = [(token, scale * value, found[token][1]) for token, value in values.items()]
-        return sorted(ranked, key=lambda child: -child[1])
+        ranked = sorted(values.items(), key=lambda one: -one[1])
+        return [(token, scale * value, _Origin(token, nodes[token])) for token, value in ranked]
+
+    return children
 
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:

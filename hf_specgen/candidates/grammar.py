@@ -297,11 +297,10 @@ class _Row:
             if state is not None and node.path:
                 state = state.after(node.path[-1])
             below = () if node.drafted is None else drafted.get(node.drafted, ())
-            drafted_nodes = {token: child for child, token, _ in below}
-            for token, value in self._ranked(
-                state, node.path, {token: value for _, token, value in below if token >= 0}
-            ):
-                yield token, value, _Node(drafted_nodes.get(token), state, (*node.path, token))
+            nodes = {token: child for child, token, _ in below}
+            proposed = {token: acceptance for _, token, acceptance in below if token >= 0}
+            for token, value in self._ranked(state, node.path, proposed):
+                yield token, value, _Node(nodes.get(token), state, (*node.path, token))
 
         return best_first(_Node(-1, self._state, ()), children, depth, limits)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
 from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
-from hf_specgen.candidates.combined import UNPROPOSED, _RowSearch
+from hf_specgen.candidates.combined import UNPROPOSED, _Origin, merged_children
 from hf_specgen.candidates.recycling import RECYCLED_FRACTION, SUCCESSORS, RecyclingTable
 from hf_specgen.candidates.tree_search import SearchLimits, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
@@ -195,8 +195,8 @@ def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
 ) -> None:
     """Would catch: a path of one draft continued in another's, a network's estimate mixed with that of copied text."""
     drafts, known = zip(*map(draft_of, (first, second, third)), strict=True)
-    search = _RowSearch(drafts, first_network=2, row=0, last_token=0, recycling=None)
-    tree = best_first(search.root, search.children, 3, SearchLimits(nodes))
+    children = merged_children(drafts, first_network=2, row=0, recycling=None)
+    tree = best_first(_Origin(0, dict.fromkeys(range(3), -1)), children, 3, SearchLimits(nodes))
     expected = reference(known[:2], known[2])
     paths = node_paths(tree.tokens, tree.parents)
     assert tree.probability == pytest.approx([expected[path] for path in paths])
@@ -207,8 +207,8 @@ def test_drafts_without_estimates_and_with_zeros_are_merged() -> None:
     """Would catch: a division by zero; tokens of a strategy that estimates nothing taken for certain."""
     unknown = DraftTree.chains([[5, 6]])
     zeros = DraftTree.from_nodes([([7, 8], (-1, 0))], ((0.0, 0.0),))
-    search = _RowSearch([unknown, zeros], first_network=2, row=0, last_token=0, recycling=None)
-    tree = best_first(search.root, search.children, 9, SearchLimits(9))
+    children = merged_children([unknown, zeros], first_network=2, row=0, recycling=None)
+    tree = best_first(_Origin(0, {0: -1, 1: -1}), children, 9, SearchLimits(9))
     assert (tree.tokens, tree.parents) == ([5, 6], [-1, 0])
     assert tree.probability == pytest.approx([0.6, 0.36])
 
