@@ -95,9 +95,7 @@ class HeadCandidates(PretrainedCandidates):
         k, tree, policy: as for `Candidates`.
         aux_hidden_state_layers: which hidden states of the target the head reads, as indices into Transformers'
             `hidden_states`, instead of those that the checkpoint names.
-        draft_window: how much of a long text the head reads: a number of recent tokens, or a pair of first and recent
-            ones; its cache holds up to twice as many. "auto": as many recent ones as the head was trained on (the
-            `trained_length` of its config), or half of its number of positions; None: all of it.
+        draft_window: how much of a long text the head reads, as for `DraftModelCandidates`.
 
     Raises:
         TypeError: if the head is neither a `DraftHead` nor a path.

@@ -68,8 +68,9 @@ class DraftModelCandidates(PretrainedCandidates):
             returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
             the encoder is shared if both have the same weights.
         draft_window: how much of a long text the draft reads: a number of recent tokens, or a pair of first and recent
-            ones; its cache holds up to twice as many. "auto": as many recent ones as it was trained on, or half of its
-            positions; None: all of it. For decoder-only drafts with the target's tokenizer.
+            ones; its cache holds up to twice as many. "auto": as many recent ones as it was trained on (the
+            `trained_length` of its config), or half of its positions; None: all of it. For decoder-only drafts with the
+            target's tokenizer.
         draft_vocabulary: which tokens the draft proposes: ids, or "frequent" for a quarter of the vocabulary, tokens of
             the first call's prompts and those of the lowest ids. Its output matrix, a copy, is smaller by as much.
         compile: whether the draft's forward passes are captured as CUDA graphs, as for `speculate`.

@@ -160,26 +160,24 @@ def with_grammar(session: DraftSession, call: DraftCall, size: Any) -> DraftSess
     return GrammarSession(session, states, size) if states else session
 
 
-class _Texts:
-    """The texts of tokens, by a target's tokenizer; those of no token (-1) and without a tokenizer are unknown."""
+class _Texts(dict[int, str | None]):
+    """The texts of tokens, by a target's tokenizer; None for no token (-1), and if there is no tokenizer."""
 
     def __init__(self, call: Call):
+        super().__init__({-1: None})
         self._tokenizer = _tokenizer_of(call)
-        self._known: dict[int, str | None] = {-1: None}
 
-    def of(self, token: int) -> str | None:
-        """The text of a token, None if it is unknown."""
-        if token not in self._known:
-            self._known[token] = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
-        return self._known[token]
+    def __missing__(self, token: int) -> str | None:
+        self[token] = None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        return self[token]
 
     def is_line_break(self, token: int) -> bool:
         """Whether a token is whitespace with a line break."""
-        return self.kind(token) == "space" and "\n" in (self.of(token) or "")
+        return self.kind(token) == "space" and "\n" in (self[token] or "")
 
     def kind(self, token: int) -> str:
         """Whether a token is nothing but whitespace, "space", or another one, "text"."""
-        text = self.of(token)
+        text = self[token]
         return "text" if text is None or text.strip() else "space"
 
 
@@ -197,7 +195,7 @@ class _Choices:
     def __init__(self, allowed: NDArray[np.bool_], texts: _Texts):
         self.count = int(allowed.sum())
         self.few = np.flatnonzero(allowed).tolist() if self.count <= FEW_TOKENS else []
-        known = {token: texts.of(token) for token in self.few}
+        known = {token: texts[token] for token in self.few}
         contents = {token: "".join(text.split()) for token, text in known.items() if text is not None}
         longest = max(contents.values(), key=len, default="")
         are_known = len(contents) == len(self.few)
@@ -338,7 +336,7 @@ class _Row:
         # Some targets write forced text in shorter tokens than they could.
         base = (self._longest[True] + 1.0) / (self._longest[False] + 0.5)
         # Tokenizers give the last of several spaces to the text after them: more than one space was written.
-        prior = 0.5 if (self._texts.of(last) or "").endswith(" ") else 0.1
+        prior = 0.5 if (self._texts[last] or "").endswith(" ") else 0.1
         forced = {
             token: ((prior if token in choices.spaced else 0.1) + counts[token]) * base ** min(length, 64)
             for token, length in choices.forced.items()

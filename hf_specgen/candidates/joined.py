@@ -18,7 +18,7 @@ import torch
 from hf_specgen.call import GenerationState
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
 from hf_specgen.candidates.combined import CombinedCandidates
-from hf_specgen.depth import PolicySession
+from hf_specgen.depth import FixedDepth, PolicySession
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession
@@ -92,7 +92,7 @@ class JoinedDrafter:
 
     def _start(self, call: DraftCall) -> DraftSession:
         """The common session, whose call has the texts and targets of the rows."""
-        self._texts, self._depth = _Texts(self.rows), _Depth()
+        self._texts, self._depth = _Texts(self.rows), FixedDepth().start(call)
         self._depth.remembers, self._depth.latency = self.rows[0].policy.remembers, self.rows[0].policy.latency
         call = replace(call, state=self._texts, target=_Targets(self), depth=self._depth)
         return self._strategy.start(replace(call, verification=_Verification(call, self)))
@@ -189,14 +189,6 @@ class _Targets(HiddenStateTarget):
 
     def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
         return torch.cat([row.target.states_of(aux_layers) for row in self._drafter.rows])
-
-
-class _Depth(PolicySession):
-    """Has the latencies of whole steps, as the policies of the calls know them."""
-
-    def depths(self, limits: Sequence[int]) -> list[int]:
-        """Not used: each call has its own policy."""
-        return list(limits)
 
 
 class _Verification(VerificationSession):

@@ -10,7 +10,7 @@ Sources: Cai et al., "Medusa" (2024), section 2.3.3; DDTree (2026), https://arxi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -29,7 +29,7 @@ DEFAULT_NODES = 16
 MAX_RANKS = 10
 """Tokens that a tree can hold after each node."""
 Place = tuple[int, int, int]
-"""Of a node: its depth, from 0 on, the number of the token before it, and its rank among the tokens after that one."""
+"""Of a node: its depth, from 0 on, the number of the token before it, and its own number; see `Ranked`."""
 
 
 def default_size(call: DraftCall, size: str | int | None) -> str | int | None:
@@ -50,12 +50,6 @@ class Ranked(NamedTuple):
     tokens: NDArray[np.integer[Any]]
     values: Floats
     numbers: NDArray[np.integer[Any]]
-
-    def group(self, depth: int, previous: int) -> Iterator[tuple[int, float, Place]]:
-        """Tokens of a depth after a previous token, with their values and places."""
-        pairs = zip(self.tokens[depth, previous].tolist(), self.values[depth, previous].tolist(), strict=True)
-        for rank, (token, value) in enumerate(pairs):
-            yield token, value, (depth, previous, rank)
 
 
 class OnePassSession(NetworkSession):
@@ -118,7 +112,7 @@ class OnePassSession(NetworkSession):
         return scores, list(map(Ranked, tokens, values, numbers))
 
 
-def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bool = False) -> SearchTree[Place | None]:
+def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bool = False) -> SearchTree[Place]:
     """The most probable tree of a row; tags are the places of its nodes.
 
     With `is_sampled` each group of siblings was drawn from q, and is in the tree once: had two branches the same draws,
@@ -131,14 +125,14 @@ def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bo
     """
     used = set[tuple[int, int]]()
 
-    def children(place: Place | None, depth: int) -> Iterable[tuple[int, float, Place]]:
-        group = depth, 0 if place is None else int(ranked.numbers[place])
-        if group[1] < 0 or (is_sampled and group in used):
-            return ()
-        used.add(group)
-        return ranked.group(*group)
+    def children(place: Place, depth: int) -> Iterator[tuple[int, float, Place]]:
+        group = depth, place[2]
+        if place[2] >= 0 and not (is_sampled and group in used):
+            used.add(group)
+            for token, value, number in zip(*(part[group].tolist() for part in ranked), strict=True):
+                yield token, value, (*group, number)
 
-    return best_first(None, children, depth, SearchLimits(size.max_nodes))
+    return best_first((-1, 0, 0), children, depth, SearchLimits(size.max_nodes))
 
 
 def with_q(
