@@ -4,7 +4,6 @@ A draft costs time: the target verifies more tokens in the step, and the drafter
 accepted before the first rejection. The best depth depends on the text and on the machine, and may be 0.
 """
 
-from hf_specgen.counters import StepRecord as StepRecord
 from hf_specgen.depth.adaptive import AdaptiveDepth as AdaptiveDepth
 from hf_specgen.depth.latency import Bucket as Bucket
 from hf_specgen.depth.latency import CostCurve as CostCurve
