@@ -48,9 +48,11 @@ class VerificationSession(ABC):
     Attributes:
         processors: applies the logits processors of the call at the nodes of a draft.
         is_stopped_by_criteria: whether a custom stopping criterion stops a row, see `OutputCollector`; None without.
+        wants_q: whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`).
     """
 
     is_stopped_by_criteria: Callable[[int, Sequence[torch.Tensor]], bool] | None = None
+    wants_q = False
 
     def __init__(self, call: Call):
         self.call, self.processors = call, LogitsPipeline(call.logits_processor, call.state, call.do_sample)
@@ -78,11 +80,6 @@ class VerificationSession(ABC):
         Returns:
             `[batch, slots]` tokens; `INVALID` where the scores are no distribution to sample from.
         """
-
-    @property
-    def wants_q(self) -> bool:
-        """Whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`)."""
-        return False
 
     def draft_scores(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None

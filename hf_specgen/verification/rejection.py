@@ -25,7 +25,6 @@ Verification for Speculative Tree Decoding" (2025).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -42,6 +41,7 @@ from hf_specgen.verification.base import (
     exponential,
     exponential_race,
 )
+from hf_specgen.verification.coupled import CoupledVerifier
 
 
 class RejectionVerifier(Verifier):
@@ -52,20 +52,13 @@ class RejectionVerifier(Verifier):
     """
 
     def start(self, call: Call) -> VerificationSession:
-        return RejectionSession(call)
+        return RejectionSession(call) if call.do_sample else CoupledVerifier().start(call)
 
 
 class RejectionSession(PathSession):
-    """Rejection sampling in one call; the argmax without sampling."""
+    """Rejection sampling in one call."""
 
-    @property
-    def wants_q(self) -> bool:
-        return self.call.do_sample
-
-    def choose(
-        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        return super().choose(scores, steps, tree, nodes) if self.call.do_sample else argmax(scores)
+    wants_q = True
 
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
         p = scores.softmax(dim=-1)
