@@ -26,7 +26,7 @@ from transformers import (
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
-from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary, load_tokenizer, retokenized_texts
+from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.candidates.draft_sessions import DraftModelSession, DraftRunner, ParallelDraft, ParallelDraftSession
 from hf_specgen.candidates.draft_vocabulary import (
@@ -130,7 +130,7 @@ class DraftModelCandidates(PretrainedCandidates):
         self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
         self.draft_window = check_window(draft_window)
         self.draft_vocabulary = check_vocabulary(draft_vocabulary)
-        self._restricted: BoundModules[tuple[PreTrainedModel, SharedVocabulary]] = BoundModules()
+        self._restricted: BoundModules[tuple[PreTrainedModel, torch.Tensor]] = BoundModules()
         if compile not in ("auto", "graphs", False, None):
             raise ValueError(f'compile must be "auto", "graphs" or False, got {compile!r}')
         self.compile = compile
@@ -170,13 +170,14 @@ class DraftModelCandidates(PretrainedCandidates):
         takes_window, window = not (other or encodes or reads_target), None  # the target's states are of the whole text
         if takes_window:
             window = draft_window(self.draft_window, text_config(draft), call)
+        token_ids = None
         if (vocabulary := self.draft_vocabulary) is not None:
             if other or parallel is not None:
                 kind = "of another tokenizer" if other else "that drafts all tokens in one pass (PARD)"
                 raise ValueError(f"draft_vocabulary cannot be used with a draft model {kind}; leave it out")
             full = draft
             ids = vocabulary_ids(vocabulary, call.state.prompts, min(size, vocabulary_size(full)))
-            draft, shared = self._restricted.on(full, lambda: restricted_model(full, ids, size))
+            draft, token_ids = self._restricted.on(full, lambda: restricted_model(full, ids))
         # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
         compile = False if reads_target or call.state.drafts_together else self.compile
         runner = DraftRunner(call, draft, texts, window, self.share_encoder, compile)
@@ -186,6 +187,7 @@ class DraftModelCandidates(PretrainedCandidates):
             session = ParallelDraftSession(call, draft, runner, parallel, depth, self.tree)
         else:
             session = DraftModelSession(call, runner, size, shared, self.k, self.tree, self.confidence_threshold)
+            session.token_ids = token_ids
         if takes_window and window is None:
             session.watch_length()
         return session

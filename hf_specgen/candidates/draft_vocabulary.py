@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.cross_tokenizer import SharedVocabulary
 from hf_specgen.heads.base import BoundHead
 
 DraftVocabulary = Literal["frequent"] | Sequence[int] | None
@@ -65,12 +64,11 @@ def vocabulary_ids(
     return torch.tensor(sorted(list(dict.fromkeys(chain(seen, range(size))))[: max(1, size // 4)]))
 
 
-def restricted_model(model: PreTrainedModel, ids: torch.Tensor, size: int) -> tuple[PreTrainedModel, SharedVocabulary]:
-    """A model that shares all modules but the output matrix, and its tokens among the target's `size` tokens."""
-    restricted = _copied(model)
-    restricted.set_output_embeddings(_rows(model.get_output_embeddings(), ids))
-    places = {token: place for place, token in enumerate(ids.tolist())}
-    return restricted, _RestrictedVocabulary([places.get(token, -1) for token in range(size)], size, len(places))
+def restricted_model(model: PreTrainedModel, ids: torch.Tensor) -> tuple[PreTrainedModel, torch.Tensor]:
+    """A model that shares all modules but the output matrix, and the tokens of that, on its device."""
+    restricted, rows = _copied(model), _rows(model.get_output_embeddings(), ids)
+    restricted.set_output_embeddings(rows)
+    return restricted, ids.to(rows.weight.device)
 
 
 def restricted_head(bound: BoundHead, ids: torch.Tensor) -> BoundHead:
@@ -80,13 +78,6 @@ def restricted_head(bound: BoundHead, ids: torch.Tensor) -> BoundHead:
     result.head, result._lm_head = head, _rows(bound._lm_head, ids)
     head.draft_to_target = ids.to(result._lm_head.weight.device)
     return result
-
-
-class _RestrictedVocabulary(SharedVocabulary):
-    """Tokens of the output matrix; the draft model reads the target's ids."""
-
-    def draft_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        return tokens
 
 
 def _copied(module: Any) -> Any:
