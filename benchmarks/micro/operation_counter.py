@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle3Head
+from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.targets.graphs import CapturedFunctions
 from hf_specgen.targets.lasting_buffers import move_captured
 
@@ -31,6 +32,13 @@ READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__flo
 """Methods of a tensor that give the host its values; `cpu` is one more."""
 BUILDING = ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (torch.Tensor, "new_tensor"))
 """Functions that make a tensor of host data."""
+PASSES: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Module: ("__call__",),
+    Eagle3Head: ("combine",),
+    BlockHead: ("extend",),
+    MedusaHeads: ("head_state", "scores"),
+}
+"""Methods that are a forward pass, or a part of a head's pass."""
 _AS_TENSOR, _CPU = torch.as_tensor, torch.Tensor.cpu
 
 
@@ -82,8 +90,9 @@ def recognised_passes(clock: Callable[[], float] = perf_counter) -> Iterator[Pas
         return run(functions, function, *args, **kwargs)
 
     with ExitStack() as stack:
-        for module, method in ((nn.Module, "__call__"), (Eagle3Head, "combine"), (BlockHead, "extend")):
-            stack.enter_context(patch.object(module, method, passes.recognised(getattr(module, method))))
+        for module, methods in PASSES.items():
+            for method in methods:
+                stack.enter_context(patch.object(module, method, passes.recognised(getattr(module, method))))
         stack.enter_context(patch.object(CapturedFunctions, "run", replay))
         yield passes
 
