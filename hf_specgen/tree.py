@@ -14,10 +14,9 @@ A chain is a tree with one path; an empty tree makes the step a plain decoding s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 Parents = tuple[int, ...]
@@ -116,9 +115,10 @@ class DraftTree:
 
     @cached_property
     def _host_structure(self) -> TreeStructure:
-        rows = [_structure(parents + chain_parents(self.nodes)[len(parents) :]) for parents in self.parents]
-        depths, ancestors = zip(*rows, strict=True)
-        return TreeStructure(torch.stack(depths), torch.stack(ancestors))
+        chain = chain_parents(self.nodes)
+        parents = 1 + torch.tensor([(-2, *row, *chain[len(row) :]) for row in self.parents])  # -1: that of the root
+        ancestors = ancestors_of(parents[:, :, None] == torch.arange(1 + self.nodes))
+        return TreeStructure(ancestors.sum(dim=2) - 1, ancestors)
 
     def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:
         """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, then its draft."""
@@ -229,17 +229,19 @@ def _chain_structure(tokens: int, device: torch.device | None) -> tuple[torch.Te
     return torch.arange(tokens, device=device), ancestors
 
 
-@lru_cache(maxsize=1024)
-def _structure(parents: Parents) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths `[1 + nodes]` and ancestors `[1 + nodes, 1 + nodes]` of one row, from one array."""
-    nodes = 1 + len(parents)
-    array = np.eye(nodes, 1 + nodes, k=1, dtype=np.int64)
-    array[:, 1] = 1
-    for node, parent in enumerate(parents, start=1):
-        array[node, 1:] |= array[parent + 1, 1:]
-        array[node, 0] = array[parent + 1, 0] + 1
-    tensor = torch.from_numpy(array)
-    return tensor[:, 0], tensor[:, 1:].bool()
+def ancestors_of(is_parent: torch.Tensor) -> torch.Tensor:
+    """`[batch, 1 + nodes, 1 + nodes]` bool: of the parents of nodes, which come before them, their ancestors.
+
+    With the matrix P of parents, that of ancestors is I + P + P² + … = (I - P)⁻¹.
+    """
+    unit = identity(is_parent.shape[2], torch.float32, is_parent.device)
+    return torch.linalg.solve_triangular(unit.masked_fill(is_parent, -1), unit, upper=False, unitriangular=True).bool()
+
+
+@cache  # captured functions read it
+def identity(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An identity matrix, which must not be written to."""
+    return torch.eye(size, dtype=dtype, device=device)
 
 
 def _leftmost_path(parents: Parents) -> list[int]:

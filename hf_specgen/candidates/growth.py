@@ -10,7 +10,7 @@ Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_specgen.grown_tree import DEPTH, NO_NODE, NUMBER, PARENT, PATH, TOKEN, GrownTree, Selection
 from hf_specgen.targets.cache import padded_width
-from hf_specgen.tree import TreeStructure
+from hf_specgen.tree import TreeStructure, ancestors_of, identity
 
 Floats = NDArray[np.floating[Any]]
 LEVELS_PER_READ = 4
@@ -164,12 +164,12 @@ class Growth:
         """Depths of all expanded nodes, and ancestors of the last ones: for drafters that read it in every pass."""
         rows, device = len(self.limits), self.device
         if self._ancestors is None:
-            self._ancestors = _identity(1, torch.bool, device).expand(rows, -1, -1)
+            self._ancestors = identity(1, torch.bool, device).expand(rows, -1, -1)
         for above, width in zip(self._above, self._widths[len(self._widths) - len(self._above) :], strict=True):
             inherited = self._ancestors
             index = None if above is None else above[..., None].expand(-1, -1, inherited.shape[2])
             inherited = inherited.expand(-1, width, -1) if index is None else inherited.gather(1, index)
-            itself = _identity(width, torch.bool, device).expand(rows, -1, -1)
+            itself = identity(width, torch.bool, device).expand(rows, -1, -1)
             self._ancestors = torch.cat([inherited, itself], dim=2)
         self._above = []
         return TreeStructure(self.constants.depths[: 1 + self.expanded].expand(rows, -1), self._ancestors)
@@ -275,7 +275,10 @@ class Growth:
             values = values.gather(2, order[:, None].expand(-1, 1 + PATH, -1))
         values = values[:, :, : 1 + nodes]
         integers = values[:, : 1 + PARENT].long()
-        structure = None if self.children == 1 else _structure(integers)
+        structure = None
+        if self.children > 1:
+            is_parent = integers[:, PARENT, :, None] == integers[:, NUMBER, None]
+            structure = TreeStructure(integers[:, DEPTH], ancestors_of(is_parent))
         shown: Any = {"drafting_rows": self.rows, "keeps_all": expanded_first, "inputs": integers[:, TOKEN]}
         return GrownTree(integers[:, TOKEN, 1:], structure, values, **shown), integers[:, PARENT, 1:]
 
@@ -286,19 +289,6 @@ class Growth:
         rest = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
         order = torch.cat([ids, rest], dim=1)
         return order if expanded_first else order.gather(1, paths.gather(1, order).argsort(dim=1, descending=True))
-
-
-def _structure(nodes: Tensor) -> TreeStructure:
-    """The structure of trees, of which the `[rows, 1 + PARENT, 1 + nodes]` values are known; parents come first.
-
-    With the matrix P that is 1 where j is the parent of i, that of ancestors is I + P + P² + … = (I - P)⁻¹.
-    """
-    identity = _identity(nodes.shape[2], torch.float32, nodes.device)
-    is_parent = nodes[:, PARENT, :, None] == nodes[:, NUMBER, None]
-    ancestors = torch.linalg.solve_triangular(
-        identity.masked_fill(is_parent, -1), identity, upper=False, unitriangular=True
-    )
-    return TreeStructure(nodes[:, DEPTH], ancestors.bool())
 
 
 class _Constants(NamedTuple):
@@ -330,11 +320,6 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     flat = [value for group in places for value in group]
     lists = (depths, offsets, range(size), [UNEXPANDED] * size, flat, root, [0])
     return _Constants(*(torch.tensor(list(values), device=device) for values in lists))
-
-
-@cache  # captured functions read it
-def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.eye(size, dtype=dtype, device=device)
 
 
 def _descending(paths: Floats) -> Floats:

@@ -20,11 +20,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.targets.model_parts import is_causal_kernel, layer_kinds, text_config
+from hf_specgen.targets.model_parts import WITHOUT_ATTENTION, is_causal_kernel, layer_kinds, text_config
 from hf_specgen.tree import DraftTree, TreeStructure
 
-UNMASKED = ("conv", "linear_attention")
-"""Types of layers without a mask: no generated token is padding."""
 DROPPING = ("sliding_attention", "chunked_attention")
 """Types of attention whose layers drop slots that no later token attends to."""
 ADDITIVE = ("eager", "flex_attention")
@@ -167,7 +165,7 @@ class StepMasks:
             )
         is_single = queries == 1 and is_equal
         masked = [kind for kind in self._kinds if not is_single or self._is_needed(kind, lengths[0])]
-        masks: dict[str, torch.Tensor | None] = dict.fromkeys([*self._kinds, *UNMASKED])
+        masks: dict[str, torch.Tensor | None] = dict.fromkeys([*self._kinds, *WITHOUT_ATTENTION])
         if masked and not self.chains_only:
             # A row with fewer nodes is padded by a chain whose results are ignored.
             is_chain, device = tree.is_chain, self._device
@@ -184,7 +182,7 @@ class StepMasks:
         """As `of_step`, of a captured pass: each kind of layer has a mask, and has dropped nothing."""
         batch, queries = layout.ancestors.shape[:2]
         masks = {kind: self._ready(self._of_tree(kind, layout), batch, queries, 0) for kind in self._kinds}
-        return self._by_kind({**masks, **dict.fromkeys(UNMASKED)})
+        return self._by_kind({**masks, **dict.fromkeys(WITHOUT_ATTENTION)})
 
     def _by_kind(self, masks: dict[str, torch.Tensor | None]) -> Any:
         return masks if self._is_by_kind else masks[next(iter(self._kinds))]

@@ -13,7 +13,7 @@ from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
-from hf_specgen.targets.cache import RaggedLayer, padded_width
+from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import (
     CapturedFunctions,
     LevelPasses,
@@ -322,7 +322,7 @@ class Target:
         """
         if self.verifies_chains_only or self._graphs is not None or self.reuses_drafter_states:
             return False
-        return self._inputs.is_text(self.cache) and all(type(layer) is RaggedLayer for layer in self.cache.layers)
+        return self._inputs.is_text(self.cache)
 
     def common(self) -> Target:
         """A target that runs the passes of this one, and of others that `replace_rows` adds, until they `leave`."""
