@@ -24,6 +24,7 @@ from hf_specgen.compat import CACHE
 from hf_specgen.depth import CostCurve, LatencyModel
 from tests.helpers import shared_draft, tiny_model
 from tests.helpers.batching import GPU_LIKE, HEADS
+from tests.helpers.models import stateful_model
 from tests.helpers.processors import RecordingStreamer
 
 GREEDY = {"do_sample": False, "eos_token_id": [11, 60, 7], "pad_token_id": 0, "max_new_tokens": 20}
@@ -66,6 +67,7 @@ ARCHITECTURES: list[tuple[str, int, list[str], dict[str, Any]]] = [
     ("llama", 29, ["auto", "draft trees", "llama draft"], SAMPLED),
     ("gemma3_text", 120, ["auto", "draft trees"], GREEDY),  # rows that have dropped slots outside the window
     ("gpt2", 29, ["auto", "draft trees"], SAMPLED),
+    ("hy_v4", 29, ["ngram", "draft trees"], GREEDY),  # keys of an indexer
     ("qwen3_next", 20, ["ngram", "llama draft"], {**SAMPLED, "max_new_tokens": 14}),
 ]
 
@@ -73,7 +75,8 @@ ARCHITECTURES: list[tuple[str, int, list[str], dict[str, Any]]] = [
 @pytest.mark.parametrize(("architecture", "longest", "names", "arguments"), ARCHITECTURES)
 def test_strategies_same_tokens_as_alone(architecture: str, longest: int, names: list[str], arguments: Any) -> None:
     """Would catch: a row that continues in the slots of another, a sliding window that lost a slot, a lost prompt."""
-    model, prompts = tiny_model(architecture), some_prompts(longest=longest)
+    model = stateful_model(architecture) if architecture == "hy_v4" else tiny_model(architecture)
+    prompts = some_prompts(longest=longest)
     expected = alone(model, prompts, seed=5, **arguments)
     assert len({len(tokens) for tokens in expected}) > 1
     for name in names:
