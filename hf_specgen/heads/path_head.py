@@ -127,8 +127,8 @@ class PathRunner(BlockRunner):
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         block = self._run_block(features, tokens)
         state = self._head.first_state(block, self._anchor, self.bound.embed, self.first)
-        self._base, self._tokens = self.bound.logits(self._hidden).topk(self.max_candidates, dim=-1)
-        self._keys = self._head.keys()[self._tokens]  # [active, positions, candidates, rank]
+        self._base, ids = self.bound.logits(self._hidden).topk(self.max_candidates, dim=-1)
+        self._keys, self._tokens = self._head.keys()[ids], self._head.target_ids(ids)  # of each position's candidates
         return self._step(self._anchor[:, None], 0, state[:, None])[:, 0]
 
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
@@ -151,9 +151,8 @@ class PathRunner(BlockRunner):
         hidden = self._hidden[:, depth, None].expand(-1, tokens.shape[1], -1)
         query, self._states = self._head.step(hidden, tokens, states, depth, self.bound.embed)
         corrected = self._base[:, depth, None] + query @ self._keys[:, depth].transpose(1, 2)
-        logits = corrected.new_full((*tokens.shape, self.config.draft_vocab_size), -torch.inf)
-        logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
-        return self.bound.to_target_vocabulary(logits)
+        logits = corrected.new_full((*tokens.shape, self.config.vocab_size), -torch.inf)
+        return logits.scatter_(2, self._tokens[:, depth, None].expand_as(corrected), corrected)
 
     def _counted(self, block: torch.Tensor, tokens: Sequence[Sequence[int]]) -> int:
         """Compare what both layouts proposed after each row's last anchor with the token that followed it."""
