@@ -261,13 +261,14 @@ class LayeredRunner(HeadRunner):
     def __init__(self, bound: BoundHead, batch: int):
         super().__init__(bound, batch)
         self.layers = len(cast(MTPHead, bound.head).layers)
-        self._nothing: tuple[torch.Tensor, list[int]] = self._like.new_zeros(0, bound.head.config.hidden_size), []
-        self._again = [self._nothing] * batch  # features and next tokens of positions to compute again
+        self._again: dict[int, tuple[torch.Tensor, list[int]]] = {}
+        """Of each row the features and next tokens of positions that are computed again."""
 
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
-        pairs = list(zip(self._again, features, tokens, strict=True))
-        states = [torch.cat([before, new]) for (before, _), new, _ in pairs]
-        tokens = [before + new for (_, before), _, new in pairs]
+        nothing = self._like.new_zeros(0, self.bound.head.config.hidden_size), list[int]()
+        again = [self._again.get(row, nothing) for row in self.rows]
+        states = [torch.cat([before, new]) for (before, _), new in zip(again, features, strict=True)]
+        tokens = [before + new for (_, before), new in zip(again, tokens, strict=True)]
         outputs, counts = self._read(states, tokens)
         rows, device = torch.arange(len(counts), device=self._like.device), self._like.device
         self._last = [  # by layer, the output at the last position whose tokens are all known
@@ -275,10 +276,11 @@ class LayeredRunner(HeadRunner):
             for layer, hidden in enumerate(outputs)
         ]
         self._ends = self.lengths
-        again = [min(self.layers - 1, count) for count in counts]
-        ends = [slice(len(row) - count, len(row)) for row, count in zip(tokens, again, strict=True)]
-        self._again = [(row[end], read[end]) for row, read, end in zip(states, tokens, ends, strict=True)]
-        self._commit([-count for count in again])
+        back = [min(self.layers - 1, count) for count in counts]
+        ends = [slice(len(row) - count, len(row)) for row, count in zip(tokens, back, strict=True)]
+        parts = ((row[end], read[end]) for row, read, end in zip(states, tokens, ends, strict=True))
+        self._again = dict(zip(self.rows, parts, strict=True))
+        self._commit([-count for count in back])
         # Of each node the tokens and outputs at the positions that its layer has computed.
         self._paths = torch.zeros(len(rows), 1, 0, dtype=torch.long, device=device)
         self._hidden = outputs[0].new_zeros(len(rows), 1, 0, outputs[0].shape[-1])
@@ -286,20 +288,15 @@ class LayeredRunner(HeadRunner):
 
     def restart(self, row: int) -> None:
         super().restart(row)
-        if row in self.rows:
-            self._again[self.rows.index(row)] = self._nothing
+        self._again.pop(row, None)
 
     def keep_rows(self, kept: Sequence[int], new: int) -> None:
         super().keep_rows(kept, new)
-        self._again[len(kept) :] = [self._nothing] * new
+        self._again = {place: self._again[row] for place, row in enumerate(kept) if row in self._again}
 
     def _put_last(self, other: Self) -> None:
         super()._put_last(other)
-        self._again[-len(other.rows) :] = other._again
-
-    def _select(self, rows: list[int]) -> None:
-        super()._select(rows)
-        self._again = [self._again[row] for row in rows]
+        self._again |= {len(self.rows) - len(other.rows) + row: part for row, part in other._again.items()}
 
     def _pass(
         self, features: Sequence[torch.Tensor], tokens: Sequence[Sequence[int]], parts: Sequence[slice]
