@@ -82,10 +82,10 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
         outputs = [runner.first_logits([known], [following], [True])[0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
-                chain = GrownTree(torch.tensor([[text[root + 1 + step]]]), nodes=step)
+                chain = GrownTree(torch.tensor([[text[root + 1 + step]]]), nodes=step, level=step)
                 outputs.append(runner.next_logits(chain)[0, 0])
         for step, expected in enumerate(outputs):
-            torch.testing.assert_close(bound.target_logits(drafted[step][number]), expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(bound.logits(drafted[step][number]), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [False, True])
