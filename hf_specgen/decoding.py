@@ -125,8 +125,8 @@ class DecodingLoop:
         self.drafter.observe(result)
         rows, passes = self.statistics.record(tree, result), self.drafter.passes
         with self.timer.part("policy"):
-            seconds, context = self.timer.step_seconds(), self.call.context_length
-            passes = None if passes is None else tuple(passes)
+            seconds, self.timer.step = self.timer.step, {}
+            passes, context = None if passes is None else tuple(passes), self.call.context_length
             shape = self.target.pass_shape(1 + tree.nodes)
             step = StepRecord(self.max_depths, rows, shape[1], seconds, passes, context, shape[0])
             self.policy.observe(step)
@@ -136,9 +136,8 @@ class DecodingLoop:
 
     def finished_statistics(self) -> Statistics:
         """The statistics of a call, completed."""
-        lengths = [len(tokens) for tokens in self.state.generated]
-        self.statistics.finish(lengths)
-        self.statistics.seconds = self.timer.stop()
+        self.statistics.finish([len(tokens) for tokens in self.state.generated])
+        self.statistics.seconds = {**self.timer.seconds, "total": perf_counter() - self.timer.started}
         return self.statistics
 
     def _depths(self, may_draft: Sequence[bool]) -> list[int]:
@@ -181,12 +180,12 @@ class DecodingLoop:
 
 
 class StepTimer:
-    """Measures the wall time of a call by part, in `seconds`."""
+    """Measures the wall time of a call by part, in `seconds`, and of the parts of a step, in `step`."""
 
     def __init__(self) -> None:
-        self._started = perf_counter()
+        self.started = perf_counter()
         self.seconds = dict.fromkeys(("prefill", *STEP_PARTS, "policy"), 0.0)
-        self._step: dict[str, float] = {}
+        self.step: dict[str, float] = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -199,14 +198,4 @@ class StepTimer:
         """Add seconds to a part."""
         self.seconds[part] += seconds
         if part in STEP_PARTS:
-            self._step[part] = self._step.get(part, 0.0) + seconds
-
-    def step_seconds(self) -> dict[str, float]:
-        """Seconds of each part since the last call of this method."""
-        seconds, self._step = self._step, {}
-        return seconds
-
-    def stop(self) -> dict[str, float]:
-        """The seconds of all parts, and of the call in `total`."""
-        self.seconds["total"] = perf_counter() - self._started
-        return self.seconds
+            self.step[part] = self.step.get(part, 0.0) + seconds
