@@ -185,7 +185,7 @@ def test_forward_passes_of_edits_and_json(reference_model: Any, tokenizer: Any) 
     """Four requests at a time, with the budget of a memory-bound accelerator."""
     texts = domain_prompts(4)
     prompts = [tokenizer(text)["input_ids"] for domain in ("edit", "json") for text in texts[domain]]
-    settings, batching = config(max_new_tokens=40, eos_token_id=2), {"num_blocks": 400, "max_requests_per_batch": 4}
+    settings, batching = config(max_new_tokens=24, eos_token_id=2), {"num_blocks": 400, "max_requests_per_batch": 4}
     with recorded_inputs(reference_model) as plain_passes:
         plain = run(reference_model, prompts, batching, settings)
     with recorded_inputs(reference_model) as passes:
@@ -252,7 +252,7 @@ def test_heads_read_the_hidden_states_of_their_request(reference_model: Any, tok
     """
     texts = domain_prompts(2)
     prompts = [tokenizer(text)["input_ids"] for domain in ("json", "code") for text in texts[domain]]
-    settings, more = config(eos_token_id=2), {"policy": FixedDepth(4), "memory": False}
+    settings, more = config(eos_token_id=2, max_new_tokens=10), {"policy": FixedDepth(4), "memory": False}
     expected, one_by_one = list[list[int]](), 0
     for prompt in prompts:
         strategy = HEADS[name]()

@@ -122,7 +122,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "position off by one": {"architecture": "llama", "strategy": "oracle", "accuracy": 0.9},
     "noise of the first row": SAMPLED | {"verification": "exact", "lengths": (3, 5)},
     "model not restored after an exception": {"architecture": "llama", "strategy": "skip", "fault": "model"},
-    "noise not given back": SAMPLED | {"strategy": "oracle", "eos_columns": (6,), "max_new_tokens": 14},
+    "noise not given back": SAMPLED | {"strategy": "oracle", "k": 9, "eos_columns": (6,), "max_new_tokens": 14},
     "accepted nodes not moved": {"strategy": "oracle_tree", "branches": 4},
     "scores of another token": {"strategy": "oracle_tree", "return_dict": True, "output_logits": True},
     "given cache not restored after an exception": {"return_dict": True, "turns": 2, "fault": "drafter"},
