@@ -176,7 +176,7 @@ def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interru
     if "stop_strings" in settings:
         objects["tokenizer"] = tokenizer()
     if "allowed_tokens" in case.options:
-        objects["prefix_allowed_tokens_fn"] = _allowed_tokens
+        objects["prefix_allowed_tokens_fn"] = lambda row, ids: [(int(ids[-1]) + n + row) % VOCAB for n in (1, 2, 5, 7)]
     given = {name: value for name, value in objects.items() if value}
     if case.config_object:
         return {**given, "generation_config": GenerationConfig(**settings)}
@@ -222,10 +222,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "sequence_bias": {"sequence_bias": [[[5], 1.5], *([[token, 7 * token % VOCAB], 4.0] for token in range(1, VOCAB))]},
     "suppress": {"suppress_tokens": list(range(60, 99))},
 }
-
-
-def _allowed_tokens(row: int, ids: torch.Tensor) -> list[int]:
-    return [(int(ids[-1]) + step + row) % VOCAB for step in (1, 2, 5, 7)]
 
 
 def find_ends(case: Case, text: list[list[int]]) -> Ends:

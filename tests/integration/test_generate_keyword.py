@@ -11,7 +11,6 @@ from transformers.generation.candidate_generator import CandidateGenerator
 import hf_specgen
 from hf_specgen import (
     AutoCandidates,
-    Candidates,
     DFlashCandidates,
     DraftModelCandidates,
     EagleCandidates,
@@ -64,26 +63,16 @@ def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytes
 # Our strategies in Transformers' own loop
 
 
-def lengths_at_drafts(monkeypatch: pytest.MonkeyPatch, model: Any, candidates: Candidates) -> list[int]:
-    """Make Transformers' assisted decoding use `candidates`; returns the lengths of the texts it asks drafts for."""
-    lengths: list[int] = []
-    get = candidates.get_candidates
-
-    def recorded(ids: torch.Tensor, **kwargs: Any) -> Any:
-        lengths.append(ids.shape[1])
-        return get(ids, **kwargs)
-
-    monkeypatch.setattr(type(model), "_get_candidate_generator", lambda self, **kwargs: candidates)
-    monkeypatch.setattr(candidates, "get_candidates", recorded)
-    return lengths
-
-
 def test_draft_model_in_transformers_own_loop_learns_of_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a session learns of acceptance through `update_candidate_strategy`; this draft is always accepted."""
     model, inputs = tiny_model("llama"), prompts(1)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    expected = model.generate(**inputs, max_new_tokens=25)
-    lengths = lengths_at_drafts(monkeypatch, model, DraftModelCandidates(model, k=4))
+    expected, lengths = model.generate(**inputs, max_new_tokens=25), list[int]()
+    candidates = DraftModelCandidates(model, k=4)
+    get = candidates.get_candidates
+    recorded = lambda ids, **given: (lengths.append(ids.shape[1]), get(ids, **given))[1]  # noqa: E731
+    monkeypatch.setattr(candidates, "get_candidates", recorded)
+    monkeypatch.setattr(type(model), "_get_candidate_generator", lambda self, **_: candidates)
     assert torch.equal(model.generate(**inputs, max_new_tokens=25, prompt_lookup_num_tokens=4), expected)
     assert lengths == [12, 17, 22, 27, 32]
 

@@ -93,17 +93,13 @@ def test_vocabulary_with_fewer_merges_same_tokens(reference_model: Any, edits: A
 # Small models whose tokenizers are written for the test.
 
 
-def tokenizer_of(characters: Sequence[str], folder: Path) -> Path:
-    """A tokenizer with these tokens, in this order: texts are split by the length of the first one."""
+def small_model(characters: Sequence[str], folder: Path, seed: int, positions: int = 64) -> Any:
+    """A model whose tokenizer has these tokens: it splits texts by the length of the first one."""
+    model = small_llama(len(characters), seed, max_position_embeddings=positions)
     vocabulary = {character: token for token, character in enumerate(characters)}
     backend = word_level(vocabulary, "?", len(characters[0]))
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?").save_pretrained(folder)
-    return folder
-
-
-def small_model(characters: Sequence[str], folder: Path, seed: int, positions: int = 64) -> Any:
-    model = small_llama(len(characters), seed, max_position_embeddings=positions)
-    model.name_or_path = str(tokenizer_of(characters, folder))
+    model.name_or_path = str(folder)
     return model
 
 

@@ -142,11 +142,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def measured(target: Any) -> CostCurve:
+    """The curve of a target."""
+    curve = calibrate.target_curve(depth_call(model=Model()), target)
+    assert curve is not None
+    return curve
+
+
 @pytest.mark.parametrize("name", CURVES)
 def test_target_curve_is_exact_and_takes_at_most_nine_plain_steps(name: str, clock: Clock) -> None:
     target: Any = Target(clock, CURVES[name])
-    curve = calibrate.target_curve(depth_call(model=Model()), target)
-    assert curve is not None and clock.now <= 9
+    curve = measured(target)
+    assert clock.now <= 9
     timed = set(target.passes)
     assert timed >= {1, 2, 8} and set(curve.queries) == timed | {64}
     seconds = {q: curve.seconds[curve.queries.index(q)] for q in curve.queries}
@@ -160,8 +167,7 @@ def test_target_curve_is_exact_and_takes_at_most_nine_plain_steps(name: str, clo
 def test_target_curve_takes_the_minimum_of_several_times(clock: Clock) -> None:
     slow = iter([5.0, 0.4] + [0.0] * 100)
     target: Any = Target(clock, lambda q: 1.0 + (next(slow) if q == 1 else 0.0))
-    curve = calibrate.target_curve(depth_call(model=Model()), target)
-    assert curve is not None and curve.seconds[0] == pytest.approx(1.0)
+    assert measured(target).seconds[0] == pytest.approx(1.0)
 
 
 def test_target_curve_of_an_accelerator_leaves_out_captures(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +181,8 @@ def test_target_curve_of_an_accelerator_leaves_out_captures(clock: Clock, monkey
     target.device = torch.device("cuda")
     monkeypatch.setattr(calibrate, "perf_counter", clock)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-    curve = calibrate.target_curve(depth_call(model=Model()), target)
-    assert curve is not None and curve.seconds == tuple(pytest.approx(CURVES["flat"](q)) for q in curve.queries)
+    curve = measured(target)
+    assert curve.seconds == tuple(pytest.approx(CURVES["flat"](q)) for q in curve.queries)
 
 
 def test_target_curve_is_measured_once_per_model_rows_and_context(clock: Clock) -> None:
@@ -194,8 +200,7 @@ def test_target_curve_near_the_end_of_the_position_table(clock: Clock) -> None:
     short: Any = Target(clock, CURVES["flat"], last_position=11)
     assert calibrate.target_curve(depth_call(model=Model()), short) is None and not short.passes
     longer: Any = Target(clock, CURVES["flat"], last_position=20)
-    curve = calibrate.target_curve(depth_call(model=Model()), longer)
-    assert curve is not None and max(longer.passes) <= 11
+    assert measured(longer) and max(longer.passes) <= 11
 
 
 def draft_record(seconds: float, load: float = 1.0, passes: tuple[int, ...] = (1, 4)) -> StepRecord:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -154,17 +155,10 @@ def draft_of(acceptance: dict[Path, float]) -> tuple[DraftTree, dict[Path, float
     """A draft with these paths and all their beginnings, and the acceptance of the last token of each."""
     paths = sorted({path[:end] for path in acceptance for end in range(1, len(path) + 1)}, key=lambda p: (len(p), p))
     known = {path: acceptance.get(path, 0.5) for path in paths}
-    probability = {path: _product(known, path) for path in paths}
+    probability = {path: prod(known[path[:end]] for end in range(1, len(path) + 1)) for path in paths}
     parents = tuple(paths.index(path[:-1]) if len(path) > 1 else -1 for path in paths)
     tree = DraftTree.from_nodes([([path[-1] for path in paths], parents)], (tuple(probability.values()),))
     return tree, known
-
-
-def _product(acceptance: dict[Path, float], path: Path) -> float:
-    result = 1.0
-    for end in range(1, len(path) + 1):
-        result *= acceptance[path[:end]]
-    return result
 
 
 def reference(copied: Sequence[dict[Path, float]], network: dict[Path, float]) -> dict[Path, float]:
