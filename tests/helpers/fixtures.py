@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specgen  # noqa: F401  (installs the keyword)
@@ -23,6 +24,8 @@ from tests.helpers.paths import BENCHMARK_ASSETS, REFERENCE_LM
 from tests.helpers.strategies import medusa_heads
 
 pytest_plugins = ["tests.helpers.recipes"]
+settings.register_profile("tests", max_examples=200, deadline=None, derandomize=True)  # the same in every run
+settings.load_profile("tests")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

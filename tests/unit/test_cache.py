@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -14,7 +14,6 @@ from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.lasting_buffers import CAPACITY_BLOCK, GraphBuffers
 from tests.helpers import reference
 
-thorough = settings(max_examples=100, deadline=None, derandomize=True)
 LAYERS, HEADS, HEAD_DIM = 2, 2, 3
 Text = list[list[int]]  # for each row the number that stands in each slot
 
@@ -61,7 +60,6 @@ def test_states_of_another_dtype_are_promoted_as_in_a_dynamic_cache(dtypes: tupl
             assert mine.dtype == expected.dtype and torch.equal(mine, expected)
 
 
-@thorough
 @given(st.data())
 def test_ragged_cache_agrees_with_lists(data: st.DataObject) -> None:
     """Would catch: a write at a wrong slot, a node moved wrongly, stale lengths, contents lost in growth."""
@@ -178,7 +176,6 @@ def dynamic_cache(window: int) -> DynamicCache:
     return cache
 
 
-@thorough
 @given(st.integers(2, 6), st.integers(0, 9), st.integers(1, 9), st.integers(0, 4))
 def test_from_and_to_dynamic_round_trip_equals_direct_update(window: int, before: int, new: int, rejected: int) -> None:
     """Would catch: a window one slot too long or short, or in the wrong place; a wrong cumulative length."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen import DraftTree, NgramCandidates
@@ -87,7 +87,6 @@ def test_grammar_drafts_continue_where_the_drafter_proposes_nothing() -> None:
     assert paths_of(tree)[0] == [7]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.dictionaries(st.integers(1, 7), st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)),
     st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=4), max_size=4),

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig
 
@@ -16,8 +16,6 @@ from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.masks import StepLayout, StepMasks, additive, chunked_mask, full_mask, sliding_mask
 from hf_specgen.targets.target import Target
 from tests.helpers import reference, tiny_model
-
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
 
 
 def layout(lengths: Sequence[int], parents: Sequence[Sequence[int]], visible: Any = None) -> StepLayout:
@@ -43,7 +41,6 @@ def any_step(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]], list[li
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "chunk"])
-@thorough
 @given(step=any_step(), size=st.integers(1, 8))
 def test_masks_agree_with_the_reference(kind: str, step: tuple, size: int) -> None:
     lengths, parents, visible = step

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness.variants import ours
@@ -20,7 +20,6 @@ from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
 from tests.helpers.calls import AMPLE, make_call, make_state, ngram_draft
 
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
 texts = st.lists(st.sampled_from([0, 1, 2**30]), max_size=40)
 CHAIN = SearchLimits(64, is_chain=True)
 
@@ -36,7 +35,6 @@ def tree_of(text: list[int], depth: int, limits: SearchLimits) -> tuple[SearchTr
     return tree, reference.ngram_nodes(text, matches, odds.values, depth)
 
 
-@thorough
 @given(texts.filter(len), st.integers(0, 6), st.integers(0, 12), st.sampled_from([0.0, 0.1]))
 def test_best_first_of_votes_is_that_of_the_reference(text: Any, depth: int, nodes: int, min_probability: Any) -> None:
     """Would catch: a wrong probability, a node that is not among the most probable, a child before its parent."""
@@ -48,7 +46,6 @@ def test_best_first_of_votes_is_that_of_the_reference(text: Any, depth: int, nod
     assert tree.probability == pytest.approx(probable[:nodes])
 
 
-@thorough
 @given(texts.filter(len), st.integers(1, 6))
 def test_best_first_chain_agrees_with_the_reference(text: list[int], depth: int) -> None:
     """Would catch: a token that is not the most probable one after the path so far, or a wrong probability of it."""
@@ -164,7 +161,6 @@ def test_draft_after_an_edit_continues_the_text_being_copied(edited: list[int], 
 # Sessions
 
 
-@thorough
 @given(texts.filter(len), st.lists(texts.filter(len), min_size=2, max_size=4), st.sampled_from([None, 8]))
 def test_draft_of_growing_text_equals_a_new_session(prompt: list[int], steps: Any, tree_size: Any) -> None:
     """Would catch: generated tokens indexed twice or not at all after steps without a draft (budget 0)."""

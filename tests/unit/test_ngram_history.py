@@ -24,8 +24,6 @@ from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, Ngram
 from tests.helpers import reference
 from tests.helpers.calls import make_call, make_state, ngram_draft
 
-thorough = settings(max_examples=300, deadline=None, derandomize=True)
-
 
 def history_of(*texts: list[int], **kwargs: int) -> NgramHistory:
     """A history of some texts."""
@@ -217,7 +215,7 @@ def test_get_candidates_of_a_growing_text_keeps_its_session() -> None:
     assert generator.sessions == 1
 
 
-@thorough
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), max_size=6)), min_size=1, max_size=6))
 def test_get_candidates_of_texts_in_any_order_indexes_the_text(steps: list[tuple[int, list[int]]]) -> None:
     """Would catch: a truncated text taken for one that continues."""
@@ -283,7 +281,7 @@ texts = st.lists(st.sampled_from([0, 1, 2**30]), max_size=40)  # few tokens: mat
 ALL = 10**6
 
 
-@thorough
+@settings(max_examples=300)
 @given(st.lists(texts, max_size=6), texts, st.integers(1, 30))
 def test_occurrences_in_a_growing_text_agree_with_the_reference(parts: Any, other: list[int], batch: int) -> None:
     """Would catch: an occurrence missed or too short, n-grams lost where tables grow or between batches."""

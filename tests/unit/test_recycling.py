@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
@@ -24,8 +24,6 @@ from hf_specgen.verification.result import TopTokens
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.calls import make_call, make_state
 from tests.helpers.reference import node_paths
-
-thorough = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def top_tokens(rows: dict[int, list[int]]) -> TopTokens:
@@ -89,7 +87,6 @@ def enumerate_nodes(
     return nodes
 
 
-@thorough
 @given(st.integers(0, 100), st.integers(0, 3), st.integers(0, 40))
 def test_search_agrees_with_the_reference(seed: int, depth: int, count: int) -> None:
     """Would catch: a node that is not among the most probable, a sibling lost, empty places drafted as token -1."""
@@ -182,7 +179,6 @@ def reference(copied: Sequence[dict[Path, float]], network: dict[Path, float]) -
     return found
 
 
-@settings(max_examples=80, deadline=None)
 @given(tries, tries, tries, st.integers(1, 8))
 def test_merged_tree_has_the_most_probable_nodes_of_all_drafts(
     first: dict[Path, float], second: dict[Path, float], third: dict[Path, float], nodes: int

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
@@ -152,7 +152,6 @@ def test_rejection_paths_accept_more_than_tokens_one_by_one(parents: Parents, le
 @pytest.mark.parametrize(
     "verifier", [RejectionVerifier(), TypicalVerifier(epsilon=1e-6, alpha=1e-6)], ids=["p/q", "typical"]
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_accepted_path_has_no_padding(verifier: Verifier, data: st.DataObject) -> None:
     """`PathSession.choose` takes every node above the accepted one; rows differ in length, some tokens are unknown."""
@@ -273,7 +272,6 @@ def test_typical_column_walk_takes_the_first_plausible_branch() -> None:
 
 
 @pytest.mark.parametrize("walk", [False, True], ids=["at-once", "column-walk"])
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_typical_greedy_accepts_at_least_as_much_as_exact(walk: bool, data: st.DataObject) -> None:
     """exp(-entropy) never exceeds the largest probability, so the most likely token is always accepted.

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen.call import GenerationState
@@ -13,8 +13,6 @@ from hf_specgen.tree import DraftTree, depths, merge_paths, validate_parents
 from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
 from tests.helpers import reference
 
-# The same examples in every run.
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
 few_tokens = st.integers(0, 2)
 path_lists = st.lists(st.lists(few_tokens, max_size=5), max_size=6)
 some_parents = reference.any_parents(st.integers(0, 9))
@@ -60,7 +58,6 @@ def test_tree_of_inconsistent_shapes_raises() -> None:
         DraftTree(tokens, ((-1,), (-1, 0)))
 
 
-@thorough
 @given(some_parents, st.integers(0, 8), st.integers(-4, 12))
 def test_validate_parents_accepts_exactly_the_trees(parents: tuple[int, ...], place: int, value: int) -> None:
     """Would catch: a bound that is off by one, on any node."""
@@ -75,14 +72,12 @@ def test_validate_parents_accepts_exactly_the_trees(parents: tuple[int, ...], pl
                 check(changed)
 
 
-@thorough
 @given(path_lists)
 def test_merge_paths_agrees_with_the_reference(paths: list[list[int]]) -> None:
     """Would catch: a duplicate node, siblings under a wrong parent, an order that is not that of first appearance."""
     assert merge_paths(paths) == reference.merge_paths(paths)
 
 
-@thorough
 @given(some_parents)
 def test_depths_and_structure_agree_with_the_reference(parents: tuple[int, ...]) -> None:
     expected = [reference.depth(parents, node) for node in range(len(parents))]
@@ -91,7 +86,6 @@ def test_depths_and_structure_agree_with_the_reference(parents: tuple[int, ...])
     assert structure.ancestors[0].int().tolist() == reference.ancestor_matrix(parents)
 
 
-@thorough
 @given(path_lists, st.data())
 def test_accepted_path_is_the_longest_in_the_reference(paths: list[list[int]], data: st.DataObject) -> None:
     """Would catch: a path that ends early or continues in a sibling's branch, a bonus token of a wrong node."""
@@ -158,7 +152,6 @@ def test_prompts_with_a_longer_mask_use_its_end() -> None:
     assert new_state([[7, 5]], attention_mask=mask).prompts == [[5]]
 
 
-@thorough
 @given(st.data())
 def test_state_agrees_with_lists(data: st.DataObject) -> None:
     """Would catch: padding recognised by its id, tokens behind an end, a prefix that is stale, shared or unpadded."""

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
@@ -46,7 +46,6 @@ def best_expected_length(acceptance: list[list[float]], size: int) -> float:
     return best([(rank,) for rank in range(len(acceptance[0]))], size)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(probabilities, min_size=1, max_size=3), st.integers(1, 5))
 def test_best_combinations_any_size_has_the_highest_expected_length(acceptance: list[list[float]], size: int) -> None:
     """Would catch: a heap that forgets siblings or children, so that likelier nodes are left out."""
@@ -105,7 +104,6 @@ def new_growth(depths: list[int], children: int) -> Growth:
     return Growth(depths, children, torch.full((len(depths), 1), 3))
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.integers(1, 3),
