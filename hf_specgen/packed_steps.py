@@ -35,9 +35,9 @@ from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import Floats, best_count, step_seconds
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
+from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
-from hf_specgen.targets.target import UNLIMITED
 from hf_specgen.tree import DraftTree
 
 Moves = dict[str, tuple[list[int], list[int]]]

@@ -20,7 +20,7 @@ from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captu
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_search import TreeSize, tree_size
 from hf_specgen.grown_tree import NUMBER, GrownTree
-from hf_specgen.targets.graphs import LevelPasses
+from hf_specgen.targets.passes import LevelPasses
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.processors import ScoreProcessors

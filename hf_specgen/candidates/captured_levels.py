@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
 from hf_specgen.candidates.growth import Grown, Growth, Shape
 from hf_specgen.grown_tree import Selection
-from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.masks import StepLayout
+from hf_specgen.targets.passes import LevelPasses
 from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors

@@ -32,9 +32,9 @@ from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.checkpoint import Fields, Source, read_linear
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
-from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.passes import MAX_CAPTURED, LevelPasses, NewText
 from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
 from hf_specgen.targets.support import position_table
 from hf_specgen.targets.target import Target

@@ -26,8 +26,8 @@ from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import PathRunner
 from hf_specgen.heads.runner import EagleRunner, HeadRunner
-from hf_specgen.targets.graphs import LevelPasses
 from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.targets.passes import LevelPasses
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 

@@ -22,8 +22,9 @@ from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache, padded_width
-from hf_specgen.targets.graphs import MAX_CAPTURED, LevelPasses, NewText, captured_functions
+from hf_specgen.targets.graphs import captured_functions
 from hf_specgen.targets.inputs import spread_rows
+from hf_specgen.targets.passes import MAX_CAPTURED, LevelPasses, NewText
 
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""

@@ -16,19 +16,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
 from hf_specgen.call import Compile
-from hf_specgen.targets.cache import RaggedCache, padded_width
+from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.lasting_buffers import BufferSet, GraphBuffers, StepCache, StepLayer
-from hf_specgen.targets.masks import StepLayout, StepMasks
 from hf_specgen.targets.model_parts import fingerprint
-from hf_specgen.tree import TreeStructure
 
 logger = logging.getLogger("hf_specgen")
 GRAPH_DEVICES = ("cuda",)
@@ -38,10 +34,6 @@ EAGER_PASSES = 4
 capture takes as long as what four or five eager uses lose."""
 MAX_GRAPHS = 64
 """Graphs that are kept for a set of buffers: each setting of a sampled call has some of its own."""
-TEXT_WIDTH = 32
-"""Tokens of the shortest pass over new text that is captured together with levels of a draft."""
-MAX_CAPTURED = 64
-"""Longer passes of drafters run eagerly: those over a prompt."""
 
 
 class GraphMemory:
@@ -311,99 +303,6 @@ class CapturedFunctions:
         """Give the cache buffers of its own, before a caller of `generate` receives it."""
         with self._lock:
             self.buffers.release(cache)
-
-
-class NewText(NamedTuple):
-    """Tokens that a drafter has not processed, `counts` of each row."""
-
-    counts: Sequence[int]
-    tokens: torch.Tensor  # [batch, width], padded on the right
-    features: torch.Tensor | None = None  # [batch, width, …] what a head reads with them
-
-    @classmethod
-    def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
-        """Of the tokens of each row, and features `[batch, longest, …]`; padded to a width of captured passes."""
-        counts = [len(text) for text in texts]
-        width = max(TEXT_WIDTH, padded_width(max(counts)))
-        tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
-        return cls(counts, tokens, None if features is None else pad(features, (0, 0, 0, width - features.shape[1])))
-
-
-class LevelPasses(NamedTuple):
-    """What a drafter provides for passes over several levels of a draft tree in one captured function.
-
-    `level` receives the module, tokens `[batch, new]`, their `StepLayout`, the states of their parents, `offsets`, a
-    cache, and whether the tokens are new text, with its features as states; it returns logits, states, and what else a
-    drafter wants to know of the last token of new text.
-    """
-
-    functions: CapturedFunctions
-    mode: Compile
-    module: nn.Module
-    cache: RaggedCache
-    level: Any
-    states: torch.Tensor | None = None  # [batch, nodes, hidden] of the nodes of the last pass
-    visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
-    offsets: torch.Tensor | None = None  # [batch, 1] position minus slot
-    text: NewText | None = None  # what is processed before the levels
-
-    @property
-    def device(self) -> torch.device:
-        return self.cache.buffers()[0][0].device
-
-
-class TreeInputs(NamedTuple):
-    """The tensors of a pass over draft trees, and the other arguments of the model."""
-
-    tokens: torch.Tensor  # [batch, width] of each row's last token, then its nodes
-    places: torch.Tensor  # [batch, 2] position minus slot, and the last position
-    structure: TreeStructure | None  # None: chains
-    visible: torch.Tensor | None  # [batch, capacity], False for padding
-    axes: torch.Tensor | None  # [axes, batch, 1] see `CallInputs.axes`
-    others: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TreePass:
-    """A pass of a target over draft trees, which makes positions and masks of their structure; to be captured."""
-
-    run: Any
-    masks: StepMasks = field(compare=False)
-
-    def __call__(self, model: Any, inputs: TreeInputs, cache: Any) -> Any:
-        (batch, width), layer = inputs.tokens.shape, cache.layers[0]
-        structure = inputs.structure
-        if structure is None:
-            structure = TreeStructure.of_captured_chains(batch, width - 1, inputs.tokens.device)
-        layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *structure, inputs.visible)
-        offsets, last = inputs.places.split(1, dim=1)
-        positions = (structure.depths + layout.starts + offsets).minimum(last)
-        positions = positions if inputs.axes is None else positions + inputs.axes
-        arguments = {**inputs.others, "attention_mask": self.masks.of_layout(layout), "position_ids": positions}
-        return self.run(model, {**arguments, "input_ids": inputs.tokens}, cache)
-
-
-@dataclass(frozen=True)
-class ModelLevel:
-    """One pass of a draft model over nodes of a draft tree, see `LevelPasses`."""
-
-    run: Any
-    masks: StepMasks = field(compare=False)
-
-    def __call__(
-        self,
-        model: Any,
-        tokens: torch.Tensor,
-        layout: StepLayout,
-        states: None,
-        offsets: torch.Tensor,
-        cache: Any,
-        is_text: bool = False,
-    ) -> tuple[torch.Tensor, None]:
-        positions = layout.depths[:, -tokens.shape[1] :] + layout.starts + offsets
-        mask = self.masks.of_layout(layout)
-        arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-        return self.run(model, arguments, cache).logits, None
 
 
 _functions: weakref.WeakKeyDictionary[nn.Module, CapturedFunctions] = weakref.WeakKeyDictionary()

@@ -15,7 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix
-from hf_specgen.targets.target import PassOutput, Target, model_pass
+from hf_specgen.targets.passes import PassOutput, model_pass
+from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 

@@ -24,6 +24,8 @@ OWN_ARGUMENTS = {"inputs_embeds", compat.CACHE, "logits_to_keep", "use_cache"}
 """What the target passes itself, besides `TOKEN_ARGUMENTS` under the names that the decoder has for them."""
 TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "text", "moe_mm_token_type_ids": "text"}
 """Arguments with one value per token, and what generated tokens have: the last token's, or that of text (0)."""
+UNLIMITED = 2**31
+"""A position that no text reaches."""
 
 T = TypeVar("T")
 
@@ -81,6 +83,12 @@ class RowLayout:
         if limits is None:
             return depths + first
         return (depths + first).minimum(torch.tensor(limits, device=depths.device)[:, None])
+
+    def places(self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None) -> torch.Tensor:
+        """`[rows, 2]` position minus slot, and the highest position."""
+        bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
+        highest = self.limits(tree, bases, active) or [UNLIMITED] * len(bases)
+        return torch.tensor(list(zip(self.offsets, highest, strict=True)))
 
     def limits(
         self, tree: DraftTree, bases: Sequence[int], active: Sequence[bool] | None, cached: int = 0

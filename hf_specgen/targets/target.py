@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
@@ -12,42 +12,17 @@ from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
-from hf_specgen.targets.attention import grouped_attention, without_cudnn_attention
+from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_width
-from hf_specgen.targets.graphs import (
-    CapturedFunctions,
-    LevelPasses,
-    ModelLevel,
-    NewText,
-    TreeInputs,
-    TreePass,
-    captured_functions,
-    is_captured,
-)
+from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, is_captured
 from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, return_cache, takes_positions
 from hf_specgen.targets.lasting_buffers import move_captured
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
+from hf_specgen.targets.passes import LevelPasses, ModelLevel, NewText, PassOutput, TreeInputs, TreePass, model_pass
 from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.support import is_rounding, largest_differences, last_position, slot_limit
 from hf_specgen.tree import DraftTree
-
-UNLIMITED = 2**31
-"""A position that no text reaches."""
-
-
-class PassOutput(NamedTuple):
-    """Logits `[batch, tokens, vocab]` of a pass, and the hidden states `[batch, tokens, hidden]` that were captured."""
-
-    logits: torch.Tensor
-    states: tuple[torch.Tensor, ...] = ()
-
-
-def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
-    """One forward pass of a model, or of its decoder, which has no logits."""
-    with grouped_attention():
-        outputs = model(**{**arguments, compat.CACHE: cache, "use_cache": True, "return_dict": True})
-    return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
 
 
 class Target:
@@ -300,15 +275,11 @@ class Target:
         self, tree: DraftTree, tokens: torch.Tensor, active: Sequence[bool] | None, capacity: int
     ) -> TreeInputs:
         """The inputs of a captured pass over trees that begin with each row's last token."""
-        offsets, visible = self._layout.offsets, self._masks.visible
-        bases = [length + offset for length, offset in zip(self.cache.lengths, offsets, strict=True)]
-        last = self._layout.limits(tree, bases, active) or [UNLIMITED] * len(bases)
+        visible, structure = self._masks.visible, None if tree.is_chain else tree.structure()
         if visible is not None:
             visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
-        structure = None if tree.is_chain else tree.structure()
-        others = self._inputs.others(self.cache, tokens.shape[1])
-        places = torch.tensor(list(zip(offsets, last, strict=True)))
-        return TreeInputs(tokens, places, structure, visible, self._inputs.axes, others)
+        places, others = self._layout.places(tree, self.cache.lengths, active), self._inputs.others
+        return TreeInputs(tokens, places, structure, visible, self._inputs.axes, others(self.cache, tokens.shape[1]))
 
     def capture_at_once(self) -> None:
         """Capture further shapes when they are used first, if the model has been captured in some other shape."""

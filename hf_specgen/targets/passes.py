@@ -1,0 +1,146 @@
+"""Forward passes of models as functions that can be captured: over draft trees, and over levels of a growing tree.
+
+Equal passes are equal objects, so that they share a graph; what a call has made is in their inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from hf_specgen import compat
+from hf_specgen.call import Compile
+from hf_specgen.targets.attention import grouped_attention
+from hf_specgen.targets.cache import RaggedCache, padded_width
+from hf_specgen.targets.graphs import CapturedFunctions
+from hf_specgen.targets.masks import StepLayout, StepMasks
+from hf_specgen.tree import TreeStructure
+
+TEXT_WIDTH = 32
+"""Tokens of the shortest pass over new text that is captured together with levels of a draft."""
+MAX_CAPTURED = 64
+"""Longer passes of drafters run eagerly: those over a prompt."""
+
+
+class PassOutput(NamedTuple):
+    """Logits `[batch, tokens, vocab]` of a pass, and the hidden states `[batch, tokens, hidden]` that were captured."""
+
+    logits: torch.Tensor
+    states: tuple[torch.Tensor, ...] = ()
+
+
+def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
+    """One forward pass of a model, or of its decoder, which has no logits."""
+    with grouped_attention():
+        outputs = model(**{**arguments, compat.CACHE: cache, "use_cache": True, "return_dict": True})
+    return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
+
+
+@dataclass(frozen=True)
+class LayoutPass:
+    """A pass whose positions and masks follow from a `StepLayout`; `run` is `model_pass` or does more."""
+
+    run: Any
+    masks: StepMasks = field(compare=False)
+
+    def run_on(
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        layout: StepLayout,
+        offsets: torch.Tensor,
+        cache: Any,
+        last: torch.Tensor | None = None,
+        **others: Any,
+    ) -> PassOutput:
+        """Run on tokens `[batch, new]`, the last ones of a layout, at positions up to `last`."""
+        positions = layout.depths[:, -tokens.shape[1] :] + layout.starts + offsets
+        if last is not None:
+            positions = positions.minimum(last)
+        if (axes := others.pop("axes", None)) is not None:
+            positions = positions + axes
+        own = {"input_ids": tokens, "attention_mask": self.masks.of_layout(layout), "position_ids": positions}
+        return cast(PassOutput, self.run(model, {**others, **own}, cache))
+
+
+class TreeInputs(NamedTuple):
+    """The tensors of a pass over draft trees, and the other arguments of the model."""
+
+    tokens: torch.Tensor  # [batch, width] of each row's last token, then its nodes
+    places: torch.Tensor  # [batch, 2] position minus slot, and the last position
+    structure: TreeStructure | None  # None: chains
+    visible: torch.Tensor | None  # [batch, capacity], False for padding
+    axes: torch.Tensor | None  # [axes, batch, 1] see `CallInputs.axes`
+    others: dict[str, Any]
+
+
+class TreePass(LayoutPass):
+    """A pass of a target over draft trees that follow what is cached."""
+
+    def __call__(self, model: Any, inputs: TreeInputs, cache: Any) -> PassOutput:
+        (batch, width), layer, structure = inputs.tokens.shape, cache.layers[0], inputs.structure
+        if structure is None:
+            structure = TreeStructure.of_captured_chains(batch, width - 1, inputs.tokens.device)
+        layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *structure, inputs.visible)
+        offsets, last = inputs.places.split(1, dim=1)
+        return self.run_on(model, inputs.tokens, layout, offsets, cache, last, axes=inputs.axes, **inputs.others)
+
+
+class ModelLevel(LayoutPass):
+    """One pass of a draft model over nodes of a draft tree, see `LevelPasses`."""
+
+    def __call__(
+        self,
+        model: Any,
+        tokens: torch.Tensor,
+        layout: StepLayout,
+        states: None,
+        offsets: torch.Tensor,
+        cache: Any,
+        is_text: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        return self.run_on(model, tokens, layout, offsets, cache).logits, None
+
+
+class NewText(NamedTuple):
+    """Tokens that a drafter has not processed, `counts` of each row."""
+
+    counts: Sequence[int]
+    tokens: torch.Tensor  # [batch, width], padded on the right
+    features: torch.Tensor | None = None  # [batch, width, …] what a head reads with them
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], features: torch.Tensor | None = None) -> NewText:
+        """Of the tokens of each row, and features `[batch, longest, …]`; padded to a width of captured passes."""
+        counts = [len(text) for text in texts]
+        width = max(TEXT_WIDTH, padded_width(max(counts)))
+        tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts])
+        return cls(counts, tokens, None if features is None else pad(features, (0, 0, 0, width - features.shape[1])))
+
+
+class LevelPasses(NamedTuple):
+    """What a drafter provides for passes over several levels of a draft tree in one captured function.
+
+    `level` receives the module, tokens `[batch, new]`, their `StepLayout`, the states of their parents, `offsets`, a
+    cache, and whether the tokens are new text, with its features as states; it returns logits, states, and what else a
+    drafter wants to know of the last token of new text.
+    """
+
+    functions: CapturedFunctions
+    mode: Compile
+    module: nn.Module
+    cache: RaggedCache
+    level: Any
+    states: torch.Tensor | None = None  # [batch, nodes, hidden] of the nodes of the last pass
+    visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
+    offsets: torch.Tensor | None = None  # [batch, 1] position minus slot
+    text: NewText | None = None  # what is processed before the levels
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.buffers()[0][0].device
