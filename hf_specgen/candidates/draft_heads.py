@@ -105,8 +105,9 @@ class HeadCandidates(PretrainedCandidates):
     max_depth: int
     """Maximum depth of k="auto"."""
     head_classes: tuple[type[DraftHead], ...] = (DraftHead,)
+    has_mask_token: bool | None = None
     expected = "a head"
-    """Which heads the strategy drafts with, as classes and in words."""
+    """Which heads the strategy drafts with: their classes, whether their config has a mask token; and in words."""
     latency_kind = "head"
     arguments = {**PretrainedCandidates.arguments, "aux_hidden_state_layers": None, "draft_window": "auto"}
 
@@ -128,10 +129,6 @@ class HeadCandidates(PretrainedCandidates):
             raise TypeError(f"{name} takes a loaded head, a folder or a Hub id, got {head_or_path!r:.80}")
         self.drafter = str(head_or_path) if isinstance(head_or_path, Path) else head_or_path
         self._bound: BoundModules[BoundHead] = BoundModules()
-
-    def accepts(self, head: DraftHead) -> bool:
-        """Whether the strategy can draft with this head."""
-        return isinstance(head, self.head_classes)
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         """The session of a call."""
@@ -165,7 +162,8 @@ class HeadCandidates(PretrainedCandidates):
 
     def _bind(self, model: PreTrainedModel) -> BoundHead:
         head = self.load(model)
-        if not self.accepts(head):
+        has_mask = getattr(head.config, "mask_token_id", None) is not None
+        if not isinstance(head, self.head_classes) or self.has_mask_token not in (None, has_mask):
             raise ValueError(
                 f"{self!r} was given {type(head).__name__}, not {self.expected}; use AutoCandidates.from_pretrained, "
                 "which chooses the strategy"
@@ -190,10 +188,8 @@ class EagleCandidates(HeadCandidates):
     max_depth = 32
     """With the depth 8 of EAGLE-3's trees the projected speed of the bundled head is 0.9 of that with 16, which is 0.96
     of that with 32: text of which the head is nearly certain is accepted to a greater depth."""
-    head_classes, expected = (Eagle1Head, Eagle3Head), "an EAGLE head without a mask token (P-EAGLE)"
-
-    def accepts(self, head: DraftHead) -> bool:
-        return super().accepts(head) and head.config.mask_token_id is None
+    head_classes, has_mask_token = (Eagle1Head, Eagle3Head), False
+    expected = "an EAGLE head without a mask token (P-EAGLE)"
 
 
 class PEagleCandidates(HeadCandidates):
@@ -211,10 +207,7 @@ class PEagleCandidates(HeadCandidates):
 
     max_depth = 8
     """Published heads were trained to draft 5 to 8 tokens."""
-    head_classes, expected = (Eagle3Head,), "a P-EAGLE head"
-
-    def accepts(self, head: DraftHead) -> bool:
-        return super().accepts(head) and head.config.mask_token_id is not None
+    head_classes, has_mask_token, expected = (Eagle3Head,), True, "a P-EAGLE head"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         runner = PEagleRunner(bound, call.state.batch)

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from hf_specgen import compat
 from hf_specgen.call import EncoderInput
@@ -98,12 +97,10 @@ def _encoder_arguments(
 
 def _moved(value: Any, draft: PreTrainedModel) -> Any:
     """A tensor, or the tensors of a model's output, on the draft's device and in its dtype."""
-    if isinstance(value, torch.Tensor):
-        device = compat.input_device(draft)
-        return value.to(device, draft.dtype) if value.is_floating_point() else value.to(device)
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _moved(part, draft) for name, part in value.items()})
-    return value
+    from accelerate.utils import recursively_apply
+
+    device = compat.input_device(draft)
+    return recursively_apply(lambda one: one.to(device, draft.dtype if one.is_floating_point() else one.dtype), value)
 
 
 def _check_hidden_size(size: int, read: EncoderInput) -> None:
