@@ -170,7 +170,6 @@ def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch
     assert "nothing was found" in run("find", "org/target-8B", exit_code=1)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: heads of another target, draft models of half its size, folders that hold neither."""
     other_head, neither = HEAD_FIXTURES / "eagle3_original" / "head", Path(__file__).parent

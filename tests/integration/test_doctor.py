@@ -113,7 +113,6 @@ def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path)
     assert CliRunner().invoke(app, ["doctor", str(tmp_path)]).exit_code == 1
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama", "medusa_v1"])
 def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None:
     fixture = FIXTURES[name]

@@ -331,7 +331,6 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 """How a checkpoint is made and loaded, and what happens to it with which words."""
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "number"), [(name, number) for name, (*_, rows) in CHECKPOINTS.items() for number in range(len(rows))]
 )
