@@ -144,7 +144,7 @@ def test_rejection_paths_accept_more_than_tokens_one_by_one(parents: Parents, le
     """The same drafts, and a column walk that verifies token by token; the tree is two tokens deep: 1.013."""
     tokens = []
     for walks in ((), (WALK,)):
-        texts = emitted(RejectionVerifier(), close, parents, 10_000, *walks)
+        texts = emitted(RejectionVerifier(), close, parents, 6_000, *walks)
         tokens.append(float((texts >= 0).sum()))
     assert tokens[0] > least * tokens[1]
 
@@ -302,7 +302,7 @@ def test_typical_token_after_a_rejected_one_is_sampled_from_p() -> None:
     def unlikely(trials: int, parents: Parents) -> tuple[torch.Tensor, None]:
         return warped(target_logits())[FIRST].argsort()[VOCAB - 12].expand(trials, 1).clone(), None
 
-    texts = emitted(TypicalVerifier(epsilon=1.0, alpha=1.0), unlikely, (-1,), 50_000)
+    texts = emitted(TypicalVerifier(epsilon=1.0, alpha=1.0), unlikely, (-1,), TRIALS)
     assert 500 < int((texts[:, 1] >= 0).sum()) < 5_000
     assert min(p_values(texts)) > 1e-5
 
