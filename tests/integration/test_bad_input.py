@@ -240,7 +240,7 @@ INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "words"), [*CALLS, *INPUTS], ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("given", "words"), [*CALLS, *INPUTS], ids=[words[:40] for _, words in [*CALLS, *INPUTS]])
 def test_generate_unsupported_argument_or_input_raises(given: Any, words: str) -> None:
     arguments = {"max_new_tokens": 4, **(given() if callable(given) else {**prompts(1), **given})}
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)):
