@@ -273,7 +273,7 @@ class Call:
         return max(len(prompt) + len(text) for prompt, text in rows)
 
     def encoder_texts(self) -> list[list[int]]:
-        """The token ids that the target's encoder read, by row and without padding, if the decoder has such tokens.
+        """The token ids that the target's encoder read, by row and without padding, within the decoder's vocabulary.
 
         Empty without an encoder, and for audio or images.
         """
@@ -321,7 +321,7 @@ class Memory:
 
 
 def _copied(learnt: T) -> T:
-    """A copy for a call that learns on its own, of what has a method `copy`; other values are shared."""
+    """A copy, for a call that learns on its own, if the value has a method `copy`; else the value itself."""
     return getattr(learnt, "copy", lambda: learnt)()
 
 

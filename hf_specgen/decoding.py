@@ -86,7 +86,7 @@ class DecodingLoop:
         result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
         if self.drafter.top_tokens:
             self.drafter.observe(result)
-        # The policy may measure the target's latency, unless the target's slots are few.
+        # The policy may measure the target's latency, unless too few cache slots are left.
         if not self.state.all_stopped and self.call.context_length + MAX_DRAFT_SLOTS <= self.target.slot_limit:
             with self.timer.part("policy"):
                 self.policy.prefilled(self.target)

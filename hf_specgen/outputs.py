@@ -82,15 +82,15 @@ class OutputCollector:
         self._kept: dict[str, list[torch.Tensor]] = {name: [] for name, is_kept in names.items() if is_kept}
         self._stops: dict[int, list[bool]] = {}  # of columns that are not emitted yet
         self._waiting = {name: [deque[torch.Tensor]() for _ in range(batch)] for name in self._kept}
-        self._processed = [0] * batch  # padding, by row
+        self._processed = [0] * batch  # padding tokens, by row
         self.shows_padding = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property
     def needs_plain_steps(self) -> bool:
         """Whether steps must not draft, because what the user sees besides the tokens could not be computed.
 
-        In a batch a custom stopping criterion may cut off tokens of an earlier step, which a recurrent state cannot
-        forget.
+        In a batch a custom stopping criterion may cut off tokens of an earlier step, which cannot be
+        rolled back in a recurrent state.
         """
         is_cut = bool(self._custom) and self.shows_padding and self._state.batch > 1
         return is_cut and self._target.has_recurrent_state
@@ -122,7 +122,7 @@ class OutputCollector:
     def returned(self, statistics: Statistics) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         """Complete cache, scores and stream of a call whose rows have stopped; returns what `generate` returns.
 
-        That are its ids, or with `return_dict_in_generate=True` an output.
+        These are its ids, or with `return_dict_in_generate=True` an output.
         """
         cache, call = None, self._call
         if self.shows_padding:

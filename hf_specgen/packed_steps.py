@@ -62,7 +62,7 @@ class PackedTarget(HiddenStateTarget):
     def process(self, states: Sequence[torch.Tensor], step: int) -> None:
         """Receive the hidden states `[1, tokens, hidden]` of the request's part of a packed step, by captured layer.
 
-        The last `step` tokens are the pending one and the draft, or the last one of a prompt; 0 if the prompt goes on.
+        The last `step` tokens are the pending one and the draft, or the last one of a prompt; 0 before its end.
         A prompt that is processed again, as its request was evicted from the cache, is left out.
         """
         is_prefilled = bool(self._kept[0])
@@ -109,7 +109,7 @@ class Request:
 
 
 class PackedSteps:
-    """Extends, samples and reads the packed steps of one batch processor; called by its thread alone.
+    """Adds drafts to the packed steps of one batch processor, and verifies them; called by its thread alone.
 
     Request ``req_<i>`` is sampled as `torch.manual_seed(seed + i)` and `generate` would sample it alone.
 

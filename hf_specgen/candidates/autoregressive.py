@@ -158,7 +158,7 @@ class AutoregressiveSession(NetworkSession):
     def _grow_captured(self, growth: Growth, passes: int, width: int, drafter: LevelPasses) -> Drafted | None:
         """Make passes by one captured function; None if there is none."""
         verification = self.call.verification
-        if verification is None or not verification.shares_noise:
+        if verification is None or not verification.shares_noise or self._proposals.processors.reads_scores:
             return None
         first = [len(text) + growth.levels for text in self.call.state.generated]
         steps = [list(range(start, start + (drafter.text is not None) + passes)) for start in first]
@@ -173,10 +173,10 @@ class AutoregressiveSession(NetworkSession):
         return None
 
     def after_text(self, *results: Any) -> None:
-        """Go on after new text that a captured function has processed; `results` are those of `LevelPasses.level`."""
+        """Store the results of new text that a captured function has processed: those of `LevelPasses.level`."""
 
     def after_levels(self, states: torch.Tensor | None, expanded: int) -> None:
-        """Go on after passes of a captured function, when so many nodes of each row were expanded in all."""
+        """Store the states of passes of a captured function, after which so many nodes of each row are expanded."""
 
     def _add(self, growth: Growth, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""

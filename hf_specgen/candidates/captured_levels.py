@@ -34,7 +34,7 @@ class Proposals:
         threshold: nodes whose token has a lower probability are not expanded.
         processors: applied to the logits.
         token_ids: `[draft vocab]` the target's ids of a drafter with a vocabulary of its own.
-        wants_q: whether to return q, from which the scores have drawn already, for rejection sampling.
+        wants_q: whether to return q, the distribution that the tokens were drawn from, for rejection sampling.
     """
 
     children: int
@@ -191,7 +191,6 @@ def grow_captured(
         columns,
         mode=drafter.mode,
         eagerly=lambda: None,
-        rehearsal=lambda: inputs,  # the passes can be repeated
         is_optional=True,
     )
     if drafted is not None:

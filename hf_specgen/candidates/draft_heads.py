@@ -78,7 +78,7 @@ class BoundModules(Generic[T]):
         with self._lock:
             loaded = self._loaded.get(model)
             if loaded is None or loaded[0] != key:
-                with torch.random.fork_rng():
+                with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
                     loaded = key, load()
                 self._loaded[model] = loaded
             return loaded[1]

@@ -184,7 +184,7 @@ class Growth:
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
     def parts(self) -> tuple[Grown, ...]:
-        """All levels so far, in few tensors."""
+        """All levels so far, in few tensors; packs the levels that were added since the last time."""
         first = self._in_parts
         if first < len(self._levels):
             begin = max(0, first - 1)  # the first level comes before anything is expanded
@@ -238,7 +238,7 @@ class Growth:
         return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._open)
 
     def read(self) -> Snapshot:
-        """Read the probabilities, in one transfer to the host; all that is known of nodes that were selected."""
+        """Read the probabilities, in one transfer to the host; after a selection, all values of the selected nodes."""
         if self._selection is not None:
             self._values, opened = self._selection.parts(self._selection.known.cpu().numpy())
             paths = self._values[:, PATH, 1:]
@@ -264,7 +264,7 @@ class Growth:
         numbers, ids = constants.numbers[: self.children + self.candidates].expand(rows, -1), self.last_tokens
         if self.children > 1:
             chosen = [one.chosen for one in self._expansions if one.chosen is not None]
-            ids = torch.cat([constants.no_ids.expand(rows, -1), *chosen], dim=1) + constants.offsets
+            ids = torch.cat([constants.root_ids.expand(rows, -1), *chosen], dim=1) + constants.offsets
             numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
         tokens, paths = zip(*self._levels, strict=True)
         parts = [self.last_tokens.expand(-1, self.children), *tokens, numbers, constants.places.expand(rows, -1)]
@@ -297,10 +297,10 @@ class _Constants(NamedTuple):
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
     offsets: Tensor  # [1 + expanded] the candidate that index 0 of each one's level stands for
     numbers: Tensor  # 0, 1, 2, …, at least one for each candidate
-    unexpanded: Tensor  # one for each candidate
+    unexpanded: Tensor  # `UNEXPANDED` for each candidate
     places: Tensor  # [2 * candidates] depth, and number of the parent of each candidate
     root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
-    no_ids: Tensor  # [1] the id of each row's last token
+    root_ids: Tensor  # [1] the number of each row's last token
 
 
 @lru_cache(maxsize=256)
@@ -331,7 +331,7 @@ class Snapshot(NamedTuple):
     """What the host has read of a `Growth`: path probabilities of each row, in descending order."""
 
     levels: int
-    probability: Floats  # [rows, candidates], 0 for candidates that are no node
+    probability: Floats  # [rows, candidates or selected nodes], 0 for those that are no node
     frontier: Floats  # [rows, last level] of candidates that can be expanded, else 0
 
     def may_improve(self, nodes: int) -> bool:

@@ -192,7 +192,7 @@ class _Targets(HiddenStateTarget):
 
 
 class _Verification(VerificationSession):
-    """Weighs the draft tokens of each call with the noise that it is sampled with."""
+    """Draws the noise of the draft tokens of each row by the verification of its call."""
 
     def __init__(self, call: DraftCall, drafter: JoinedDrafter):
         super().__init__(call)

@@ -47,14 +47,14 @@ PRIOR_ODDS = tuple(
     for odds in (first, *(min(slope * length, highest) for length in MEAN_LENGTHS))
 )
 """Odds of each class before anything was learnt. The first one, a match of length 0 in the row's own text, stands for
-frequent tokens: the fraction that they share of the probability of a token that no occurrence proposes."""
+frequent tokens: their part of the probability that the next token is one that no occurrence proposes."""
 FREQUENT = 0
 FREQUENT_TOKENS = 48
 """Frequent tokens that trees contain at most: with 24, answers take 0.7% more steps, with 64 none less."""
 NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 0.84, 0.66
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
 MAX_SKIPPED = 3
-"""Tokens of the text after which copying does not resume any more behind the last token that was copied."""
+"""New tokens that are not in the copied text, after which copying may still resume behind the last token copied."""
 MAX_OCCURRENCES = 24
 """Occurrences that vote, in the row's text and in the history each: with 12, summaries take 0.6% more steps."""
 
@@ -279,7 +279,7 @@ class RowText:
         return [place for place in (self._source + self._skipped, self._source) if place < len(self.index)]
 
     def _follow_source(self, tokens: Sequence[int]) -> None:
-        """Update `_source`: the occurrence that agrees with most of the new tokens, the nearest one if several do."""
+        """Update `_source`: the occurrence that begins with most of the new tokens, the nearest one if several do."""
         text, lengths = self.index.tokens, dict.fromkeys(self._resumed(), 0) | self._matches
         places = [place for place, length in lengths.items() if length != 1 or self._is_near(place)]
         agreed = {place: common_length(text[place : place + len(tokens)], tokens) for place in places}
@@ -306,7 +306,7 @@ class MatchOdds:
                 self.new = min(20.0, max(0.05, self.new / change))
 
     def copy(self) -> MatchOdds:
-        """Odds for another call, which learn independently."""
+        """Odds for another call, which learn independently, with the factor `new` at 1 again."""
         return MatchOdds(self.values)
 
 

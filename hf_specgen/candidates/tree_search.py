@@ -38,7 +38,7 @@ MAX_CHILDREN = 8
 CHILD_ACCEPTANCE = 0.8
 """Probability that one of a node's children is accepted if the node is, assumed where the next passes are planned."""
 MIN_GAIN = 0.001
-"""Relative gain in expected tokens per second below which no pass of the drafter is made, even if it costs nothing."""
+"""Relative gain in expected tokens per second, and path probability, below which no pass of the drafter is made."""
 
 
 class TreeSize:
@@ -309,8 +309,8 @@ def draft_rows(
 class SearchSession(DraftSession, Generic[Tag]):
     """Base class of sessions that search the tree of each row, without a forward pass.
 
-    Where fewer tokens of a call were accepted than expected, its path probabilities are lowered by that ratio: an
-    estimate fits all texts, and among texts that repeat little it is too high.
+    Trees are sized with path probabilities times the ratio of accepted to expected tokens of the call, at most 1: the
+    estimates are right for all texts together, and too high for texts that repeat little.
     """
 
     passes = ()

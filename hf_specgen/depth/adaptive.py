@@ -21,7 +21,7 @@ MAX_CREDIT = 10.0
 LOSS_PER_STEP = 0.02
 """Plain steps that drafting may lose again for every plain step: at most 2% of the time."""
 MAX_PREFILL = 0.08
-"""Time that the drafter may take for the prompt, as a fraction of the plain steps of the call; else none is drafted."""
+"""Time that the drafter may take for the prompt, as a fraction of the call's plain steps; above it, it is not used."""
 FORGETTING = 0.9
 """Factor by which the weight of earlier drafts in the acceptance rate decreases with every draft."""
 
@@ -57,8 +57,9 @@ class AdaptiveDepth(Policy):
     pauses while the losses of a call, less the gains and 2% of the plain steps, exceed 1.5 plain steps, the tokens that
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
-    call, nothing is drafted. The latencies, T(q) of the target and the time of drafting, are measured once per model
-    (`hf_specgen.depth.calibrate`). All ranks of a tensor-parallel model use the first rank's.
+    call, only drafts without a forward pass are made. T(q) of the target and the time of drafting are measured once per
+    model, rows and context (`hf_specgen.depth.calibrate`), in the time of eight plain steps. All ranks of a
+    tensor-parallel model use the first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead: nothing is then measured, and
@@ -75,8 +76,7 @@ class AdaptiveDepth(Policy):
     curve: CostCurve | None = None
     """T(q) of the target, for calls in which it cannot be measured."""
     common_loss: DraftingLoss | None = None
-    """Where one budget cuts the drafts of calls with common passes, what they have lost together, a call on average.
-    Whoever makes the steps counts it."""
+    """Of calls with common forward passes: their mean loss, counted by `CommonSteps`. None: each counts its own."""
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
@@ -95,13 +95,13 @@ class AdaptiveSession(PolicySession):
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call, drafting, self._has_common_loss = call, call.drafting, policy.common_loss is not None
-        # With a budget for all calls each drafts as much as if it had all of it.
+        # Drafts are cut to the common budget later, so that each call drafts as if alone.
         self._is_alone = self._has_common_loss and drafting.negligible_cost
         self.remembers = policy.latency is None and call.remembers
         self._model, self._key = call.model if self.remembers else None, ("loss", drafting.key, call.temperature)
         self._loss = policy.common_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
-        self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0
+        self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0  # a prior: two tokens, accepted at 0.7
         self._uncached, self._has_drafted = call.context_length, False
         if policy.latency is None:
             self._use(policy.curve or known_curve(call))

@@ -1,9 +1,10 @@
-"""Measures T(q), the target's latency by tokens per row, and the time of drafting: once per model.
+"""Measures T(q), the target's latency by tokens per row, and the time of drafting, once per model, rows and context.
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
 sizes, which are rolled back. Together they take about the time of eight plain steps. The time of drafting is taken from
-the first drafts. Both are kept as long as the model, unless a later pass proves that other processes delayed the first
-ones; decisions then follow from the text alone. All ranks of a tensor-parallel model use what the first rank measured.
+the first drafts. Both are kept as long as the model; T(q) is measured again if a later pass takes less than half of it,
+which proves that other processes delayed the measurement. All ranks of a tensor-parallel model use what the first rank
+measured.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _key(call: Call) -> tuple[Hashable, ...]:
     model: Any = call.model
     attention = compat.attention_implementation(text_config(model))
     rows = (call.state.batch - 1).bit_length()  # powers of two
-    context = max(0, (call.context_length - 1).bit_length() - 9) // 2  # powers of four from 512 on
+    context = max(0, (call.state.prompt_length - 1).bit_length() - 9) // 2  # powers of four from 1,024 on
     captured = bool(call.compiled) and is_captured(model)
     return "T(q)", model.dtype, compat.input_device(model), attention, captured, rows, context
 
@@ -128,7 +129,7 @@ class DrafterTimer:
     """Derives the time of drafting from the first drafts with a target: of a pass, or of a draft without passes.
 
     Attributes:
-        fraction: of T(q) for the q tokens of a pass; of T(1) for a draft without passes.
+        fraction: time of a drafter's pass over q tokens / T(q); of a draft without passes / T(1).
     """
 
     def __init__(self, call: Call, curve: CostCurve):

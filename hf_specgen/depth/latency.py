@@ -112,7 +112,8 @@ class DraftLatency:
     overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_curve((*self.tokens, inf), (*self.seconds, self.overhead))
+        _check_curve(self.tokens, self.seconds)
+        _check_curve((1,), (self.overhead,))
 
     def seconds_of(self, tokens: float) -> float:
         """Seconds of one pass over this many tokens, all rows together."""

@@ -24,7 +24,7 @@ class PolicySession(ABC):
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         """The latencies of a step of so many rows of the call, for strategies that size their own trees.
 
-        The longest row has `context` tokens. Of passes that rows of other calls share it is the part of the call's.
+        The longest row has `context` tokens. Of passes shared with other calls it may be a part.
         """
         return None if self.latency is None else self.latency.at(rows, context)
 

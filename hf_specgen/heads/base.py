@@ -154,7 +154,7 @@ class BoundHead:
         return id(self._embed), self._embed.weight.data_ptr(), id(self._lm_head), self._lm_head.weight.data_ptr()
 
     def of_head(self, head: Any) -> BoundHead:
-        """The same binding of another object for the head: None, or later the head again."""
+        """A copy with another head, or with None so that it does not keep the head."""
         bound = copy.copy(self)
         bound.head = head
         return bound
@@ -181,7 +181,7 @@ class BoundHead:
 
 
 def check_target(comparisons: Iterable[tuple[str, Any, Any]], base_model: str | None = None) -> None:
-    """Raise a `ValueError` if a target does not fit: of a property the head's value, unless it has none, differs."""
+    """Raise a `ValueError` if a property that the head specifies differs from that of the target."""
     origin = f" ({base_model[:120]})" if base_model else ""
     for name, expected, actual in comparisons:
         if expected and expected != actual:

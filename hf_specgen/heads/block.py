@@ -52,7 +52,7 @@ class BlockConfig(HeadConfig):
     block_size: int  # positions, the anchor included
     mask_token_id: int
     first_proposing_position: int = 1  # 0: position i predicts the token after it (`sample_from_anchor`)
-    measures_layout: bool = False  # whether the checkpoint leaves that open, so that the first texts decide
+    measures_layout: bool = False  # whether that is not specified, but inferred from the first drafts
     max_draft_tokens: int | None = None  # that a block proposes; None: one for each proposing position
 
     def __post_init__(self) -> None:

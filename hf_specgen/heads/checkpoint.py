@@ -364,7 +364,10 @@ def base_of_adapter(source: Source) -> str | None:
     if (path := source.file(ADAPTER_CONFIG)) is None:
         return None
     with named_errors(path):
-        return Fields(read_json(path)).text("base_model_name_or_path") or None
+        base = Fields(read_json(path)).text("base_model_name_or_path") or None
+        if base and replace(source, path_or_id=base, revision=None, subfolder=None).file(ADAPTER_CONFIG) is not None:
+            raise ValueError(f"base_model_name_or_path {base[:120]!r} is an adapter itself; merge that adapter first")
+        return base
 
 
 @torch.no_grad()

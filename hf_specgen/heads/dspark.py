@@ -131,7 +131,7 @@ def load_dspark(file: HeadFile) -> DSparkHead:
 
 
 def _layout(file: HeadFile, block_size: int) -> dict[str, object]:
-    """Which position of the block proposes first in a file that does not say so, and whether texts have to decide.
+    """Which position of the block proposes first in a file that does not specify it, and whether drafts decide.
 
     In the wrong layout a good head is accepted as rarely as a random one, without any error.
     """

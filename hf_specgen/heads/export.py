@@ -1,6 +1,6 @@
 """Writes draft heads in the formats of speculators (which vLLM serves), EAGLE and SGLang; Medusa heads in their own.
 
-| head | `save_head` | `export_head(to="eagle")` | `export_head(to="sglang")` |
+| head | `save_head`, `export_head(to="vllm")` | `export_head(to="eagle")` | `export_head(to="sglang")` |
 |---|---|---|---|
 | EAGLE-1 | original | original | original |
 | EAGLE-3 | speculators `eagle3` | original | SpecForge |
@@ -41,7 +41,7 @@ BLOCK_NAMES = {BlockHead: "DFlash", DFlash2Head: "DFlash2", DSparkHead: "DSpark"
 
 
 def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
-    """Write Medusa heads in our format, and EAGLE and block heads as vLLM reads them; returns the files."""
+    """Write Medusa heads in our format, other heads as `export_head(to="vllm")`; a config.json is replaced."""
     return _written(head, folder, "" if isinstance(head, MedusaHeads) else "vllm")
 
 
@@ -135,12 +135,12 @@ def _layer_ids(head: DraftHead, offset: int = 0) -> list[int] | None:
 
 def _speculators(head: Eagle3Head | BlockHead) -> Config:
     """The config in the format of speculators (`eagle3`, `peagle`, `dflash`, `dflash2`, `dspark`)."""
-    config, own = head.config, Config()
+    config = head.config
     if isinstance(config, EagleConfig):
         _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
         is_parallel, tokens = config.mask_token_id is not None, 5
         name = "PEagle" if is_parallel else "Eagle3"
-        own = {name: getattr(config, name) for name in NORMS}
+        own: Config = {name: getattr(config, name) for name in NORMS}
         own |= {"eagle_aux_hidden_state_layer_ids": _layer_ids(head), "embed_requires_grad": is_parallel}
         own |= {"mask_token_id": config.mask_token_id} if is_parallel else {}
     else:

@@ -35,7 +35,7 @@ KeysValues = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class SharedTextConfig(Gemma4TextConfig):
-    """Of a stack without keys and values of its own; that of Transformers 5.23 raises where it should say so."""
+    """Config of layers that reuse the target's keys and values; in Transformers 5.23 `kv_sharing_modes` raises."""
 
     kv_sharing_modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
 

@@ -27,7 +27,7 @@ from hf_specgen.heads.runner import BlockRunner
 MAX_CANDIDATES = 2048
 """Tokens of a position that are corrected, as in SGLang's drafter for Domino."""
 CLEAR_LEAD = 4
-"""Of one layout of a block over the other: in the wrong one, a head is right about as rarely as a random one."""
+"""Correct tokens that one layout must have more than the other before it is chosen; a wrong one has almost none."""
 PAIR_COLUMNS, PAIR_PREVIOUS = 256, 128
 """Tokens of a depth that can be drafted, and those that can be continued, where the previous token alone corrects."""
 Embed = Callable[[torch.Tensor], torch.Tensor]
@@ -77,7 +77,7 @@ class PathRunner(BlockRunner):
     """Runs a block head with a correction: one pass of the block, then logits after any path without another pass.
 
     Attributes:
-        lead: for a head whose layout is measured, how many more right tokens position 1 has proposed than position 0.
+        lead: for a head whose layout is measured, how many more correct tokens position 1 has proposed than position 0.
         max_candidates: how many tokens of a position can be drafted: those with the highest base logits.
     """
 
@@ -106,7 +106,7 @@ class PathRunner(BlockRunner):
         return hidden
 
     def pair_logits(self, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Corrected logits of the likeliest tokens of each depth after those of the depth before.
+        """Corrected logits of the likeliest tokens of each depth after those of the depth before, without a state.
 
         Args:
             base: `[batch, depths, vocab]`, what `draft` has returned.

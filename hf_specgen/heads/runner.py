@@ -39,9 +39,9 @@ class HeadRunner:
     """Base class: a head's cache in one call, whose first `lengths[b]` slots are accepted tokens, and active `rows`."""
 
     token_ids: torch.Tensor | None = None
-    """`[draft vocab]` the target's ids of the tokens that logits are of; None: those of all tokens."""
+    """`[draft vocab]` the target's ids of the draft vocabulary; None: logits are of all tokens."""
     keeps_all = False
-    """Whether rows stay that are not needed any more."""
+    """Whether rows that are no longer needed are kept."""
 
     def __init__(self, bound: BoundHead, batch: int):
         self.bound, self.cache, self.lengths, self.rows = bound, RaggedCache(), [0] * batch, list(range(batch))
@@ -103,7 +103,7 @@ class HeadRunner:
     ) -> tuple[list[torch.Tensor], list[list[int]]]:
         """The new features and tokens of the active rows, in the dtype and on the device of the head.
 
-        Rows that are not needed any more are dropped, unless none is; entries of draft nodes as well.
+        Drops entries of draft nodes, and rows that are no longer needed unless that would be all of them.
         """
         kept = [index for index, row in enumerate(self.rows) if self.keeps_all or needed[row]]
         if 0 < len(kept) < len(self.rows):
@@ -242,12 +242,12 @@ class EagleRunner(HeadRunner):
         return NewText.of(rows, padded(states, [slice(0, count) for count in counts]))
 
     def after_text(self, hidden: torch.Tensor, output: torch.Tensor) -> None:
-        """Go on after new positions that a captured function has processed."""
-        self.last = HeadOutput(output, hidden)
+        """Store the results of new positions that a captured function has processed."""
+        self.last = HeadOutput(hidden, output)
         self.lengths = [length + count for length, count in zip(self.lengths, self._counts, strict=True)]
 
     def after_levels(self, states: torch.Tensor) -> None:
-        """Go on after passes that were made by a captured function."""
+        """Store the states of passes that were made by a captured function."""
         self._hidden = states
 
     def _next(self, tree: GrownTree) -> torch.Tensor:

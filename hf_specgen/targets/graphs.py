@@ -1,9 +1,9 @@
 """Functions captured as CUDA graphs and replayed in one launch: passes of targets, draft models and heads.
 
-A pass of 32 layers takes 24 ms on an H100 to launch its kernels one by one, of which the GPU computes 11. A graph
-repeats the same kernels on the same addresses: inputs are copied to where they were in the capture, and keys and values
-stay in buffers that later calls use again. There is one graph for each function and shape of its inputs; a pass over n
-tokens is padded to the next of the widths 1, 4, 8, 16, 32, … All are captured anew when the module has changed.
+Launching the kernels of a pass of 32 layers one by one takes 24 ms on an H100, which computes for 11 ms of them. A
+graph repeats the same kernels on the same addresses: inputs are copied to where they were in the capture, and keys and
+values stay in buffers that later calls use again. There is one graph for each function and shape of its inputs; a pass
+over n tokens is padded to the next of the widths 1, 4, 8, 16, 32, … All are captured anew when the module has changed.
 
 Source: PyTorch's documentation, "CUDA semantics", section "CUDA Graphs".
 """
@@ -31,7 +31,7 @@ GRAPH_DEVICES = ("cuda",)
 """Where functions are captured."""
 EAGER_PASSES = 4
 """With compile="auto" a shape is captured when it is used once more than this, so that short calls capture nothing. A
-capture takes as long as what four or five eager uses lose."""
+capture costs as much time as four or five replays save."""
 MAX_GRAPHS = 64
 """Graphs that are kept for a set of buffers: each setting of a sampled call has some of its own."""
 
@@ -40,7 +40,8 @@ class GraphMemory:
     """The stream that graphs are captured on, None on a CPU, and the memory that they share.
 
     PyTorch may free cuBLAS's workspace of a stream, which graphs use without owning it. What is allocated in a capture
-    stays as long as any graph of its pool. So a stream has one pool, kept by an empty graph, and runs nothing else.
+    stays as long as any graph of its pool. So a stream runs captures only, and has one pool,
+    which a graph that is never replayed keeps.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None):
@@ -184,6 +185,7 @@ class CapturedFunctions:
             with self._lock:
                 self._memory, self.failure, self._fingerprint = None, None, current
                 self._refused.clear()
+                self._passes.clear()
                 for lasting in self.buffers.sets:
                     lasting.graphs.clear()
 
@@ -220,8 +222,8 @@ class CapturedFunctions:
         Args:
             inputs: of fixed shapes: masks have a column for each slot of `capacity`.
             mode: "graphs" captures a shape when it is used first, and raises if that fails; "auto" captures it after
-                `EAGER_PASSES`, and goes on eagerly if that fails.
-            eagerly: runs the same function on the cache of the call.
+                `EAGER_PASSES`, and goes on eagerly if that fails, as does any mode if `is_optional`.
+            eagerly: called where there is no graph, to run the function on the cache of the call; returned.
             agree: whether the outputs of both differ by rounding alone; checked once for each graph.
             at_once: whether "auto" does not wait either.
             rehearsal: makes inputs with which the function changes nothing, to capture it with; only functions that can
@@ -245,8 +247,8 @@ class CapturedFunctions:
             is_due = at_once or mode == "graphs" or self._passes[key] > EAGER_PASSES
             if lasting is None or self.failure is not None or not is_due or key in self._refused:
                 return eagerly()
+            eager = eagerly() if rehearsal is None else None  # an error of the function itself is the caller's
             try:
-                eager = eagerly() if rehearsal is None else None
                 cache.set_lengths(lengths)
                 first = inputs if rehearsal is None else rehearsal()
                 graph = self._capture(function, module, (first, starts), columns, lasting)

@@ -181,7 +181,7 @@ class CallInputs:
 
     @property
     def axes(self) -> torch.Tensor | None:
-        """`[axes, batch, 1]` what positions on each axis have more than on the first one; None with a single axis."""
+        """`[axes, batch, 1]` offsets of positions on each axis from the first one; None with a single axis."""
         return None if self._axes is None else self._axes[..., None]
 
     def positions(self, text: torch.Tensor) -> torch.Tensor:

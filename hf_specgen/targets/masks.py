@@ -188,7 +188,7 @@ class StepMasks:
         return masks if self._is_by_kind else masks[next(iter(self._kinds))]
 
     def _is_needed(self, kind: str, length: int) -> bool:
-        """Whether one query after so many slots needs a mask although it attends to all of them, or does not."""
+        """Whether a single query after so many slots needs a mask."""
         # Eager attention may add the mask without asking whether there is one; an indexer reads its numbers.
         if self._required or self._additive or kind in ("indexed_attention", "chunked_attention"):
             return True

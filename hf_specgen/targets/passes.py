@@ -1,6 +1,6 @@
 """Forward passes of models as functions that can be captured: over draft trees, and over levels of a growing tree.
 
-Equal passes are equal objects, so that they share a graph; what a call has made is in their inputs.
+Passes that compute the same are equal, and share a graph; tensors that differ between calls are inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CAPTURED = 64
 
 
 class PassOutput(NamedTuple):
-    """Logits `[batch, tokens, vocab]` of a pass, and the hidden states `[batch, tokens, hidden]` that were captured."""
+    """Logits `[batch, tokens, vocab]` of a pass, and auxiliary hidden states, `[batch, tokens, hidden]` each."""
 
     logits: torch.Tensor
     states: tuple[torch.Tensor, ...] = ()
@@ -127,8 +127,8 @@ class LevelPasses(NamedTuple):
     """What a drafter provides for passes over several levels of a draft tree in one captured function.
 
     `level` receives the module, tokens `[batch, new]`, their `StepLayout`, the states of their parents, `offsets`, a
-    cache, and whether the tokens are new text, with its features as states; it returns logits, states, and what else a
-    drafter wants to know of the last token of new text.
+    cache, and whether the tokens are new text, with its features as states; it returns logits, states, and other
+    tensors whose values at the last token of new text the drafter receives.
     """
 
     functions: CapturedFunctions

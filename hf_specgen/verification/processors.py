@@ -32,6 +32,8 @@ SCORE_ONLY = _classes(
     "TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper TopHLogitsWarper MinPLogitsWarper TypicalLogitsWarper "
     "EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization SuppressTokensLogitsProcessor"
 )
+READS_SCORES = _classes("TopHLogitsWarper EtaLogitsWarper")
+"""Score-only processors that read scores on the host, which a CUDA graph cannot repeat."""
 ROW_WISE = _classes(
     "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
     "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
@@ -85,6 +87,11 @@ class ScoreProcessors:
         """Those of the processors of a call that are score-only."""
         chosen = tuple(one for one in processors if type(one) in SCORE_ONLY)
         return cls(chosen, tuple((type(one), *(_setting(value) for value in vars(one).values())) for one in chosen))
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether scores are read on the host."""
+        return any(type(one) in READS_SCORES for one in self.processors)
 
     def __call__(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:
         """`[…, vocab]` to the same; processors that name tokens are left out unless the scores are of all tokens."""

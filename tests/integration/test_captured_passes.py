@@ -14,6 +14,7 @@ from hf_specgen.compat import CACHE
 from hf_specgen.evaluation import workloads
 from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.runner import EagleRunner
 from hf_specgen.targets import graphs, lasting_buffers, target
 from hf_specgen.targets.lasting_buffers import StepLayer
 from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
@@ -301,6 +302,35 @@ def test_captured_head_of_another_format_same_drafts(captures: list[Any]) -> Non
     arguments: Any = (load_head(EAGLE3.head_folder), prompts(1), {"k": 3, "tree": 6}, EAGLE3.target)
     eager = steps(*arguments, max_new_tokens=6)
     assert steps(*arguments, max_new_tokens=6, compile="graphs") == eager
+
+
+def test_captured_text_leaves_the_states_of_an_eager_pass(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: states for the next pass in place of those for the output matrix."""
+    kept: list[Any] = []
+    for method in (EagleRunner._keep_last, EagleRunner.after_text):
+
+        def recorded(runner: Any, *results: Any, method: Any = method) -> None:
+            method(runner, *results)
+            kept.append(runner.last)
+
+        monkeypatch.setattr(EagleRunner, method.__name__, recorded)
+    arguments: Any = (load_head(EAGLE3.head_folder), prompts(1), {"k": 3}, EAGLE3.target)
+    for mode in (False, "graphs"):
+        steps(*arguments, max_new_tokens=12, compile=mode)
+    eager, captured = kept[: len(kept) // 2], kept[len(kept) // 2 :]
+    assert all(not torch.equal(*one) for one in eager)
+    torch.testing.assert_close(captured, eager)
+
+
+@pytest.mark.parametrize("setting", [{"eta_cutoff": 0.01}, {"top_h": 0.4}], ids=str)
+def test_processors_that_read_scores_keep_levels_from_being_captured(
+    setting: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: a capture that fails in every call, as PyTorch's distributions check their arguments on the host."""
+    monkeypatch.setattr(autoregressive, "grow_captured", lambda *_: pytest.fail("levels were captured"))
+    target = small(layers=2)
+    candidates = DraftModelCandidates(perturbed_copy(target, 0.02), k=3, compile="graphs")
+    same_tokens(target, prompts(1), candidates, **SAMPLING["sampled"], **setting)
 
 
 def test_captured_head_in_later_calls_uses_the_same_graphs(captures: list[Any]) -> None:

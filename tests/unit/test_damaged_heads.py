@@ -268,9 +268,16 @@ MTP_LAYERS: list[tuple[Damage, str]] = [
     (mtp_tensor("self_attn.o_proj.weight", torch.zeros(32, 16, dtype=torch.int8)), "quantised MTP layers"),
     (mtp_tensor("self_attn.extra.weight", torch.zeros(2)), "unexpected_keys: .*extra"),
 ]
+
+
+def adapter_of_itself(folder: Path) -> None:
+    (folder / ADAPTER).write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+
+
 KNOWN = "none of the known formats, which are: exit adapters; Medusa heads; .*EAGLE"
 AUTOMATIC: list[tuple[Damage, str]] = [
     *((config(model_type=value), r"head/config\.json: model_type must be a string") for value in ([], {}, 3)),
+    (adapter_of_itself, "is an adapter itself"),
     *((text(one), KNOWN) for one in ("{}", '{"speculators_model_type": "hydra"}')),
 ]
 PARD: list[tuple[Damage, str]] = [

@@ -90,6 +90,8 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         _changed("slices.0.drafters", None),
         _changed("slices.0.drafters.any.seconds", [float("inf")]),
         _changed("slices.0.drafters.any.overhead", "much"),
+        _changed("slices.0.drafters.any.overhead", -1.0),
+        _changed("slices.0.drafters.any", {**ANY, "tokens": [], "seconds": []}),
         _changed("slices.0.drafters.any", {"tokens": [1], "seconds": [1.0]}),
     ],
 )
