@@ -58,7 +58,7 @@ class AdaptiveDepth(Policy):
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
     call, only drafts without a forward pass are made. T(q) of the target and the time of drafting are measured once per
-    model, rows and context (`hf_specgen.depth.calibrate`), in the time of eight plain steps. All ranks of a
+    model, rows and context (`hf_specgen.depth.calibrate`), in the time of eight to twelve plain steps. All ranks of a
     tensor-parallel model use the first rank's.
 
     Args:

@@ -1,10 +1,10 @@
 """Measures T(q), the target's latency by tokens per row, and the time of drafting, once per model, rows and context.
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
-sizes, which are rolled back. Together they take about the time of eight plain steps. The time of drafting is taken from
-the first drafts. Both are kept as long as the model; T(q) is measured again if a later pass takes less than half of it,
-which proves that other processes delayed the measurement. All ranks of a tensor-parallel model use what the first rank
-measured.
+sizes, which are rolled back. Together they take about the time of eight plain steps, at most twelve. The time of
+drafting is taken from the first drafts. Both are kept as long as the model; T(q) is measured again if a later pass
+takes less than half of it, which proves that other processes delayed the measurement. All ranks of a tensor-parallel
+model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from hf_specgen.tree import DraftTree
 T = TypeVar("T")
 QUERIES = (1, 8, 2, 24, 1, 64)
 """Tokens per row of the timed passes, in this order, as far as there is time for them."""
-MAX_PLAIN_STEPS = 8.0
-"""Time that the passes of a calibration may take, in plain steps."""
+MAX_PLAIN_STEPS, MAX_FIRST_STEPS = 8.0, 12.0
+"""Plain steps after which no pass is timed again, and after which no further size is timed. Where T(8) is three plain
+steps, T(24) may be no more, which deep drafts need to know: in the time of eight it would not be measured there."""
 
 
 def known_curve(call: Call) -> CostCurve | None:
@@ -72,8 +73,9 @@ def _key(call: Call) -> tuple[Hashable, ...]:
 def target_curve(call: Call, target: Target) -> CostCurve | None:
     """T(q) of the target, measured now and kept; None near the end of its position table.
 
-    Times chains of several sizes until `MAX_PLAIN_STEPS` are spent; the minimum of each size counts. Sizes beyond are
-    assumed to take time in proportion, so that no large tree is built because a small one was fast.
+    Times chains of several sizes for `MAX_PLAIN_STEPS`, or `MAX_FIRST_STEPS` if some have not been timed by then; the
+    minimum of each size counts. Sizes beyond are assumed to take time in proportion, so that no large tree is built
+    because a small one was fast.
     """
     longest = target.last_position - max(target.first_positions, default=0) + 1
     if longest <= QUERIES[1]:
@@ -87,7 +89,7 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
         if times:
             largest = max(times)
             expected = times.get(q, times[largest] * sqrt(q / largest))  # between memory-bound and compute-bound
-            if spent + expected / times[1] > MAX_PLAIN_STEPS:
+            if spent + expected / times[1] > (MAX_PLAIN_STEPS if q in times else MAX_FIRST_STEPS):
                 break
         if target.device.type != "cpu" and q not in times:
             time_pass(target, pending, q)  # the first pass of a size loads kernels, or is captured
