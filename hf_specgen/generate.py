@@ -28,7 +28,8 @@ from hf_specgen.prepacked_weights import maybe_prepacked
 from hf_specgen.settings import CALL_SETTINGS, Settings, Verification, settings_in
 from hf_specgen.targets.inputs import check_cache
 from hf_specgen.targets.model_parts import decoder_argument
-from hf_specgen.targets.requirements import check_computation, make_target
+from hf_specgen.targets.requirements import make_target
+from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length, check_model
 from hf_specgen.verification import Verifier
 

@@ -35,7 +35,8 @@ from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.passes import MAX_CAPTURED, LevelPasses, NewText
-from hf_specgen.targets.requirements import TargetRequirements, check_computation, make_target
+from hf_specgen.targets.requirements import TargetRequirements, make_target
+from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import position_table
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree

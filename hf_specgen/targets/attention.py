@@ -58,6 +58,12 @@ class grouped_attention:
         _folded_masks.reset(self._token)
 
 
+def registered_attention(implementation: str) -> Any:
+    """The function that layers with this implementation call: Transformers' own for this package's wrapper of it."""
+    function = _interface.get(implementation)
+    return sdpa_attention_forward if function is _sdpa_attention else function
+
+
 def grouped_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None = None
 ) -> torch.Tensor:

@@ -23,8 +23,8 @@ from torch import nn
 
 from hf_specgen.call import Compile
 from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.fingerprint import graph_fingerprint
 from hf_specgen.targets.lasting_buffers import BufferSet, GraphBuffers, StepCache, StepLayer
-from hf_specgen.targets.model_parts import fingerprint
 
 logger = logging.getLogger("hf_specgen")
 GRAPH_DEVICES = ("cuda",)
@@ -181,7 +181,7 @@ class CapturedFunctions:
 
     def begin_call(self, module: nn.Module) -> None:
         """Forget the graphs of a module that has changed."""
-        if (current := fingerprint(module)) != self._fingerprint:
+        if (current := graph_fingerprint(module)) != self._fingerprint:
             with self._lock:
                 self._memory, self.failure, self._fingerprint = None, None, current
                 self._refused.clear()
@@ -256,7 +256,7 @@ class CapturedFunctions:
                 if rehearsal is None and not agree(eager, outputs):
                     raise ValueError("its results differ from those of an ordinary pass")
                 if not is_captured(module):  # the first pass may have installed hooks
-                    self._fingerprint = fingerprint(module)
+                    self._fingerprint = graph_fingerprint(module)
                 lasting.graphs[key] = graph
                 if len(lasting.graphs) > MAX_GRAPHS:
                     del lasting.graphs[next(iter(lasting.graphs))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -139,41 +139,3 @@ def output_logits(
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
         logits = cap * torch.tanh(logits / cap)
     return cast(torch.Tensor, logits)
-
-
-def fingerprint(module: nn.Module) -> int:
-    """A hash of what a captured pass depends on beside its inputs; not of what a hook or another object refers to.
-
-    These are the addresses of weights and buffers, the precision of matrix products, and of each module the class, the
-    hooks and plain attributes, such as which adapters are active.
-    """
-    tensors = [*module.parameters(), *module.buffers()]
-    places = [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
-    precision = torch.get_float32_matmul_precision()
-    attention = compat.attention_implementation(text_config(module)) if isinstance(module, PreTrainedModel) else ""
-    return hash((precision, attention, tuple(places), tuple(map(_state, module.modules()))))
-
-
-def _state(module: nn.Module) -> tuple[Any, ...]:
-    own = vars(module)
-    plain = [(name, repr(value)) for name, value in own.items() if name not in _OF_EVERY_MODULE and _is_plain(value)]
-    hooks = [_others(own[name]) for name in ("_forward_hooks", "_forward_pre_hooks")]
-    return id(module), type(module), id(own.get("forward")), *hooks, tuple(plain)
-
-
-def _others(hooks: Mapping[int, Any]) -> tuple[int, ...]:
-    """The numbers of hooks that are not this package's, whose own are registered during a pass."""
-    own = __name__.split(".")[0]
-    return tuple(number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(own))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set):
-        return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | None)
-
-
-_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
-"""Attributes of PyTorch's own: the collections of a module's parts and hooks."""

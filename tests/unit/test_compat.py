@@ -51,7 +51,10 @@ PRIVATE = {
     *("_get_torch_distributed_world_size", "_is_stateful", "_kv_token_views", "_true_initial_tokens"),
 }
 """Of Transformers."""
-OF_OTHER_LIBRARIES = {"_compiled_call_impl", "_getframe", "_hf_hook", "_orig_mod", "_torchdynamo_orig_callable"}
+OF_OTHER_LIBRARIES = {
+    *("_compiled_call_impl", "_getframe", "_hf_hook", "_orig_mod", "_torchdynamo_orig_callable"),
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+}
 """Of Python, PyTorch and accelerate."""
 
 

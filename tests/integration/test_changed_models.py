@@ -1,0 +1,314 @@
+"""A model that is changed between calls gives the tokens of plain `generate`, or is refused while it differs."""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AttentionInterface, JambaConfig, JambaForCausalLM, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_specgen import DraftModelCandidates, NgramCandidates
+from hf_specgen.targets.fingerprint import computation
+from tests.helpers import fresh_model, perturbed_copy, tiny_model
+
+PROMPT = torch.tensor([[1, 5, 9, 23, 5, 9, 23, 5, 9]])
+CALL = {"input_ids": PROMPT, "max_new_tokens": 16, "do_sample": False}
+VECTOR = 2 * torch.randn(64, generator=torch.Generator().manual_seed(3))
+
+
+def llama() -> Any:
+    return fresh_model("llama", initializer_range=0.2)
+
+
+def outcome(model: Any, strategy: Any = None) -> str:
+    """Whether a call is refused, or gives the tokens of plain `generate`."""
+    expected = model.generate(**CALL)
+    try:
+        tokens = model.generate(**CALL, candidate_generator=strategy or NgramCandidates(k=4))
+    except ValueError as error:
+        assert "cannot verify draft tokens" in str(error)
+        return "refused"
+    return "same" if torch.equal(tokens, expected) else "wrong"
+
+
+def steer(states: torch.Tensor, is_active: bool = True) -> torch.Tensor:
+    """Add a vector at the last position of a pass, as activation steering does."""
+    return torch.cat([states[:, :-1], states[:, -1:] + VECTOR * is_active], dim=1)
+
+
+def first(values: Any) -> torch.Tensor:
+    return values[0] if isinstance(values, tuple) else values
+
+
+@contextmanager
+def removed(handle: Any) -> Iterator[None]:
+    yield
+    handle.remove()
+
+
+def hook_of_layer(model: Any) -> Any:
+    return removed(model.model.layers[0].register_forward_hook(lambda *given: steer(first(given[2]))))
+
+
+def hook_when_decoding(model: Any) -> Any:
+    def add(module: Any, args: Any, output: Any) -> Any:
+        states = first(output)
+        return states + VECTOR if states.shape[1] == 1 else output
+
+    return removed(model.model.layers[1].mlp.register_forward_hook(add))
+
+
+def pre_hook_of_output_matrix(model: Any) -> Any:
+    return removed(model.lm_head.register_forward_pre_hook(lambda module, args: (steer(args[0]),)))
+
+
+def hook_of_embeddings(model: Any) -> Any:
+    return removed(model.model.embed_tokens.register_forward_hook(lambda *given: steer(given[2])))
+
+
+def hook_of_all_modules(model: Any) -> Any:
+    def add(module: Any, args: Any, output: Any) -> Any:
+        return steer(output) if module is model.model.norm else None
+
+    return removed(torch.nn.modules.module.register_module_forward_hook(add))
+
+
+@contextmanager
+def replaced_forward(model: Any) -> Iterator[None]:
+    norm = model.model.norm
+    norm.forward = lambda states: steer(type(norm).forward(norm, states))
+    yield
+    del norm.forward
+
+
+@contextmanager
+def replaced_module(model: Any) -> Iterator[None]:
+    norm = model.model.norm
+    model.model.norm = torch.nn.Sequential(norm, Steering())
+    yield
+    model.model.norm = norm
+
+
+@contextmanager
+def replaced_forward_of_the_class(model: Any) -> Iterator[None]:
+    norm_class = type(model.model.norm)
+    forward = norm_class.forward
+    norm_class.forward = lambda self, states: steer(forward(self, states))
+    yield
+    norm_class.forward = forward
+
+
+@contextmanager
+def replaced_attention(model: Any) -> Iterator[None]:
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **settings: Any) -> Any:
+        output, weights = sdpa_attention_forward(module, query, key, value, mask, **settings)
+        return (output * 2 if query.shape[2] == 1 else output), weights
+
+    registered = AttentionInterface().get("sdpa")
+    AttentionInterface.register("sdpa", attention)
+    yield
+    AttentionInterface.register("sdpa", registered)
+
+
+class Steering(torch.nn.Module):
+    """Steers while its attribute says so."""
+
+    is_active = True
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return steer(states, self.is_active)
+
+
+CHANGES: list[Callable[[Any], Any]] = [
+    hook_of_layer,
+    hook_when_decoding,
+    pre_hook_of_output_matrix,
+    hook_of_embeddings,
+    hook_of_all_modules,
+    replaced_forward,
+    replaced_module,
+    replaced_forward_of_the_class,
+    replaced_attention,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_self_check_model_changed_after_the_first_call_is_refused_until_undone(change: Callable[[Any], Any]) -> None:
+    """Would catch: a result of the first call that is believed after a hook was added, or for ever after a refusal."""
+    model = llama()
+    assert outcome(model) == "same"
+    with change(model):
+        assert outcome(model) == "refused"
+        assert outcome(model) == "refused"
+    assert outcome(model) == "same"
+
+
+def test_self_check_model_changed_before_the_first_call_is_checked_again_afterwards() -> None:
+    """Would catch: a model that is refused for good because a hook was there in its first call."""
+    model = llama()
+    with hook_of_layer(model):
+        assert outcome(model, DraftModelCandidates(perturbed_copy(model), k=3)) == "refused"
+    assert outcome(model, DraftModelCandidates(perturbed_copy(model), k=3)) == "same"
+
+
+@pytest.mark.parametrize("kind", ["closure", "attribute", "module", "argument"])
+def test_self_check_hook_that_a_variable_switches_on_is_refused(kind: str) -> None:
+    """Would catch: a hook that was off in the checked call, and is believed to be off after its switch was set."""
+    model, settings, steering = llama(), {"is_active": False}, Steering()
+    steering.is_active = False
+    hooks: dict[str, Any] = {
+        "closure": lambda *given: steer(first(given[2]), settings["is_active"]),
+        "attribute": lambda *given: steering(first(given[2])),
+        "argument": functools.partial(lambda options, *given: steer(first(given[2]), options["is_active"]), settings),
+    }
+    if kind == "module":
+        model.model.norm = torch.nn.Sequential(model.model.norm, steering)
+    else:
+        model.model.layers[0].register_forward_hook(hooks[kind])
+    assert outcome(model) == "same"
+    settings["is_active"] = steering.is_active = True
+    assert outcome(model) == "refused"
+    settings["is_active"] = steering.is_active = False
+    assert outcome(model) == "same"
+
+
+def test_self_check_hook_that_counts_passes_and_changes_results_is_refused() -> None:
+    """Would catch: a hook that steers from its twentieth pass on, which a trial of five passes does not show."""
+    model, passes = llama(), {"count": 0}
+
+    def steer_later(module: Any, args: Any, output: Any) -> Any:
+        passes["count"] += 1
+        return first(output) + VECTOR * (passes["count"] > 20)
+
+    handle = model.model.layers[0].register_forward_hook(steer_later)
+    with pytest.raises(ValueError, match="a variable of its own in every pass"):
+        model.generate(**CALL, candidate_generator=NgramCandidates(k=4))
+    handle.remove()
+
+    def count(module: Any, args: Any, output: Any) -> None:
+        passes["count"] += 1
+
+    model.model.layers[0].register_forward_hook(count)
+    assert outcome(model) == "same", "a hook that only counts changes no token"
+
+
+def test_self_check_hook_that_adds_the_same_everywhere_drafts() -> None:
+    """Would catch: a refusal of all hooks, though steering at every position is computed in any pass."""
+    model = llama()
+    model.model.layers[0].register_forward_hook(lambda *given: first(given[2]) + VECTOR)
+    strategy = DraftModelCandidates(perturbed_copy(model), k=3)
+    assert outcome(model, strategy) == "same"
+    assert strategy.speculation.accepted > 0
+
+
+def test_computation_of_adapters_is_that_of_the_active_one() -> None:
+    """Would catch: an adapter that is believed to compute as the one before, or a trial in every call."""
+    settings = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(llama(), peft.LoraConfig(**settings), adapter_name="one").eval()
+    model.add_adapter("two", peft.LoraConfig(**settings))
+    states = []
+    for name in ("one", "two", "one"):
+        model.set_adapter(name)
+        assert outcome(model) == "same"
+        states.append(computation(model.get_base_model()))
+    assert states[0] == states[2] != states[1]
+    with model.disable_adapter():
+        assert computation(model.get_base_model()) not in states
+
+
+def test_computation_is_equal_in_later_calls() -> None:
+    """Would catch: a trial in every call, since a call itself changes what its result belongs to."""
+    for architecture in ("llama", "gemma2", "mixtral"):
+        model = fresh_model(architecture)
+        before = computation(model)
+        model.generate(**CALL, candidate_generator="auto")
+        assert computation(model) == before
+
+
+def test_computation_refers_to_no_model() -> None:
+    """Would catch: a model that is never freed, since the results of its check keep it."""
+    model = llama()
+    held = sys.getrefcount(model)
+    state = computation(model)
+    assert sys.getrefcount(model) == held and state
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_self_check_mixed_precision_drafts(is_prepared: bool) -> None:
+    """Would catch: rounding to bfloat16 inside of forward taken for wrong scores, so that rollouts run plainly."""
+    model = llama()
+    strategy = DraftModelCandidates(perturbed_copy(model), k=3)
+    if is_prepared:
+        model = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not is_prepared):
+        model.generate(**CALL, candidate_generator=strategy)
+    assert strategy.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_self_check_refuses_the_same_models_in_half_precision(dtype: torch.dtype) -> None:
+    """Would catch: an error of the size of rounding that is accepted in the dtype in which people load models."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    mamba = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 2}
+    mamba["initializer_range"] = 0.2
+    config = JambaConfig(vocab_size=99, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, **sizes, **mamba)
+    model = JambaForCausalLM(config).eval().to(dtype)
+    model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="cannot verify draft tokens"):
+        model.generate(**CALL, candidate_generator=NgramCandidates(k=3))
+
+
+def test_self_check_in_half_precision_leaves_the_weights() -> None:
+    """Would catch: a check in float32 that converts the model."""
+    model = llama().to(torch.bfloat16)
+    before = {name: (value.data_ptr(), value.dtype) for name, value in model.state_dict(keep_vars=True).items()}
+    model.generate(**CALL, candidate_generator=NgramCandidates(k=3))
+    assert before == {name: (value.data_ptr(), value.dtype) for name, value in model.state_dict(keep_vars=True).items()}
+
+
+def test_self_check_beside_threads_that_draw_random_numbers_refuses_nothing() -> None:
+    """Would catch: another thread's random numbers taken for dropout, by which models were refused for good."""
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(3)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(3):
+            assert outcome(llama()) == "same"
+    finally:
+        stop.set()
+        thread.join()
+
+
+class AsksAnotherModel(LlamaForCausalLM):
+    """A model whose forward pass generates with another one, as a router or a guard model may."""
+
+    other: Any = None
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        if self.other is not None:
+            self.other.generate(**{**CALL, "max_new_tokens": 1}, candidate_generator=NgramCandidates(k=2))
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+def test_self_check_of_a_model_inside_that_of_another_ends() -> None:
+    """Would catch: one lock for all models, for which a nested call waits for ever."""
+    model = AsksAnotherModel(tiny_model("llama").config).eval()
+    model.__dict__["other"] = llama()
+    outcomes: list[str] = []
+    thread = threading.Thread(target=lambda: outcomes.append(outcome(model)), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert outcomes == ["same"]
