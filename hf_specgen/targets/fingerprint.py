@@ -56,14 +56,15 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
         values += (module_class, attributes["training"])
         values += settings(islice(attributes.values(), skipped, None))
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
-            values += map(function_state, changed_functions(module))
+            for function in changed_functions(module):
+                values += function_state(function)
         if attributes["_modules"]:
             modules += filter(None, attributes["_modules"].values())
     # Functions of a class may be replaced for all its modules, as kernel libraries do.
     values.append(frozenset((module_class, module_class.forward) for module_class in settings_of_class))
     config = text_config(model)
     implementation = compat.attention_implementation(config)
-    values += [implementation, function_state(registered_attention(implementation))]
+    values += (implementation, *function_state(registered_attention(implementation)))
     values += _plain_values([vars(model.config), vars(config)], limit=None)
     return tuple(values)
 

@@ -67,15 +67,26 @@ class Results:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a forward pass may call `generate` of the same model
         self._reasons: OrderedDict[tuple[Any, ...], str | None] = OrderedDict()
+        self._changed_by_passes: set[int] = set()
 
-    def find(self, key: tuple[Any, ...], trial: Callable[[], str | None]) -> str | None:
-        """The reason that a trial has given, which runs if its key is new."""
-        if key not in self._reasons:
-            self._reasons[key] = trial()
-        self._reasons.move_to_end(key)
-        if len(self._reasons) > MAX_RESULTS:
-            self._reasons.popitem(last=False)
-        return self._reasons[key]
+    def find(
+        self, model: PreTrainedModel, state: tuple[Any, ...], key: tuple[Any, ...], trial: Callable[[], str | None]
+    ) -> str | None:
+        """The reason that a trial has given; it runs if it has not yet run in this state, the model's `computation`."""
+        if (*key, self._stable(state)) not in self._reasons:
+            reason = trial()
+            pairs = enumerate(zip(state, computation(model), strict=False))
+            self._changed_by_passes |= {index for index, (before, after) in pairs if before != after}
+            self._reasons[*key, self._stable(state)] = reason
+            if len(self._reasons) > MAX_RESULTS:
+                self._reasons.popitem(last=False)
+        return self._reasons[*key, self._stable(state)]
+
+    def _stable(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values but those that passes themselves have changed, such as counters."""
+        if not self._changed_by_passes:
+            return state
+        return tuple(value for index, value in enumerate(state) if index not in self._changed_by_passes)
 
 
 _lock = threading.Lock()
@@ -117,7 +128,8 @@ class SelfCheck:
         self._model = model
         self._exit_layer = exit_layer
         self._results = results
-        self._key = (exit_layer, _precision(model), compat.input_device(model), computation(model))
+        self._key = (exit_layer, _precision(model), compat.input_device(model))
+        self._state = computation(model)
         self._rows_differ = False
 
     def problem(
@@ -157,7 +169,10 @@ class SelfCheck:
         try:
             with _positions_kept(self._model):
                 reason = self._results.find(
-                    (*self._key, *key), lambda: find_difference(self._model, self._exit_layer, *prompt())
+                    self._model,
+                    self._state,
+                    (*self._key, *key),
+                    lambda: find_difference(self._model, self._exit_layer, *prompt()),
                 )
         except UndecidedError:
             return None

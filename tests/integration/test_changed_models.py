@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import AttentionInterface, JambaConfig, JambaForCausalLM, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specgen import DraftModelCandidates, NgramCandidates
+from hf_specgen import DraftModelCandidates, FixedDepth, NgramCandidates
 from hf_specgen.targets.fingerprint import computation
 from tests.helpers import fresh_model, perturbed_copy, tiny_model
 
@@ -126,6 +126,16 @@ class Steering(torch.nn.Module):
         return steer(states, self.is_active)
 
 
+class Counting(torch.nn.Module):
+    """Counts its passes."""
+
+    passes = 0
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return states
+
+
 CHANGES: list[Callable[[Any], Any]] = [
     hook_of_layer,
     hook_when_decoding,
@@ -197,6 +207,18 @@ def test_self_check_hook_that_counts_passes_and_changes_results_is_refused() -> 
 
     model.model.layers[0].register_forward_hook(count)
     assert outcome(model) == "same", "a hook that only counts changes no token"
+
+
+def test_self_check_module_that_counts_its_passes_is_checked_once() -> None:
+    """Would catch: a trial in every call, since the model itself changes an attribute."""
+    model, counter = llama(), Counting()
+    model.model.norm = torch.nn.Sequential(model.model.norm, counter)
+    assert outcome(model) == "same"
+    for strategy in (None, FixedDepth()):
+        before = counter.passes
+        model.generate(**CALL, candidate_generator=NgramCandidates(k=4, policy=strategy))
+        assert counter.passes - before <= CALL["max_new_tokens"]
+    assert outcome(model) == "same"
 
 
 def test_self_check_hook_that_adds_the_same_everywhere_drafts() -> None:
