@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import re
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import signature
 from typing import Any, cast
 
@@ -147,9 +148,32 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def without_compilation(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """Runs compiled parts of a model eagerly: each new length of a cache would be compiled anew."""
-    if not has_compiled_parts(model):
-        return nullcontext()
-    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))
+    return _eager_stance() if has_compiled_parts(model) else nullcontext()
+
+
+class _EagerCalls:
+    """How many calls of all threads run compiled parts eagerly; `stack` restores the stance after the last of them."""
+
+    lock = threading.Lock()
+    running = 0
+    stack = ExitStack()
+
+
+@contextmanager
+def _eager_stance() -> Iterator[None]:
+    """Inside, `torch.compiler` has the stance "force_eager", which is the process's."""
+    calls = _EagerCalls
+    with calls.lock:
+        if calls.running == 0:
+            calls.stack.enter_context(torch.compiler.set_stance("force_eager"))
+        calls.running += 1
+    try:
+        yield
+    finally:
+        with calls.lock:
+            calls.running -= 1
+            if calls.running == 0:
+                calls.stack.close()
 
 
 def has_compiled_parts(model: PreTrainedModel) -> bool:

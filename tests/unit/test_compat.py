@@ -6,7 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,26 @@ def test_without_compilation_finds_every_way_to_compile() -> None:
     module.forward = torch.compile(module.forward, backend="eager")
     assert not isinstance(compat.without_compilation(module), nullcontext), missing("_torchdynamo_orig_callable")
     assert compat.unwrapped(torch.compile(module, backend="eager")) is module, missing("OptimizedModule._orig_mod")
+
+
+def test_without_compilation_in_overlapping_calls_restores_the_stance_after_the_last() -> None:
+    """Would catch: a call that restores what it found, so that another compiles each step anew, or nothing ever again.
+
+    The first call ends before the second, as in two threads.
+    """
+    compiled = list[Any]()
+    module = torch.nn.Linear(2, 2)
+    backend: Any = lambda graph, inputs: compiled.append(graph) or graph.forward  # noqa: E731
+    module.forward = torch.compile(lambda states: states + 1, backend=backend)
+    first, second = ExitStack(), ExitStack()
+    for stack in (first, second):
+        stack.enter_context(compat.without_compilation(module))
+    first.close()
+    module(torch.ones(1, 2))
+    assert not compiled, "the second call is running"
+    second.close()
+    module(torch.ones(1, 2))
+    assert compiled, "no call is running"
 
 
 # Start-up: `import hf_specgen` and `hf-specgen --help` load neither PyTorch nor anything else that takes seconds
