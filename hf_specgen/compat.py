@@ -186,19 +186,6 @@ def has_compiled_parts(model: PreTrainedModel) -> bool:
     )
 
 
-def random_state(device: torch.device) -> torch.Tensor:
-    """The state of the device's default random generator."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of the device's default random generator."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
 def global_hooks() -> tuple[int, ...]:
     """The numbers of the hooks that every module of the process runs. Symbols of PyTorch, as their names say."""
     return (*nn.modules.module._global_forward_hooks, *nn.modules.module._global_forward_pre_hooks)

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from hf_specgen import random_state
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
@@ -78,7 +79,7 @@ class BoundModules(Generic[T]):
         with self._lock:
             loaded = self._loaded.get(model)
             if loaded is None or loaded[0] != key:
-                with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
+                with random_state.kept(weight.device):
                     loaded = key, load()
                 self._loaded[model] = loaded
             return loaded[1]

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_specgen import compat
+from hf_specgen import compat, random_state
 from hf_specgen.call import Compile
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
@@ -215,7 +215,9 @@ class DraftModelCandidates(PretrainedCandidates):
             options = {name: value for name, value in self._loading.items() if value is not None}
             if target is not None:
                 options.setdefault("device_map", compat.input_device(target))
-            with source_errors(self.drafter):
+            device = torch.device("cpu") if target is None else compat.input_device(target)
+            # Transformers initialises at random what the checkpoint lacks.
+            with source_errors(self.drafter), random_state.kept(device):
                 self._model = _auto_class(target).from_pretrained(self.drafter, **options)
         return self._model
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -56,23 +55,3 @@ def _wide(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_wide, value))
     return value
-
-
-class RandomOperations(TorchDispatchMode):
-    """Watches whether operations of this thread draw from the default random generator, as `found`.
-
-    The generator's state does not show it where other threads draw too.
-    """
-
-    found = False
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        defaults = {argument.name: argument.default_value for argument in function._schema.arguments}
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
-        is_random = torch.Tag.nondeterministic_seeded in function.tags
-        # Attention has the tag because of its dropout, which is usually 0.
-        if is_random and given.get("generator") is None and given.get("dropout_p") != 0.0:
-            self.found = True
-        return function(*args, **(kwargs or {}))

@@ -25,8 +25,9 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.random_state import RandomOperations, global_generator
 from hf_specgen.targets.early_exit import EarlyExitTarget, divisible_layers
-from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic, RandomOperations
+from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
 from hf_specgen.targets.fingerprint import computation, foreign_hooks, function_state
 from hf_specgen.targets.inputs import accompanying_inputs
 from hf_specgen.targets.model_parts import is_causal_kernel, reads_encoder, text_config
@@ -289,18 +290,19 @@ def compare(
 ) -> str | None:
     """Decode both ways in the present arithmetic; differences that are rounding in `precision` are none."""
     given = model_kwargs.get(compat.CACHE)
-    random_state = compat.random_state(input_ids.device)
+    generator = global_generator(input_ids.device)
+    random_state = generator.get_state()
     with WatchedHooks(model) as hooks:
         output = _decode_plainly(model, input_ids, config, model_kwargs)
     if hooks.keep_state:
         return KEEPS_STATE
     plain = output.logits
     tokens = output.sequences[:, -STEPS:].tolist()
-    if not torch.equal(compat.random_state(input_ids.device), random_state):
-        with RandomOperations() as operations:  # other threads may have drawn
+    if not torch.equal(generator.get_state(), random_state):
+        with RandomOperations(input_ids.device) as operations:  # other threads may have drawn
             _decode_plainly(model, input_ids, config, model_kwargs)
         if operations.found:
-            compat.set_random_state(input_ids.device, random_state)
+            generator.set_state(random_state)
             return f"in training mode {RANDOM}" if model.training else RANDOM
     requirements = TargetRequirements(exit_layer=exit_layer)
     target = make_target(requirements, model, input_ids, config, {**model_kwargs, compat.CACHE: copy.deepcopy(given)})

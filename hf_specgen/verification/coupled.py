@@ -19,10 +19,10 @@ from functools import lru_cache
 
 import torch
 
+from hf_specgen import random_state
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential_race
-from hf_specgen.verification.processors import rng_state
 
 MAX_NOISE_BYTES = 256 * 2**20
 """Memory of buffered noise; limits how far rows may be apart: 64 steps for 8 rows and a vocabulary of 131,072."""
@@ -41,16 +41,22 @@ class _CoupledSession(VerificationSession):
     def __init__(self, call: Call):
         super().__init__(call)
         self._noise: NoiseBuffer | None = None
+        self._generator: torch.Generator | None = None
         self._confirmed = 0
+        if call.do_sample:
+            device = call.state.device
+            check_multinomial(device, torch.float32)
+            seeded = None if call.seed is None else torch.Generator(device).manual_seed(call.seed)
+            self._generator = seeded or random_state.take(device)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        if not self.call.do_sample:
+        if self._generator is None:
             return argmax(scores)
         if self._noise is None:
             batch, _, vocab = scores.shape
-            self._noise = NoiseBuffer(batch, vocab, scores.device, self.call.seed, scores.dtype)
+            self._noise = NoiseBuffer(batch, vocab, self._generator, scores.dtype)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
@@ -71,29 +77,24 @@ class _CoupledSession(VerificationSession):
     def end(self, columns: int) -> None:
         if self._noise:
             self._noise.rewind(columns)
-        self._noise = None
+        if self._generator is not None and self.call.seed is None:
+            random_state.global_generator(self._generator.device).set_state(self._generator.get_state())
+        self._noise = self._generator = None
 
 
 class NoiseBuffer:
-    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` restores the generator at the end.
+    """Exponential noise for each decoding step, drawn ahead as needed; `rewind` undoes what was drawn too much.
 
-    With a `seed` it is drawn by a generator of its own: what `torch.manual_seed(seed)` would draw next. `dtype` is that
-    of the probabilities, which is what `torch.multinomial` draws its noise in.
+    `dtype` is that of the probabilities, which is what `torch.multinomial` draws its noise in.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        vocab: int,
-        device: torch.device,
-        seed: int | None = None,
-        dtype: torch.dtype = torch.float32,
-    ):
-        check_multinomial(device, dtype)
+    def __init__(self, batch: int, vocab: int, generator: torch.Generator, dtype: torch.dtype = torch.float32):
+        check_multinomial(generator.device, dtype)
         self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
         """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
-        self._shape, self._device, self._dtype = (batch, vocab), device, dtype
-        self._generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        self._shape = (batch, vocab)
+        self._dtype = dtype
+        self._generator = generator
         self._drawn = 0
         self._noise: dict[int, torch.Tensor] = {}
         self._states: dict[int, torch.Tensor] = {}
@@ -101,9 +102,8 @@ class NoiseBuffer:
     def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """`[batch, steps, vocab]` the noise of each row at its own steps; drawn as needed."""
         while self._drawn <= max(map(max, steps)):
-            if self._generator is None:
-                self._states[self._drawn] = rng_state(self._device)
-            noise = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._states[self._drawn] = self._generator.get_state()
+            noise = torch.empty(self._shape, dtype=self._dtype, device=self._generator.device)
             self._noise[self._drawn] = noise.exponential_(generator=self._generator)
             self._drawn += 1
         slices = [self._noise[step][row] for row, row_steps in enumerate(steps) for step in row_steps]
@@ -113,36 +113,25 @@ class NoiseBuffer:
         """Drop the noise before `step`, which no row needs any more."""
         for past in [known for known in self._noise if known < step]:
             del self._noise[past]
-            self._states.pop(past, None)
+            if past > 0:  # a call that is refused in a later step is undone up to its beginning
+                del self._states[past]
 
     def rewind(self, step: int) -> None:
-        """Set the random generator to the state in which plain `generate` leaves it after `step` tokens."""
-        if step < self._drawn and self._generator is None:
-            _set_rng_state(self._device, self._states[step])
+        """Set the generator to the state in which plain `generate` leaves it after `step` tokens."""
+        if step < self._drawn:
+            self._generator.set_state(self._states[step])
 
 
 @lru_cache(maxsize=8)
 def check_multinomial(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise unless `torch.multinomial` on `device` is argmax(p / exponential noise); leaves the generator untouched."""
-    before = rng_state(device)
-    try:
-        probabilities = torch.full((3, 64), 1 / 64, dtype=dtype, device=device)
-        sampled = torch.multinomial(probabilities, 1)
-        after = rng_state(device)
-        _set_rng_state(device, before)
-        noise = torch.empty_like(probabilities).exponential_()
-        argmax = torch.argmax(probabilities / noise, dim=-1, keepdim=True)
-        if not torch.equal(sampled, argmax) or not torch.equal(after, rng_state(device)):
-            raise RuntimeError(
-                f"torch.multinomial on {device.type} does not draw as it does on CPU and CUDA, so sampling cannot "
-                "repeat the text of plain generate(); use do_sample=False, or keep the inputs on the CPU"
-            )
-    finally:
-        _set_rng_state(device, before)
-
-
-def _set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+    """Raise unless `torch.multinomial` on `device` is argmax(p / exponential noise)."""
+    probabilities = torch.full((3, 64), 1 / 64, dtype=dtype, device=device)
+    generators = [torch.Generator(device).manual_seed(0) for _ in range(2)]
+    sampled = torch.multinomial(probabilities, 1, generator=generators[0])
+    noise = torch.empty_like(probabilities).exponential_(generator=generators[1])
+    states = [generator.get_state() for generator in generators]
+    if not torch.equal(sampled, torch.argmax(probabilities / noise, dim=-1, keepdim=True)) or not torch.equal(*states):
+        raise ValueError(
+            f"torch.multinomial on {device.type} does not draw as it does on CPU and CUDA, so sampling cannot "
+            "repeat the text of plain generate(); use do_sample=False, or keep the inputs on the CPU"
+        )

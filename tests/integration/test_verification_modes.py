@@ -1,9 +1,11 @@
 """The verification modes inside `generate`: stops, scores, batches, processors, and a draft that equals the target."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +18,16 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen import Call, NgramCandidates, SpeculationMonitor
+from hf_specgen import Call, DraftModelCandidates, NgramCandidates, SpeculationMonitor
+from hf_specgen.settings import as_candidates
 from hf_specgen.verification import CoupledVerifier
 from tests.fuzz.scripted import RandomDepths, Scripted
 from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, fresh_model, prompts, tiny_model
-from tests.helpers.comparison import SEED, assert_same_tokens, plain_and_speculative, plain_output, seed
+from tests.helpers.comparison import END, SEED, assert_same_tokens, plain_and_speculative, plain_output, seed
+from tests.helpers.models import perturbed_copy
+from tests.helpers.noise import RecordedNoise
 from tests.helpers.oracle import ORACLES
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -277,3 +283,92 @@ def test_exception_anywhere_ends_sessions_and_restores_the_random_state(failing:
     if columns:
         model.generate(**inputs, **{**FREELY, "max_new_tokens": columns})
     assert torch.equal(state, torch.get_rng_state())
+
+
+# Who else draws from the global random generator in a sampled call
+
+
+def drawing(part: Any, method: str) -> Any:
+    """The part, whose session draws random numbers at its start and in each call of a method."""
+    start = part.start
+
+    def start_drawing(call: Any) -> Any:
+        torch.rand(1)
+        session = start(call)
+        own = getattr(session, method)
+
+        def draw(*given: Any) -> Any:
+            torch.randint(5, (3,))
+            return own(*given)
+
+        setattr(session, method, draw)
+        return session
+
+    part.start = start_drawing
+    return part
+
+
+DRAWING: dict[str, Callable[[], dict[str, Any]]] = {
+    "strategy": lambda: {"candidates": drawing(NgramCandidates(k=3), "draft")},
+    "policy": lambda: {"policy": drawing(RandomDepths(), "depths")},
+    "monitor": lambda: {"monitor": drawing(SpeculationMonitor(prometheus=False), "observe")},
+    "generator of Transformers": lambda: {"candidates": as_candidates(DrawingGenerator())},
+}
+
+
+class DrawingGenerator(CandidateGenerator):
+    """One of Transformers' kind that draws its candidate."""
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return torch.cat([input_ids, torch.randint(99, (1, 2))], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to update."""
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_drafts_and_watches_may_draw_random_numbers(name: str) -> None:
+    """Would catch: sampled tokens, or a random state, that silently differ from those of plain generate."""
+    how = {"candidates": NgramCandidates(k=3), **FREELY, **DRAWING[name]()}
+    assert_same_tokens(tiny_model("llama"), prompts(1), **how)
+
+
+def test_draft_that_lacks_weights_same_tokens(tmp_path: Path) -> None:
+    """Would catch: weights that are initialised at random in the call, so that other tokens are sampled after them."""
+    draft = fresh_model("llama")
+    weights = {name: value for name, value in draft.state_dict().items() if "layers.0.mlp.up_proj" not in name}
+    draft.save_pretrained(tmp_path, state_dict=weights)
+    assert_same_tokens(tiny_model("llama"), prompts(1), DraftModelCandidates(str(tmp_path), k=2), **FREELY)
+
+
+def test_overlapping_calls_choose_each_token_by_noise_of_its_own() -> None:
+    """Would catch: a generator that is set back to before the numbers that another thread has drawn meanwhile.
+
+    Rows end early, so that noise is drawn which no token needs.
+    """
+    model, verifier = tiny_model("llama"), RecordedNoise()
+    draft = DraftModelCandidates(perturbed_copy(model, 0.05), k=8)
+
+    def call(**settings: Any) -> None:
+        how = {"candidate_generator": draft, "verification": verifier, **settings}
+        model.generate(**prompts(1), **FREELY, **END, **how)
+
+    class CallsInAnotherThread(SpeculationMonitor):
+        def start(self, call_of_monitor: Call) -> Any:
+            session = super().start(call_of_monitor)
+            observe = session.observe
+
+            def observe_and_call(step: Any) -> None:
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+                observe(step)
+
+            session.observe = observe_and_call
+            return session
+
+    torch.manual_seed(0)
+    for _ in range(3):
+        call(monitor=CallsInAnotherThread(prometheus=False))
+        call()
+    assert len(verifier.noise) == len(set(verifier.noise)) > 50

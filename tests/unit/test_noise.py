@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_specgen.random_state import kept, take
 from hf_specgen.verification import coupled
 from hf_specgen.verification.base import INVALID, argmax, exponential_race
 from hf_specgen.verification.coupled import NoiseBuffer, check_multinomial
@@ -15,6 +16,11 @@ def distributions(steps: int, batch: int) -> torch.Tensor:
     """`[steps, batch, VOCAB]` probabilities, sharp enough that noise of another step or row picks other tokens."""
     logits = torch.randn(steps, batch, VOCAB, generator=torch.Generator().manual_seed(1))
     return logits.softmax(dim=-1)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """What `torch.manual_seed(seed)` would draw next."""
+    return torch.Generator().manual_seed(seed)
 
 
 def plain_sampling(p: torch.Tensor) -> list[list[int]]:
@@ -32,8 +38,7 @@ def test_exponential_race_picks_the_tokens_of_multinomial(batch: int) -> None:
     p = distributions(40, batch)
     torch.manual_seed(5)
     plain = plain_sampling(p)
-    torch.manual_seed(5)
-    buffer = NoiseBuffer(batch, VOCAB, CPU)
+    buffer = NoiseBuffer(batch, VOCAB, seeded(5))
     for step in range(40):
         e = buffer.at([[step]] * batch)
         assert e.shape == (batch, 1, VOCAB)
@@ -46,10 +51,9 @@ def test_noise_has_the_dtype_of_the_probabilities(dtype: torch.dtype) -> None:
     p = torch.randn(200, 2, 512, generator=torch.Generator().manual_seed(1)).to(dtype).softmax(dim=-1)
     torch.manual_seed(5)
     plain = plain_sampling(p)
-    torch.manual_seed(5)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        buffer = NoiseBuffer(2, 512, CPU, dtype=dtype)
+        buffer = NoiseBuffer(2, 512, seeded(5), dtype)
         noise = torch.cat([buffer.at([[step]] * 2) for step in range(200)], dim=1).transpose(0, 1)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -60,7 +64,7 @@ def test_release_after_every_step_keeps_memory_bounded() -> None:
     """Would catch: a buffer that keeps the noise of all steps."""
     sizes = []
     for steps in (4, 400):
-        buffer = NoiseBuffer(1, VOCAB, CPU)
+        buffer = NoiseBuffer(1, VOCAB, seeded(5))
         for step in range(steps):
             buffer.at([[step]])
             buffer.release(step)
@@ -76,28 +80,54 @@ def tensor_bytes(value: object) -> int:
 
 def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
     """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16."""
-    assert NoiseBuffer(2, 2**20, CPU).capacity == 32
-    assert NoiseBuffer(2, 2**30, CPU).capacity == coupled.MIN_BUFFERED_STEPS == 16
+    assert NoiseBuffer(2, 2**20, seeded(5)).capacity == 32
+    assert NoiseBuffer(2, 2**30, seeded(5)).capacity == coupled.MIN_BUFFERED_STEPS == 16
 
 
 @pytest.mark.parametrize("defect", ["other tokens", "more noise"])
 def test_check_multinomial_of_another_kind_raises(monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
-    """Would catch: a check that compares only the tokens or only the generator's state, or changes the generator."""
+    """Would catch: a check that compares only the tokens or only the generator's state, or changes the global one.
+
+    And an error that an attached model does not survive, which takes a ValueError for a refusal.
+    """
     multinomial = torch.multinomial
 
-    def other(p: torch.Tensor, count: int) -> torch.Tensor:
-        picked = multinomial(p, count)
+    def other(p: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+        picked = multinomial(p, count, generator=generator)
         if defect == "more noise":
-            torch.rand(1)
+            torch.rand(1, generator=generator)
             return picked
         return (picked + 1) % p.shape[1]
 
     check_multinomial.cache_clear()
     before = torch.get_rng_state()
-    monkeypatch.setattr(torch, "multinomial", other)
-    with pytest.raises(RuntimeError, match="use do_sample=False"):
-        NoiseBuffer(1, VOCAB, CPU)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="use do_sample=False"):
+        patch.setattr(torch, "multinomial", other)
+        check_multinomial(CPU, torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_take_from_the_global_generator_leaves_other_numbers() -> None:
+    """Would catch: calls that overlap in threads and draw the same noise, or a state that other threads drew from."""
+    torch.manual_seed(5)
+    expected = torch.rand(8)
+    torch.manual_seed(5)
+    first, between, second = take(CPU), torch.rand(8), take(CPU)
+    drawn = [torch.rand(8, generator=generator) for generator in (first, second)]
+    assert torch.equal(drawn[0], expected)
+    numbers = torch.cat([between, *drawn, torch.rand(8)])
+    assert len(numbers.unique()) == 32
+
+
+def test_kept_random_state_is_restored_after_draws_and_seeds() -> None:
+    """Would catch: a draft model whose missing weights are initialised at random, so that other tokens are sampled."""
+    torch.manual_seed(5)
+    before, seed = torch.get_rng_state(), torch.initial_seed()
+    with pytest.raises(KeyError), kept(CPU):
+        torch.rand(3)
+        torch.manual_seed(1)
+        raise KeyError
+    assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == seed
 
 
 ARGMAX_SCORES: dict[str, torch.Tensor] = {
