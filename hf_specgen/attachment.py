@@ -18,9 +18,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.candidates.combined import Preset
@@ -31,6 +33,8 @@ from hf_specgen.settings import CALL_SETTINGS, Settings, settings_in
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.model_parts import unwrapped_model
 from hf_specgen.targets.support import check_architecture
+from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification.processors import UnrepeatableError, name_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -199,13 +203,21 @@ class Attachment:
         if kwargs.get("custom_generate") is not None:
             reason = "custom_generate= names another decoding method"
         if reason is None:
-            attempt = Speculation(settings, kwargs.get("streamer"))
+            streamer = None if kwargs.get("streamer") is None else _ResumedStreamer(kwargs["streamer"])
+            attempt = Speculation(settings, streamer)
             try:
                 output = run(original, model, {**kwargs, "streamer": None}, attempt)
             except ValueError as error:
-                # A call that is wrong without speculation too, or that has begun to generate, is not repeated plainly.
-                if attempt.statistics is not None or not attempt.is_prepared or self.strict:
+                # A call that is wrong without speculation too, or that has begun to generate, is not repeated plainly;
+                # except where it was undone, and what was streamed are the tokens that plain decoding repeats.
+                is_undone = isinstance(error, UnrepeatableError)
+                can_resume = streamer is None or isinstance(settings.verification, CoupledVerifier)
+                is_refused = attempt.is_prepared and attempt.statistics is None
+                if self.strict or not (is_refused or (is_undone and can_resume)):
                     raise
+                if is_undone and streamer is not None:
+                    streamer.position = 0
+                    kwargs = {**kwargs, "streamer": streamer}
                 reason = str(error)
             else:
                 if attempt.statistics is not None:
@@ -243,6 +255,25 @@ class Attachment:
 
     def __reduce__(self) -> Any:
         return Attachment, (replace(self.settings, monitor=None), self.strict)
+
+
+class _ResumedStreamer(BaseStreamer):
+    """Passes on to a streamer what it has not received yet, when a call is made again from its beginning."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self._streamer = streamer
+        self._received = 0
+        self.position = 0
+        self.__name__ = name_of(streamer)
+
+    def put(self, value: torch.Tensor) -> None:
+        self.position += 1
+        if self.position > self._received:
+            self._received = self.position
+            self._streamer.put(value)
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 def _target(model: Any) -> PreTrainedModel:

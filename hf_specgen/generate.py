@@ -32,6 +32,7 @@ from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length, check_model
 from hf_specgen.verification import Verifier
+from hf_specgen.verification.processors import UnrepeatableError, undo_of
 
 ASSISTANT_SETTINGS = {
     "num_assistant_tokens": "give k= to the strategy, or policy=",
@@ -117,9 +118,14 @@ class Speculation:
             check_length(model, target.first_positions, call.max_new_tokens)
             loop = DecodingLoop(call, target, settings, stack, stopping_criteria, self.streamer)
             self.statistics = loop.statistics
-            if self.streamer is not None:
-                self.streamer.put(input_ids.cpu())
-            return self.run(loop, stack)
+            undo = undo_of([*call.logits_processor, *stopping_criteria])
+            try:
+                loop.outputs.stream(input_ids.cpu())
+                return self.run(loop, stack)
+            except UnrepeatableError:  # as if the call had not begun: so the random generator is set back to its start
+                loop.outputs.columns = 0
+                undo()
+                raise
 
 
 def speculate(

@@ -103,6 +103,12 @@ class OutputCollector:
         stops = self._stops[columns] = self._custom_stops(columns, scores)
         return any(stop and not stopped for stop, stopped in zip(stops, self._state.stopped, strict=True))
 
+    def stream(self, ids: torch.Tensor) -> None:
+        """Pass the prompt or a column to the streamer; raise if that draws the random numbers of later columns."""
+        if self._streamer is not None:
+            with checked([self._streamer], self._state.prefix(0), self._call.do_sample, ValueError):
+                self._streamer.put(ids)
+
     def add(self, result: VerificationResult) -> None:
         """Add a step whose tokens have been appended to the state, and emit the columns that it completes."""
         for name, rows in self._waiting.items():
@@ -157,8 +163,7 @@ class OutputCollector:
             self._kept[name].append(torch.stack([row.popleft() if row else blank for row in rows]))
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
         stops = self._stops.pop(self.columns, None) or self._custom_stops(self.columns)
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor(tokens))
+        self.stream(torch.tensor(tokens))
         at_length = state.prompt_length + self.columns >= state.max_length
         for row, text in enumerate(state.generated):
             if state.stopped[row] or not (stops[row] or at_length or tokens[row] in state.stop_ids):

@@ -12,16 +12,21 @@ Processors fall into three kinds:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from hf_specgen.call import GenerationState
+from hf_specgen.random_state import RandomOperations, global_generator
 
 
 def _classes(names: str) -> frozenset[type]:
@@ -43,36 +48,75 @@ ROW_WISE = _classes(
 )
 
 
+class UnrepeatableError(ValueError):
+    """A user's function does what cannot be repeated exactly, so that the call has to run plainly."""
+
+
 @contextmanager
-def checked(functions: Sequence[Any], ids: torch.Tensor, do_sample: bool) -> Iterator[None]:
+def checked(
+    functions: Sequence[Any], ids: torch.Tensor, do_sample: bool, error: type[ValueError] = UnrepeatableError
+) -> Iterator[None]:
     """Inside, a user's functions receive `ids`, `[batch, columns]`; raise if they do what cannot be repeated exactly.
 
     Plain `generate` would go on with ids that were changed in place. Its samples would come after numbers that a
-    function drew from the same generator, where here the noise of several steps is drawn at once.
+    function drew from the same generator, where here the noise of several steps is drawn at once. Other threads may
+    draw from it at any time: where there are some, the operators of this thread are observed.
     """
-    before, random_state = ids.clone(), rng_state(ids.device) if do_sample else None
-    yield
+    functions = list(filter(is_users, functions))
+    if not functions:
+        yield
+        return
+    before = ids.clone()
+    generator = global_generator(ids.device)
+    random_state = generator.get_state() if do_sample else None
+    has_others = do_sample and threading.active_count() > 1
+    with RandomOperations(ids.device) if has_others else nullcontext(None) as operations:
+        yield
     names = ", ".join(map(name_of, functions))
     if not torch.equal(ids, before):
-        raise ValueError(
+        raise error(
             f"{names} changed input_ids in place, which plain generate() goes on with; return new scores instead, or "
             "leave candidate_generator= out"
         )
-    if random_state is not None and not torch.equal(random_state, rng_state(ids.device)):
-        raise ValueError(
+    if random_state is None or torch.equal(random_state, generator.get_state()):
+        return
+    seeded = torch.Generator(ids.device).manual_seed(generator.initial_seed())
+    if operations is None or operations.found or torch.equal(seeded.get_state(), generator.get_state()):
+        raise error(
             f"{names} drew from PyTorch's global random generator, which samples the tokens too; use a torch.Generator "
             "of its own, or leave candidate_generator= out"
         )
 
 
+def undo_of(functions: Sequence[Any]) -> Callable[[], None]:
+    """Returns what sets the attributes of a user's functions, such as counters, back to their present values."""
+    attributes = [vars(function) for function in functions if is_users(function) and hasattr(function, "__dict__")]
+    copies = [{name: _copied(value) for name, value in values.items()} for values in attributes]
+
+    def undo() -> None:
+        for values, copied in zip(attributes, copies, strict=True):
+            values.clear()
+            values.update(copied)
+
+    return undo
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a container or tensor; anything else itself, as a model or tokenizer."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, list | dict | set | deque | np.ndarray) else value
+
+
+def is_users(function: Any) -> bool:
+    """Whether a processor or criterion is none of Transformers' own, or calls a function of the user's."""
+    own = type(function).__module__.startswith("transformers.")
+    return not own or isinstance(function, logits_process.PrefixConstrainedLogitsProcessor)
+
+
 def name_of(function: Any) -> str:
     """The name of a function, or of the class of an object that is called like one."""
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def rng_state(device: torch.device) -> torch.Tensor:
-    """The state of the device's default random generator."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 @dataclass(frozen=True)
@@ -114,7 +158,6 @@ class LogitsPipeline:
     def __init__(self, processors: LogitsProcessorList, state: GenerationState, do_sample: bool):
         self._processors: Any = processors
         self._state, self._do_sample = state, do_sample
-        self._own = [one for one in processors if not type(one).__module__.startswith("transformers.")]
         self.score_processors = ScoreProcessors.of(processors)
         """Those that are applied to the scores of a draft, and if they are all of them to those of the target."""
         kinds = [type(processor) for processor in processors]
@@ -130,5 +173,5 @@ class LogitsPipeline:
     def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of one generated column, `[batch, vocab]`; rows that have not reached it are ignored."""
         text = self._state.prefix(self._state.prompt_length + step)
-        with checked(self._own, text, self._do_sample) if self._own else nullcontext():
+        with checked(self._processors, text, self._do_sample):
             return cast(torch.Tensor, self._processors(text, logits))

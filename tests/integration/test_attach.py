@@ -279,6 +279,52 @@ def test_error_during_generation_is_raised_and_not_repeated(model: Any) -> None:
     assert hf_specgen.statistics(model).calls == 0
 
 
+class Unrepeatable:
+    """A processor or criterion that from a call on draws random numbers, or changes the text that it is given."""
+
+    def __init__(self, first: int, action: str, stops: bool):
+        self.calls, self.seen = 0, list[int]()
+        self._first, self._action, self._stops = first, action, stops
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(input_ids.shape[1])
+        if self.calls >= self._first and self._action == "draws":
+            torch.rand(1)
+        if self.calls == self._first and self._action == "edits":
+            input_ids[:, 0] += 1
+        return torch.zeros(len(input_ids), dtype=torch.bool) if self._stops else scores
+
+
+@pytest.mark.parametrize("first", [1, 5])
+@pytest.mark.parametrize("action", ["draws", "edits"])
+@pytest.mark.parametrize("stops", [False, True])
+def test_function_that_cannot_be_repeated_makes_an_attached_call_plain(
+    model: Any, first: int, action: str, stops: bool
+) -> None:
+    """Would catch: an error in place of the plain call, tokens that are streamed twice, a counter that counts twice."""
+    name = "stopping_criteria" if stops else "logits_processor"
+
+    def run() -> tuple[Any, ...]:
+        function, streamer = Unrepeatable(first, action, stops), RecordingStreamer()
+        ids = generate(model, 1, do_sample=True, top_k=0, streamer=streamer, **{name: [function]})
+        return ids.tolist(), streamer.chunks, streamer.ended, function.calls, function.seen, torch.rand(1).item()
+
+    expected = run()
+    hf_specgen.attach(model, NgramCandidates(k=3))
+    with pytest.warns(UserWarning, match="without speculation: Unrepeatable") as caught:
+        assert [run(), run()] == [expected] * 2
+    assert len(caught) == 1 and list(hf_specgen.statistics(model).plain_calls.values()) == [2]
+
+
+def test_streamed_text_of_rejection_sampling_is_not_continued_plainly(model: Any) -> None:
+    """Would catch: the beginning of one sample streamed before the end of another."""
+    hf_specgen.attach(model, NgramCandidates(k=3), verification="rejection")
+    arguments: dict[str, Any] = {"do_sample": True, "stopping_criteria": [Unrepeatable(5, "draws", True)]}
+    with pytest.raises(ValueError, match="Unrepeatable drew from"):
+        generate(model, 1, **arguments, streamer=RecordingStreamer())
+
+
 # Inner calls, settings of one call, threads, functions that hold the model
 
 

@@ -1,7 +1,9 @@
 """Bad input raises an error that names the argument, its value and the remedy, and leaves the model as it was."""
 
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -346,19 +348,30 @@ class UsersFunction:
         input_ids[:, 0] += self._action == "edits"
         if self._action == "draws":
             torch.rand(1)
+        if self._action == "seeds":
+            torch.manual_seed(7)
         return torch.zeros(len(input_ids), dtype=torch.bool) if self._stops else scores
 
 
+DREW = "drew from PyTorch's global"
+
+
+@pytest.mark.parametrize("beside", [0, 1], ids=["alone", "beside another thread"])
 @pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize(
-    ("action", "words"), [("draws", "drew from PyTorch's global"), ("edits", "input_ids in place")]
-)
-def test_users_function_that_cannot_be_repeated_raises(action: str, words: str, stops: bool) -> None:
+@pytest.mark.parametrize(("action", "words"), [("draws", DREW), ("seeds", DREW), ("edits", "input_ids in place")])
+def test_users_function_that_cannot_be_repeated_raises(action: str, words: str, stops: bool, beside: int) -> None:
     """Would catch: another text, silently. Without sampling a function may draw: it is called equally often."""
-    model, name = tiny_model("llama"), "stopping_criteria" if stops else "logits_processor"
+    model, name, done = tiny_model("llama"), "stopping_criteria" if stops else "logits_processor", threading.Event()
     settings: dict[str, Any] = {**prompts(1), "max_new_tokens": 8, name: [UsersFunction(action, stops)]}
-    with pytest.raises(ValueError, match=words):
-        model.generate(**settings, do_sample=True, candidate_generator=NgramCandidates(k=3))
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match=words):
+        if beside:
+            pool.submit(done.wait)
+        try:
+            model.generate(**settings, do_sample=True, candidate_generator=NgramCandidates(k=3))
+        finally:
+            done.set()
+    assert torch.equal(torch.get_rng_state(), before)
     if action == "draws":
         states = []
         for candidates in ({}, {"candidate_generator": NgramCandidates(k=3)}):
@@ -366,3 +379,41 @@ def test_users_function_that_cannot_be_repeated_raises(action: str, words: str, 
             model.generate(**settings, **candidates)
             states.append(torch.get_rng_state())
         assert torch.equal(*states)
+
+
+def test_function_with_the_random_state_kept_same_tokens() -> None:
+    """Would catch: a watermark that seeds and draws inside `fork_rng` and is refused, though it changes no noise."""
+
+    def watermark(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(int(input_ids[0, -1]))
+            return scores + torch.rand(scores.shape)
+
+    model, done = tiny_model("llama"), threading.Event()
+    settings: dict[str, Any] = {**prompts(1), "max_new_tokens": 8, "do_sample": True, "logits_processor": [watermark]}
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(done.wait)
+        texts = []
+        for candidates in ({}, {"candidate_generator": NgramCandidates(k=3)}):
+            torch.manual_seed(0)
+            texts.append(model.generate(**settings, **candidates).tolist())
+        done.set()
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("is_attached", [False, True], ids=["keyword", "attached"])
+def test_streamer_that_draws_raises_before_the_first_token(is_attached: bool) -> None:
+    """Would catch: sampled tokens that silently differ, since in plain generate their noise comes after its numbers."""
+
+    class Drawing(RecordingStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            torch.rand(1)
+            super().put(value)
+
+    model, streamer = fresh_model("llama"), Drawing()
+    if is_attached:
+        attach(model, NgramCandidates())
+    how: dict[str, Any] = {} if is_attached else {"candidate_generator": NgramCandidates()}
+    with pytest.raises(ValueError, match="Drawing drew from PyTorch's global"):
+        model.generate(**prompts(1), max_new_tokens=8, do_sample=True, streamer=streamer, **how)
+    assert streamer.chunks == [prompts(1)["input_ids"].tolist()]

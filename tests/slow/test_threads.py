@@ -1,6 +1,6 @@
-"""Eight threads: all strategies and plain calls with one model, every text checked.
+"""Eight threads: all strategies and plain calls with one model, every text checked; and sampled calls.
 
-For 5 seconds; `pytest tests/slow/test_threads.py --thread-seconds 60` runs them for a minute.
+Each for 5 seconds; `pytest tests/slow/test_threads.py --thread-seconds 60` runs each for a minute.
 """
 
 import itertools
@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from torch.utils.data import DataLoader
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_specgen import AdaptiveDepth, NgramCandidates, SpeculationMonitor, speculate
+from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, SpeculationMonitor, speculate
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier
-from tests.helpers.models import prompts
+from tests.helpers.models import perturbed_copy, prompts
+from tests.helpers.noise import RecordedNoise
 from tests.helpers.processors import PrefixReader, RowWisePrefixReader
 from tests.helpers.strategies import PARTLY_RIGHT, llama
 
@@ -100,3 +102,51 @@ def test_eight_threads_with_one_model_same_texts(pytestconfig: pytest.Config) ->
     outcome = run_in_threads(model, jobs, threads=8, seconds=pytestconfig.getoption("thread_seconds"))
     assert outcome.failures == []
     assert set(outcome.calls) == {job.name for job in jobs}, "every strategy must have run"
+
+
+def no_stop(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+    """A stopping criterion that never stops, and takes some time."""
+    return input_ids.sum(dim=1) < 0
+
+
+def sampled_jobs(verifier: RecordedNoise) -> tuple[Any, list[Job]]:
+    """Sampled calls of which the texts are known, with functions of the user's, and plain calls."""
+    model, draft = llama(), perturbed_copy(llama(), 0.05)
+    jobs = list[Job]()
+    for batch in (1, 2):
+        functions = {
+            "processors": {"logits_processor": LogitsProcessorList([RowWisePrefixReader()])},
+            "stateful processors": {"logits_processor": LogitsProcessorList([PrefixReader()])},
+            "criteria": {"stopping_criteria": StoppingCriteriaList([no_stop])},
+        }
+        for name, function in functions.items():
+            arguments = {"max_new_tokens": 16, "do_sample": True, "top_k": 1, **function}
+            expected = model.generate(**prompts(batch), **arguments)
+            jobs.append(Job("plain", prompts(batch), arguments, expected))
+            for candidates in (NgramCandidates(k=4), DraftModelCandidates(draft, k=4)):
+                how = {**arguments, "candidate_generator": candidates, "verification": verifier}
+                model.generate(**prompts(batch), **how)
+                jobs.append(Job(f"{name}, {type(candidates).__name__}", prompts(batch), how, expected))
+    verifier.noise.clear()
+    return model, jobs
+
+
+def test_sampled_calls_beside_plain_ones_and_a_data_loader(pytestconfig: pytest.Config) -> None:
+    """Would catch: noise that chooses two tokens, a function that is refused since other threads draw numbers."""
+    verifier, done = RecordedNoise(), threading.Event()
+    model, jobs = sampled_jobs(verifier)
+
+    def load_data() -> None:
+        while not done.is_set():
+            for _ in DataLoader(range(8), shuffle=True):
+                time.sleep(0.001)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(load_data)
+        try:
+            outcome = run_in_threads(model, jobs, threads=7, seconds=pytestconfig.getoption("thread_seconds"))
+        finally:
+            done.set()
+    assert outcome.failures == []
+    assert set(outcome.calls) == {job.name for job in jobs}, "every kind of call must have run"
+    assert len(verifier.noise) == len(set(verifier.noise)) > 0
