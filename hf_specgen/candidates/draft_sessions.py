@@ -357,23 +357,23 @@ class TargetFeatures:
         self.queue = FeatureQueue(call, target, settings.layers_of(call.model))
         self._projection, self._embeddings = settings.projection(draft, call.model), draft.get_input_embeddings()
 
-    def _take(self, limits: Sequence[float]) -> list[torch.Tensor]:
-        """`[tokens, hidden]` of each row, what is added to the embeddings of at most so many further tokens."""
-        features, _ = self.queue.take(limits)
-        return [self._scale * self._projection(row.to(self._projection.weight)) for row in features]
+    def _projected(self, features: Sequence[torch.Tensor], side: str) -> torch.Tensor:
+        """`[batch, longest, hidden]` what is added to embeddings; with a bias also where there are no features."""
+        padded = pad_sequence(list(features), batch_first=True, padding_side=side)
+        return self._scale * self._projection(padded.to(self._projection.weight))
 
     def of_prompts(self) -> torch.Tensor:
-        """`[batch, longest prompt, hidden]`; zeros for tokens that a given cache held, and for padding on the left."""
+        """`[batch, longest prompt, hidden]`; without features: tokens in a given cache, and padding on the left."""
         later = enumerate(self._state.generated)
-        rows = self._take([self.queue.available(row) - len(tokens) for row, tokens in later])
-        values = pad_sequence(rows, batch_first=True, padding_side="left")
-        return nn.functional.pad(values, (0, 0, max(map(len, self._state.prompts)) - values.shape[1], 0))
+        features, _ = self.queue.take([self.queue.available(row) - len(tokens) for row, tokens in later])
+        longest = max(map(len, self._state.prompts))
+        features[0] = nn.functional.pad(features[0], (0, 0, longest - len(features[0]), 0))
+        return self._projected(features, "left")
 
     def of_text(self, drafts: Sequence[bool], rows: Sequence[int], masks: int) -> torch.Tensor:
         """`[rows, tokens, hidden]` of all further tokens in the rows that draft, and of `masks` mask tokens."""
-        known = self._take([inf if row_drafts else 0 for row_drafts in drafts])
-        parts = [torch.cat([known[row], known[row][-1:].repeat(masks, 1)]) for row in rows]
-        return pad_sequence(parts, batch_first=True)
+        known, _ = self.queue.take([inf if row_drafts else 0 for row_drafts in drafts])
+        return self._projected([torch.cat([known[row], known[row][-1:].repeat(masks, 1)]) for row in rows], "right")
 
     @contextmanager
     def added(self, values: torch.Tensor) -> Iterator[None]:
