@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call
-from hf_specgen.candidates.base import ChainSession, DraftCall
+from hf_specgen.candidates.base import ChainSession, DraftCall, checked_draft
 from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth import PolicySession
@@ -36,6 +36,9 @@ STEP_PARTS = ("draft", "forward", "verify")
 
 class DecodingLoop:
     """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
+
+    _vocabulary = UNLIMITED
+    """How many tokens the target chooses from, once a pass has shown it."""
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class DecodingLoop:
     def draft_step(self) -> DraftTree:
         """The draft that was planned."""
         with self.timer.part("draft"):
-            return self.drafter.draft(self.max_depths)
+            return checked_draft(self.drafter.draft(self.max_depths), self.call, self._vocabulary)
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
@@ -167,6 +170,7 @@ class DecodingLoop:
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
         """Append accepted draft tokens and what follows, roll the cache back to them, and emit complete columns."""
+        self._vocabulary = logits.shape[-1]
         with self.timer.part("verify"):
             result = self.verification.verify(tree, logits, active)
             if self.drafter.top_tokens:

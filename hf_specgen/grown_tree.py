@@ -121,6 +121,9 @@ class GrownTree(DraftTree):
         tree.batch, tree._structure = len(index), structure
         return tree
 
+    def checked(self, vocabulary: int) -> GrownTree:
+        return self  # its tokens are indices into a drafter's logits, so that the host need not read them here
+
     def padded(self, nodes: int) -> GrownTree:
         more = nodes - self.nodes
         if more <= 0:
@@ -206,6 +209,12 @@ class Selection(NamedTuple):
         return tree
 
 
+def probability_of(logarithms: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+    """Probabilities from their logarithms; 0 where there is no node, whatever `np.seterr` says of underflow."""
+    with np.errstate(under="ignore"):
+        return np.exp(logarithms.astype(float))
+
+
 class _HostTree(NamedTuple):
     """What the host has read of a `GrownTree`."""
 
@@ -218,7 +227,7 @@ class _HostTree(NamedTuple):
     @classmethod
     def of(cls, values: Any, chosen: list[list[int]], is_chain: bool, keeps_all: bool) -> _HostTree:
         """From `[batch, 1 + PATH, 1 + nodes]` values."""
-        probability = np.exp(values[:, PATH, 1:].astype(float))
+        probability = probability_of(values[:, PATH, 1:])
         is_node = probability > 0
         counted = is_node | (is_node.any(axis=1, keepdims=True) & keeps_all)
         sizes = counted.sum(axis=1).tolist()

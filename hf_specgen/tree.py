@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
+from math import inf
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -61,15 +63,20 @@ class DraftTree:
         probability: tuple[tuple[float, ...], ...] | None = None,
     ):
         if isinstance(tokens, torch.Tensor):
+            if tokens.dim() != 2:
+                raise ValueError(f"the tokens of a draft tree are [batch, nodes], got the shape {list(tokens.shape)}")
             self.tokens, (rows, nodes) = tokens, tokens.shape
+            counts = [nodes] * rows
         else:
-            rows, nodes = len(tokens), max(map(len, tokens), default=0)
+            counts = list(map(len, tokens))
+            rows, nodes = len(tokens), max(counts, default=0)
             vars(self)["_lists"] = [[*row, *[0] * (nodes - len(row))] for row in tokens]
         if len(parents) != rows:
             raise ValueError(f"a draft tree of {rows} rows needs {rows} lists of parents, got {len(parents)}")
-        for row, row_parents in enumerate(parents):
-            if len(row_parents) > nodes:
-                raise ValueError(f"row {row} has {len(row_parents)} parents but only {nodes} tokens")
+        parents = tuple(map(tuple, parents))
+        for row, (row_parents, count) in enumerate(zip(parents, counts, strict=True)):
+            if len(row_parents) > count:
+                raise ValueError(f"row {row} has {len(row_parents)} parents but only {count} tokens")
             validate_parents(row_parents)
         self.batch, self.nodes = rows, nodes
         self._parents, self.q, self._probability = parents, q, probability
@@ -143,6 +150,32 @@ class DraftTree:
         """`[1 + nodes]` depths in a row: 0 for its last token, then each node's; 0 for padding nodes."""
         parents = self.parents[row]
         return [0, *depths(parents), *[0] * (self.nodes - len(parents))]
+
+    def checked(self, vocabulary: int) -> DraftTree:
+        """The same tree, with 0 as padding, once it is certain that a target with this vocabulary can verify it.
+
+        Raises:
+            ValueError: if a token is no id below `vocabulary`, a parent no number, or q no distribution.
+        """
+        try:
+            rows = [list(map(index, row[: len(of)])) for row, of in zip(self.token_lists(), self.parents, strict=True)]
+            parents = tuple(tuple(map(index, row)) for row in self.parents)
+        except TypeError as error:
+            raise ValueError(f"its tokens and parents must be whole numbers ({error})") from None
+        wrong = [token for row in rows for token in row if not 0 <= token < vocabulary]
+        if wrong:
+            raise ValueError(f"its token {wrong[0]} is outside of the target's vocabulary of {vocabulary}")
+        if self.probability is not None and [*map(len, self.probability)] != [*map(len, parents)]:
+            raise ValueError("its probability must have one value for each node")
+        if (q := self.q) is not None:
+            shape, most = list(getattr(q, "shape", ())), [self.batch, self.nodes, vocabulary]
+            if len(shape) != 3 or shape[0] != self.batch or shape[1] < self.nodes or shape[2] > vocabulary:
+                raise ValueError(f"its q must be probabilities of at most the shape {most}, got the shape {shape}")
+            valid = ((q >= 0) & (q < inf)).all(dim=-1).tolist()
+            if not all(all(row[: len(of)]) for row, of in zip(valid, parents, strict=True)):
+                raise ValueError("its q has values that are negative or not finite")
+        has_padding = any(any(row[len(of) :]) for row, of in zip(self.token_lists(), parents, strict=True))
+        return DraftTree(rows, parents, self.q, self.probability) if has_padding else self
 
     def select(self, rows: Sequence[int]) -> DraftTree:
         """The drafts of some of the rows, for a forward pass."""

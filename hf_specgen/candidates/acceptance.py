@@ -54,6 +54,14 @@ class NetworkSession(DraftSession):
                 memory.store(self.call.model, self._length_key, self._by_length)
 
 
+def finite(scores: torch.Tensor) -> torch.Tensor:
+    """A drafter's logits with NaN as the lowest one, which `topk` would rank first, and without infinity.
+
+    One that overflows would make all probabilities NaN; and some logits processors refuse both.
+    """
+    return scores.nan_to_num(-1e20, 1e20, -1e20)
+
+
 def confidence_by_rank(largest: torch.Tensor, ranks: int) -> torch.Tensor:
     """`[…]` largest probabilities of distributions to `[…, ranks]` confidences in samples drawn from them.
 

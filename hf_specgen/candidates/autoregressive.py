@@ -111,6 +111,8 @@ class AutoregressiveSession(NetworkSession):
         pending, limits = torch.tensor([last_tokens, depths]).to(device, non_blocking=True)[..., None]
         is_captured = levels is not None or self.level_passes() is not None
         children = min(size.children, self._vocab if self.token_ids is None else len(self.token_ids))
+        if logits is not None:
+            children = min(children, logits.shape[-1])
         growth = Growth(depths, children, pending, limits if is_captured else None)
         self._proposals, self._nodes = self._settings(growth.children), size.max_nodes
         if levels is not None and not self._grow_first(growth, size, levels, active):

@@ -23,6 +23,7 @@ from hf_specgen.call import Call, DraftingSettings, GenerationState
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy, PolicySession
 from hf_specgen.heads.checkpoint import Source
+from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -127,7 +128,7 @@ class WrappedSession(DraftSession):
         self._session.plan(max_depths)
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        self._own_draft = self._session.draft(max_depths)
+        self._own_draft = checked_draft(self._session.draft(max_depths), self.call)
         self.passes = self._session.passes
         return self.change(self._own_draft, max_depths)
 
@@ -317,6 +318,21 @@ class PretrainedCandidates(Candidates):
         """The strategy with the checkpoint in a folder, or of a repository in the cache."""
         strategy: Any = cls
         return strategy(name, **settings)
+
+
+def checked_draft(draft: Any, call: Call, vocabulary: int = UNLIMITED) -> DraftTree:
+    """The draft of a strategy in a step of a call; `ValueError` if the target cannot verify it.
+
+    On an accelerator, a token outside of the vocabulary would end the process.
+    """
+    name, batch = call.drafting.name, call.state.batch
+    if not isinstance(draft, DraftTree) or draft.batch != batch:
+        given = f"a {type(draft).__name__} of {getattr(draft, 'batch', 'no')} rows"
+        raise ValueError(f"{name} must return a DraftTree of {batch} rows, such as DraftTree.chains(rows), got {given}")
+    try:
+        return draft.checked(vocabulary)
+    except ValueError as error:
+        raise ValueError(f"the draft of {name} cannot be verified: {error}; correct the strategy") from None
 
 
 _numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
 from hf_specgen.candidates.growth import Grown, Growth, Shape
 from hf_specgen.grown_tree import Selection
 from hf_specgen.targets.masks import StepLayout
@@ -46,7 +46,7 @@ class Proposals:
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """`[batch, nodes, draft vocab]` the processed scores of a pass."""
-        return self.processors(logits[..., : self.vocab].float(), self.token_ids is None)
+        return self.processors(finite(logits[..., : self.vocab].float()), self.token_ids is None)
 
     def __call__(
         self, scores: torch.Tensor, draft_scores: torch.Tensor

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.call import DraftingSettings, Prediction, memory
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, checked_draft
 from hf_specgen.candidates.draft_heads import MTPCandidates
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
@@ -171,7 +171,7 @@ class _CombinedSession(DraftSession):
         return tree
 
     def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int]) -> DraftTree:
-        self._drafts.append(session.draft([min(depth, k) for depth in max_depths]))
+        self._drafts.append(checked_draft(session.draft([min(depth, k) for depth in max_depths]), self.call))
         return self._drafts[-1]
 
     def _search(self, max_depths: Sequence[int], passes: Sequence[int] | None = None) -> DraftTree:

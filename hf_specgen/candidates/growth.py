@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_specgen.grown_tree import DEPTH, NO_NODE, NUMBER, PARENT, PATH, TOKEN, GrownTree, Selection
+from hf_specgen.grown_tree import DEPTH, NO_NODE, NUMBER, PARENT, PATH, TOKEN, GrownTree, Selection, probability_of
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.tree import TreeStructure, ancestors_of, identity
 
@@ -324,7 +324,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
 
 def _descending(paths: Floats) -> Floats:
     """Probabilities of which the logarithms are known, sorted by row."""
-    return np.exp(np.sort(paths, axis=1)[:, ::-1].astype(float))
+    return probability_of(np.sort(paths, axis=1)[:, ::-1])
 
 
 class Snapshot(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from hf_specgen.call import GenerationState
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
+from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, checked_draft
 from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.depth import FixedDepth, PolicySession
 from hf_specgen.targets.hidden_states import HiddenStateTarget
@@ -80,7 +80,7 @@ class JoinedDrafter:
             self._session.keep_rows(kept, len(new))
         self._depth.latency = self.rows[0].policy.latency
         depths = [self.planned.pop(row, 0) for row in self.rows]
-        tree = self._session.draft(depths)
+        tree = checked_draft(self._session.draft(depths), self._session.call)
         for row, tokens, parents, probability in zip(
             self.rows, tree.token_lists(), tree.parents, tree.probability or [()] * tree.batch, strict=True
         ):

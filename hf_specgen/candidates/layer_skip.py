@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -125,6 +125,7 @@ class _LayerSkipSession(AutoregressiveSession):
     def _scores(self, tree: DraftTree, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> torch.Tensor:
         state, logits = self._target.run_early(tree, tokens, active, with_logits=self._head is None)
         if self._head is not None:
-            return cast(torch.Tensor, self._head(state))
-        assert logits is not None
+            logits = self._head(state)
+        if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != state.shape[:-1]:
+            raise ValueError(f"the adapter of {self.call.drafting.name} must return logits {[*state.shape[:-1], '…']}")
         return logits

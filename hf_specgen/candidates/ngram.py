@@ -128,10 +128,15 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         self._key = (settings.profile_key(), round(call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = memory.recall(call.model if self.remembers else None, ("odds", *self._key), MatchOdds)
-        rows = zip(call.encoder_texts(), call.state.prompts, expected_outputs(settings.prediction, call), strict=True)
+        # A prompt may have tokens that the target cannot choose, as in place of images.
+        size = 2**31
+        if call.model is not None:
+            size = getattr(call.model.config.get_text_config(), "vocab_size", size)
+        rows = zip(call.encoder_texts(), call.state.prompts, strict=True)
+        texts = [[token if token < size else SEPARATOR for token in source + prompt] for source, prompt in rows]
         self._texts = [
-            RowText(source + prompt, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
-            for source, prompt, expected in rows
+            RowText(text, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
+            for text, expected in zip(texts, expected_outputs(settings.prediction, call), strict=True)
         ]
 
     def observe(self, result: VerificationResult) -> None:
@@ -241,7 +246,7 @@ class RowText:
         if len(self.index) >= self._next_count:
             self._next_count = len(self.index) + 32
             counts = Counter(self.index.tokens[self._first :]).most_common(FREQUENT_TOKENS)
-            self._frequent = [(token, count / len(self.index)) for token, count in counts]
+            self._frequent = [(token, count / len(self.index)) for token, count in counts if token != SEPARATOR]
         fraction = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
         proposed = {token for token, _, _ in votes}
         others: list[Vote] = [(token, fraction * part, []) for token, part in self._frequent if token not in proposed]

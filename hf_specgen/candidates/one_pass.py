@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.acceptance import MAX_PROBABILITY, NetworkSession, confidence_by_rank
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY, NetworkSession, confidence_by_rank, finite
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.head_sessions import HeadSession, MeasuresLayout, ReadsFeatures
@@ -92,7 +92,7 @@ class OnePassSession(NetworkSession):
         """The scores after the score-only processors, and what the host reads of each row."""
         verification = self.call.verification
         assert verification is not None
-        scores = verification.processors.score_processors(scores, columns is None)
+        scores = verification.processors.score_processors(finite(scores), columns is None)
         steps = [range(len(text), len(text) + scores.shape[1]) for text in self.call.state.generated]
         draft_scores = verification.draft_scores(scores, steps, columns)
         probability, index = draft_scores.softmax(dim=-1).topk(min(self.ranks, draft_scores.shape[-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -66,7 +67,10 @@ class _TransformersSession(DraftSession):
         if not self._drafted:
             return DraftTree.empty(1)
         text = self._text()
-        candidates, _ = self._generator.get_candidates(text)  # type: ignore[arg-type]
+        candidates: Any = self._generator.get_candidates(text)[0]  # type: ignore[arg-type]
+        if getattr(candidates, "ndim", 0) != 2 or len(candidates) != 1:
+            name = self.call.drafting.name
+            raise ValueError(f"get_candidates of {name} must return ids [1, length] and scores, got {candidates!r:.80}")
         return DraftTree.chains([candidates[0, text.shape[1] :].tolist()[: max_depths[0]]])
 
     def observe(self, result: VerificationResult) -> None:

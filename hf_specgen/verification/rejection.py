@@ -64,9 +64,6 @@ class RejectionSession(PathSession):
         p = scores.softmax(dim=-1)
         rows, (batch, slots, vocab), q = torch.arange(len(p), device=p.device), p.shape, tree.q
         if q is not None:
-            if q.shape[-1] > vocab:
-                cut = "cut the draft's scores before the softmax"
-                raise ValueError(f"the draft's q has {q.shape[-1]} tokens, the target has {vocab}; {cut}")
             q = (pad(q, (0, vocab - q.shape[-1])) if q.shape[-1] < vocab else q).to(p.device, torch.float32)
         weights, remaining = path_weights(p, q, *nodes)
         accepted = torch.rand(batch, slots, dtype=p.dtype, device=p.device) < weights

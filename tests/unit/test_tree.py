@@ -54,8 +54,19 @@ def test_tree_of_inconsistent_shapes_raises() -> None:
     tokens = torch.zeros(2, 1, dtype=torch.long)
     with pytest.raises(ValueError, match="of 2 rows needs 2 lists of parents, got 1"):
         DraftTree(tokens, ((-1,),))
-    with pytest.raises(ValueError, match="row 1 has 2 parents but only 1 tokens"):
-        DraftTree(tokens, ((-1,), (-1, 0)))
+    for some in (tokens, [[5, 6], [7]]):
+        with pytest.raises(ValueError, match="row 1 has 2 parents but only 1 tokens"):
+            DraftTree(some, ((-1,), (-1, 0)))
+    with pytest.raises(ValueError, match=r"are \[batch, nodes\], got the shape \[2\]"):
+        DraftTree(torch.tensor([5, 6]), ((-1,), (-1,)))
+
+
+def test_checked_tree_has_zeros_as_padding() -> None:
+    """Would catch: padding of a strategy's own, such as -1, that a target reads as token ids."""
+    tree = DraftTree(torch.tensor([[5, -1], [6, 7]]), [[-1], [-1, 0]])  # type: ignore[arg-type]
+    checked = tree.checked(vocabulary=8)
+    assert checked.token_lists() == [[5, 0], [6, 7]] and checked.parents == ((-1,), (-1, 0))
+    assert DraftTree.chains([[5], [6, 7]]).checked(8).token_lists() == [[5, 0], [6, 7]]
 
 
 @given(some_parents, st.integers(0, 8), st.integers(-4, 12))
