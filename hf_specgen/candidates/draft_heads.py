@@ -53,29 +53,28 @@ T = TypeVar("T")
 
 
 class BoundModules(Generic[T]):
-    """Modules that a strategy has loaded for its targets, once per target, dtype and device. May be shared by threads.
+    """Modules that a strategy has loaded for its targets, once for each. May be shared by threads.
 
-    A target that is freed takes its modules with it; one that is moved or cast gets new ones.
+    A target that is freed takes its modules with it; one that is moved, cast or resized gets new ones.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loaded: WeakKeyDictionary[PreTrainedModel, tuple[tuple[torch.dtype, torch.device], T]] = (
-            WeakKeyDictionary()
-        )
+        self._loaded: WeakKeyDictionary[PreTrainedModel, tuple[tuple[Any, ...], T]] = WeakKeyDictionary()
 
     def on(self, model: PreTrainedModel, load: Callable[[], T]) -> T:
-        """The modules for this target; `load` is called if there are none in its dtype on its device.
+        """The modules for this target; `load` is called if there are none for its output matrix and embeddings.
 
         The random state is left unchanged: a new module initialises weights, which must not change what is sampled.
         """
-        weight = output_matrix(model).weight
+        matrix = output_matrix(model)
+        weight = matrix.weight
         if weight.device.type == "meta":
             raise ValueError(
                 f"{type(model).__name__} has its output matrix offloaded, and draft heads use its weights; keep "
                 "lm_head and the embeddings on a device (device_map), or use another candidate generator"
             )
-        key = weight.dtype, weight.device
+        key = weight.dtype, weight.device, weight.shape, matrix, model.get_input_embeddings()
         with self._lock:
             loaded = self._loaded.get(model)
             if loaded is None or loaded[0] != key:

@@ -101,7 +101,9 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
     """
     source = path_or_id or target.config.name_or_path
     if not source:
-        raise ValueError("it is not known where the target was loaded from; name its checkpoint")
+        raise ValueError(
+            'it is not known where the target was loaded from; name its checkpoint: MTPCandidates("org/model")'
+        )
     decoder: Any = target.get_decoder()
     config = decoder.config
     first, hidden, vocab = config.num_hidden_layers, config.hidden_size, config.vocab_size
@@ -152,7 +154,8 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, TensorInfo]]:
     if not layers or sorted(layers) != list(range(len(layers))):
         raise ValueError(
             "no MTP layers: neither model.layers.{number of layers}.eh_proj.weight nor mtp.fc.weight with mtp.layers.0 "
-            f"is among its tensors (found {sorted(checkpoint.tensors)[:3]})"
+            f"is among its tensors (found {sorted(checkpoint.tensors)[:3]}); name a checkpoint that has them, or use "
+            "another strategy, such as NgramCandidates()"
         )
     return [layers[index] | shared for index in range(len(layers))]
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specgen import AutoCandidates, EagleCandidates
+from hf_specgen import AutoCandidates, EagleCandidates, MedusaCandidates
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_HEADS
 from hf_specgen.heads import checkpoint, load_exit_head
 from hf_specgen.heads.checkpoint import source_errors
@@ -20,7 +21,9 @@ from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import load_mtp
+from tests.helpers import fresh_model, prompts
 from tests.helpers.head_fixtures import small_eagle
+from tests.helpers.medusa import random_heads
 
 
 @pytest.fixture
@@ -207,3 +210,31 @@ def test_unknown_source_is_named(source: str, message: str, load: Any, monkeypat
 def test_source_errors_other_errors_become_a_value_error_with_the_name(error: Exception) -> None:
     with pytest.raises(ValueError, match=f"cannot load 'org/a': {type(error).__name__}"), source_errors("org/a"):
         raise error
+
+
+@pytest.mark.parametrize("tokens", [120, 90])
+def test_head_of_a_target_that_was_resized_is_bound_anew(tokens: int) -> None:
+    """Would catch: drafts with the output matrix from before, or an index out of bounds where it is smaller now."""
+    target = fresh_model("llama")
+    candidates = MedusaCandidates(random_heads(target))
+    target.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+    target.resize_token_embeddings(tokens, mean_resizing=False)
+    with pytest.raises(ValueError, match=f"with a vocabulary of 99, but this target has {tokens}"):
+        target.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+
+
+def test_head_of_a_target_with_an_adapter_on_its_output_matrix_names_the_remedy() -> None:
+    """Would catch: a refusal that calls the output matrix non-linear."""
+    target = fresh_model("llama")
+    candidates = MedusaCandidates(random_heads(target))
+    adapted = get_peft_model(target, LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match=r"merge an adapter on it into the model \(merge_and_unload\(\)\)"):
+        adapted.generate(**prompts(1), max_new_tokens=4, candidate_generator=candidates)
+
+
+def test_head_with_ids_outside_of_the_target_is_refused() -> None:
+    """Would catch: an embedding that is read out of bounds."""
+    head = small_eagle()
+    head.draft_to_target += 10**6
+    with pytest.raises(ValueError, match="draft_to_target of Eagle3Head has ids that are not below"):
+        head.bind(fresh_model("llama"))
