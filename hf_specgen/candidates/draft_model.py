@@ -218,7 +218,13 @@ class DraftModelCandidates(PretrainedCandidates):
             device = torch.device("cpu") if target is None else compat.input_device(target)
             # Transformers initialises at random what the checkpoint lacks.
             with source_errors(self.drafter), random_state.kept(device):
-                self._model = _auto_class(target).from_pretrained(self.drafter, **options)
+                model, info = _auto_class(target).from_pretrained(self.drafter, output_loading_info=True, **options)
+            if info["unexpected_keys"] and (missing := sorted(info["missing_keys"])):
+                raise ValueError(
+                    f"{self.drafter!r} has other tensors than a {type(model).__name__}, and lacks {missing[0]}; for a "
+                    "draft head use AutoCandidates.from_pretrained"
+                )
+            self._model = model
         return self._model
 
 

@@ -104,7 +104,11 @@ class DraftRunner:
             )
         known = [self._known(tokens) for tokens in prompts]
         prompt = draft_prompt(self._draft, self._call, known, self._share_encoder)
-        check_computation(self._draft, TargetRequirements(), *prompt)
+        try:
+            check_computation(self._draft, TargetRequirements(), *prompt)
+        except ValueError as error:
+            remedy = "give another draft, or load it without quantisation"
+            raise ValueError(f"the draft model, not the target: {error}; or {remedy}") from error
         return make_target(TargetRequirements(), self._draft, *prompt, compile=self._compile)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:

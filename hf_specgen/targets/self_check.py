@@ -380,7 +380,7 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
     """Logits `[batch, vocab]` of the same steps, from two verification steps."""
     logits = [target.prefill()[:, -1]]
     # Token 0 or 1, another one than t1, comes before it.
-    nodes = [[(row[1] + 1) % 2, *row[1:3]] for row in tokens]
+    nodes = [[(row[1] + 1) % min(2, logits[0].shape[-1]), *row[1:3]] for row in tokens]
     parents = Parents((-1, -1, 1))
     first = 1
     if target.verifies_chains_only:

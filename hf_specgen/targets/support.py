@@ -137,7 +137,7 @@ def _masks_sliding_windows(model: PreTrainedModel) -> bool:
 def largest_differences(reference: torch.Tensor, logits: torch.Tensor) -> list[float]:
     """Of each row of `[rows, vocab]` the largest difference, in standard deviations of the reference.
 
-    Infinite where an entry is finite in one alone, or is another of NaN, inf and -inf.
+    Infinite where an entry is finite in one alone, or is another of NaN, inf and -inf; 0 for a single finite logit.
     """
     reference, logits, finite = reference.float(), logits.float(), reference.isfinite()
     agree = torch.where(finite, logits.isfinite(), reference.nan_to_num() == logits.nan_to_num()).all(dim=-1)
@@ -145,7 +145,7 @@ def largest_differences(reference: torch.Tensor, logits: torch.Tensor) -> list[f
     from_mean = (known - (known.sum(dim=-1) / counts)[:, None]).where(finite, 0.0)
     deviation = (from_mean.square().sum(dim=-1) / (counts - 1)).sqrt().clamp(min=1e-6)
     largest = (reference - logits).where(finite, 0.0).abs().amax(dim=-1) / deviation
-    differences: list[float] = largest.where(counts > 0, 0.0).where(agree, math.inf).tolist()
+    differences: list[float] = largest.where(counts > 1, 0.0).where(agree, math.inf).tolist()
     return differences
 
 

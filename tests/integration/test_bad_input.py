@@ -317,7 +317,13 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
     ("llama", lambda: EagleCandidates(HEAD_FIXTURES / "eagle3_original" / "head"), "of 128, but this target has 99"),
     ("llama", lambda: EagleCandidates(HEAD_FIXTURES / "speculators_peagle_llama" / "head"), "P-EAGLE"),
     ("llama", lambda: EagleCandidates(HEAD_FIXTURES / "dflash_zlab" / "head"), "BlockHead"),
-    ("llama", lambda: MTPCandidates(str(DRAFT_LM), k=1), "no MTP layers"),
+    ("llama", lambda: MTPCandidates(str(DRAFT_LM), k=1), "no MTP layers.* or use another strategy, such as Ngram"),
+    ("llama", lambda: MTPCandidates(k=1), r"name its checkpoint: MTPCandidates\("),
+    (
+        "llama",
+        lambda: DraftModelCandidates(HEAD_FIXTURES / "dflash_zlab" / "head"),
+        "has other tensors than a Qwen3ForCausalLM, and lacks .*; for a draft head use AutoCandidates.from_pretrained",
+    ),
 ]
 
 

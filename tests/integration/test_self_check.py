@@ -18,7 +18,7 @@ from tests.fuzz.cases import Case
 from tests.fuzz.models import tiny_model
 from tests.helpers import assert_same_tokens, fresh_model, perturbed_copy, prompts
 from tests.helpers.medusa import random_heads
-from tests.helpers.models import stateful_model
+from tests.helpers.models import small_llama, stateful_model
 
 
 def identical(model: Any, candidates: Any, batch: int = 2, new: int = 24) -> bool:
@@ -249,3 +249,20 @@ def test_prefix_tuning_is_refused() -> None:
         with_prefix().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3))
     with pytest.raises(ValueError, match="PREFIX_TUNING"):
         DraftModelCandidates(with_prefix(), k=3)
+
+
+def test_vocabulary_of_one_token_same_tokens() -> None:
+    """Would catch: a trial with token 1, or a standard deviation of one logit, which is NaN."""
+    model = small_llama(1, seed=0)
+    for candidates in (NgramCandidates(k=3), DraftModelCandidates(small_llama(1, seed=1), k=3, tree=4)):
+        inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4).long()}
+        statistics = assert_same_tokens(model, inputs, candidates, max_new_tokens=12)
+        assert statistics.accepted == statistics.drafted > 0
+
+
+def test_draft_that_the_check_refuses_is_not_taken_for_the_target() -> None:
+    """Would catch: advice about the target where the draft cannot be used, as with some kinds of quantisation."""
+    draft = perturbed_copy(fresh_model("llama"))
+    draft.lm_head.register_forward_hook(lambda module, inputs, output: output * torch.rand(99) * output.shape[1])
+    with pytest.raises(ValueError, match=r"the draft model, not the target: .*load it without quantisation"):
+        fresh_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=DraftModelCandidates(draft))

@@ -285,6 +285,9 @@ PARD: list[tuple[Damage, str]] = [
     (config(pard2_target_layers=[-1, 4]), r"has the tensors .* need a weight of \(64, 128\)"),
     (config(pard2_target_layers=[-1, 9, 4]), r"reads layers \[-1, 9, 4\] of its target"),
     (config(pard2_target_layers="all"), "pard2_target_layers must be a list of layers, got 'all'"),
+    (config(hidden_size="x"), "cannot load .*Field 'hidden_size' expected int, got str"),
+    (config(intermediate_size=7), "cannot load .*RuntimeError"),
+    (config(head_dim=0), "cannot load .*ZeroDivisionError"),
     (removed("warp_model.bin"), "PARD-2 needs it"),
 ]
 
