@@ -8,9 +8,9 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Any, cast
 
+import psutil
 import torch
 import transformers
 import yaml
@@ -187,7 +187,7 @@ class DrafterTrainer(Trainer):
         tokens = rows * sum(self.lengths) / max(1, len(self.lengths))
         parameters = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
         is_gpu = args.device.type == "cuda"
-        memory = torch.cuda.max_memory_allocated() if is_gpu else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+        memory = torch.cuda.max_memory_allocated() if is_gpu else psutil.Process().memory_info().rss
         PartialState().print(
             f"trained parameters: {parameters:,}\nmemory: {memory / 2**30:.2f} GiB per process\n"
             f"steps: {steps:,} of {rows} rows\ntime: {seconds:.3f} s per step, {tokens / seconds:,.0f} tokens per "

@@ -108,7 +108,9 @@ class AutoregressiveSession(NetworkSession):
             logits = self.first_scores()[:, None]
             device = logits.device
         last_tokens = [self.call.state.last_token(row) for row in range(len(depths))]
-        pending, limits = torch.tensor([last_tokens, depths]).to(device, non_blocking=True)[..., None]
+        # Only CUDA has copied a temporary tensor before it can be freed.
+        given = torch.tensor([last_tokens, depths])
+        pending, limits = given.to(device, non_blocking=device is not None and device.type == "cuda")[..., None]
         is_captured = levels is not None or self.level_passes() is not None
         children = min(size.children, self._vocab if self.token_ids is None else len(self.token_ids))
         if logits is not None:

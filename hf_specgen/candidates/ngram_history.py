@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock, get_ident
@@ -156,7 +157,7 @@ class NgramHistory:
         metadata = {"format": FORMAT, "max_tokens": str(self.max_tokens)}
         try:
             save_file({"tokens": tokens, "is_output": is_output}, written, metadata=metadata)
-            os.replace(written, path)
+            _replace(written, path)
         finally:
             Path(written).unlink(missing_ok=True)
 
@@ -195,3 +196,13 @@ class NgramHistory:
         history.index.extend(tokens.tolist())
         history._is_output = bytearray(is_output.tobytes())
         return history
+
+
+def _replace(written: str, path: str | os.PathLike[str]) -> None:
+    """As `os.replace`; tried again while another process reads the file, which Windows does not allow."""
+    for seconds in (0.1, 0.3, 1.0):
+        try:
+            return os.replace(written, path)
+        except PermissionError:
+            time.sleep(seconds)
+    os.replace(written, path)

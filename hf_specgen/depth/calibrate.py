@@ -9,7 +9,9 @@ model use what the first rank measured.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from itertools import cycle
 from math import inf, sqrt
 from statistics import median
@@ -111,7 +113,7 @@ def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
     On a CPU they are the thread's own, which other processes do not prolong.
     """
     tree = DraftTree.chains([[token] * (queries - 1) for token in pending])
-    clock = thread_time if target.device.type == "cpu" else perf_counter
+    clock = thread_clock() if target.device.type == "cpu" else perf_counter
     wait(target.device)
     begin = clock()
     target.forward(tree, pending)
@@ -119,6 +121,20 @@ def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
     seconds = clock() - begin
     target.rewind([0] * len(pending))
     return seconds
+
+
+def thread_clock() -> Callable[[], float]:
+    """The time in which the thread ran; wall time where that advances in coarse steps, as on Windows."""
+    return perf_counter if _is_coarse() else thread_time
+
+
+@cache
+def _is_coarse() -> bool:
+    """Whether the thread's time advances by a millisecond or more at once: 15.6 on Windows."""
+    begin = time.thread_time()
+    while (end := time.thread_time()) == begin:
+        pass
+    return end - begin >= 1e-3
 
 
 def wait(device: torch.device) -> None:

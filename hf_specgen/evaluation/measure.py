@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.counters import Statistics
+from hf_specgen.depth.calibrate import thread_clock
 from hf_specgen.depth.calibrate import wait as wait
 from hf_specgen.targets.support import is_rounding
 
@@ -72,6 +73,7 @@ def measure_call(
     generator = arguments.get("candidate_generator")
     torch.manual_seed(seed)
     wait(device)
+    thread_time = thread_clock()
     thread_begin, clock.begin = thread_time(), perf_counter()
     output = cast(Any, model).generate(**inputs, **arguments)
     wait(device)

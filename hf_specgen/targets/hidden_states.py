@@ -98,7 +98,7 @@ class HiddenStateTarget(Target):
             new = self._step_states[row, : len(kept)]
             if kept and kept[-1] != len(kept) - 1:
                 # Not by a list, for which the host would wait until the GPU has done all that it was given.
-                places = torch.tensor(kept).to(new.device, non_blocking=True)
+                places = torch.tensor(kept).to(new.device, non_blocking=new.is_cuda)
                 new = self._step_states[row].index_select(0, places)
             states.append(torch.cat([prompt[row], new]) if prompt.shape[1] else new)
         return [_columns(rows, self._indices, aux_layers) for rows in states]

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
@@ -276,3 +278,31 @@ def test_layer_skip_adapter_after_the_model_changed_dtype_runs(adapter: str) -> 
         model.to(dtype)
         ids = model.generate(**prompts(1), max_new_tokens=8, candidate_generator=candidates)
         assert ids.shape == (1, 20)
+
+
+class Copies(TorchFunctionMode):
+    """Records whether tensors are copied while their memory may be freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsafe = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.unsafe += bool((kwargs or {}).get("non_blocking"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_tensors_are_copied_without_waiting_on_cuda_alone() -> None:
+    """Would catch: copies from temporary tensors, whose memory MPS reads after it was freed."""
+    model = llama()
+    for candidates in (strategy("draft"), MedusaCandidates(random_heads(model), tree=6)):
+        with Copies() as copies:
+            assert_same_tokens(model, prompts(2), candidates, max_new_tokens=12)
+        assert not copies.unsafe
+
+
+def test_numpy_that_raises_for_underflow_same_tokens() -> None:
+    """Would catch: `FloatingPointError` for the probability 0 of rows that draft less deep than others."""
+    with np.errstate(all="raise"):
+        for candidates in (strategy("draft"), DraftModelCandidates(shared_draft(llama()), k=4, tree=8)):
+            assert_same_tokens(llama(), prompts(3), candidates, max_new_tokens=20, eos_token_id=[5, 6], pad_token_id=0)

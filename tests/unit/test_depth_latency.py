@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -165,6 +166,23 @@ def test_target_curve_is_exact_and_takes_at_most_thirteen_plain_steps(name: str,
     if 64 not in timed:
         largest = max(timed)
         assert seconds[64] == pytest.approx(seconds[largest] * 64 / largest), "untimed sizes count as compute-bound"
+
+
+def test_target_curve_where_the_time_of_threads_advances_in_coarse_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a division by the time of a pass that took less than a step, 15.6 ms on Windows."""
+
+    def coarse() -> float:
+        return perf_counter() // 0.0156 * 0.0156
+
+    monkeypatch.setattr("time.thread_time", coarse)
+    calibrate._is_coarse.cache_clear()
+    now = Clock()
+    monkeypatch.setattr(calibrate, "perf_counter", now)
+    try:
+        target: Any = Target(now, CURVES["flat"])
+        assert measured(target).seconds[0] == pytest.approx(1.0)
+    finally:
+        calibrate._is_coarse.cache_clear()
 
 
 def test_target_curve_takes_the_minimum_of_several_times(clock: Clock) -> None:

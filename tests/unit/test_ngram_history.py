@@ -334,6 +334,22 @@ def executed_lines(function: Callable[[], Any]) -> int:
     return lines
 
 
+def test_save_over_a_file_that_another_process_reads_tries_again(tmp_path: Path, monkeypatch: Any) -> None:
+    """Would catch: a history that is lost on Windows, which does not replace a file that is mapped."""
+    history, attempts, replace = NgramHistory(), iter([PermissionError, PermissionError]), os.replace
+    history.add([5, 6, 7])
+
+    def busy(*paths: Any) -> None:
+        if (error := next(attempts, None)) is not None:
+            raise error
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", busy)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    history.save(tmp_path / "history")
+    assert len(NgramHistory.load(tmp_path / "history")) == 4
+
+
 @pytest.mark.parametrize("period", [1, 2, 41])
 def test_occurrences_cost_does_not_grow_with_the_text(period: int) -> None:
     """Would catch: a lookup that visits every occurrence, where everything matches."""
