@@ -23,7 +23,7 @@ from hf_specgen import compat
 from hf_specgen.common_steps import CommonSteps
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
-from hf_specgen.depth.latency import StepLatency, best_count
+from hf_specgen.depth.latency import StepLatency, fastest_count
 from hf_specgen.generate import Speculation
 from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.target import Target
@@ -124,7 +124,7 @@ def _of_common_width(trees: list[DraftTree], latency: StepLatency | None) -> lis
     rows, probability = len(trees), [tree.probability[0] for tree in trees if tree.probability]
     gains = [sum(nodes) for nodes in zip_longest(*probability, fillvalue=0.0)]
     seconds = np.array([latency.target.seconds_of(rows * (1 + width)) for width in range(1 + len(gains))])
-    width = best_count(gains, rows, seconds)
+    width = fastest_count(gains, rows, seconds)
     return [tree.first_nodes(width) for tree in trees]
 
 

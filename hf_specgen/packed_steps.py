@@ -32,7 +32,7 @@ from hf_specgen.call import Call, GenerationState
 from hf_specgen.common_steps import CommonSteps
 from hf_specgen.counters import Statistics
 from hf_specgen.decoding import DecodingLoop
-from hf_specgen.depth.latency import Floats, best_count, step_seconds
+from hf_specgen.depth.latency import Floats, fastest_count, step_seconds
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
 from hf_specgen.targets.inputs import UNLIMITED
@@ -160,7 +160,7 @@ class PackedSteps:
             seconds = step_seconds(self.common.latency.target, token_budget)
             self._seconds = seconds[tokens:] - seconds[tokens] + seconds[self._decoding]
         # Not where even drafts that are accepted as a whole would not be faster.
-        drafts = self._seconds is None or best_count([1.0] * most, self._decoding, self._seconds) > 0
+        drafts = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
         planned = [(one, request) for one, request in self._step if one.has_new_token and request.text]
         may_draft = [drafts and bool(one.state.generated_tokens) for one, _ in planned]
         trees = self.common.draft([request.loop for _, request in planned], may_draft)
@@ -185,7 +185,7 @@ class PackedSteps:
         ranked = sorted(ranked, key=lambda one: -one[0])[:most]
         if ranked and self._seconds is not None:
             gains = [gain for gain, _ in ranked]
-            ranked = ranked[: best_count(gains, self._decoding, self._seconds[: 1 + len(gains)])]
+            ranked = ranked[: fastest_count(gains, self._decoding, self._seconds[: 1 + len(gains)])]
         return Counter(number for _, number in ranked)
 
     def _has_slots(self, state: Any, tokens: int) -> bool:

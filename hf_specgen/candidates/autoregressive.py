@@ -18,7 +18,7 @@ from hf_specgen.candidates.acceptance import NetworkSession
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
 from hf_specgen.candidates.growth import Growth
-from hf_specgen.candidates.tree_search import TreeSize, tree_size
+from hf_specgen.candidates.tree_size import Plan, TreeSize, tree_size
 from hf_specgen.grown_tree import NUMBER, GrownTree
 from hf_specgen.targets.passes import LevelPasses
 from hf_specgen.tree import DraftTree
@@ -121,9 +121,10 @@ class AutoregressiveSession(NetworkSession):
             logits = self.first_scores()[:, None]
         if logits is not None:
             self._add(growth, logits)
-        while (plan := size.plan(growth, self._k if is_captured else max(depths)))[0]:
-            self._grow(growth, *plan)
-            self.passes += [active * plan[1]] * plan[0]
+        while (plan := size.next(growth, self._k if is_captured else max(depths))) is not None:
+            self._grow(growth, plan)
+            size.count(plan)
+            self.passes += [active * plan.width] * plan.passes
         self._expanded, first = growth.expanded, self.expanded_nodes_first
         # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
         least = growth.expanded if first or self.wants_q else 0
@@ -141,33 +142,33 @@ class AutoregressiveSession(NetworkSession):
         processors = ScoreProcessors.of([]) if verification is None else verification.processors.score_processors
         return Proposals(children, self._vocab, self._threshold, processors, self.token_ids, self.wants_q)
 
-    def _grow(self, growth: Growth, passes: int, width: int) -> None:
-        """Expand so many nodes of each row in each of so many passes of the drafter."""
+    def _grow(self, growth: Growth, plan: Plan) -> None:
+        """Make the passes of a plan."""
         drafter = self.level_passes()
-        if drafter is None or self._grow_captured(growth, passes, width, drafter) is None:
-            for _ in range(passes):
-                self._add(growth, self.next_scores(growth.expand(width)))
+        if drafter is None or self._grow_captured(growth, plan, drafter) is None:
+            for _ in range(plan.passes):
+                self._add(growth, self.next_scores(growth.expand(plan.width)))
 
     def _grow_first(self, growth: Growth, size: TreeSize, drafter: LevelPasses, active: int) -> bool:
         """Process new text and expand the first levels in one captured function; False if there is none."""
-        passes, width = size.first_plan(growth, self._k)
-        drafted = self._grow_captured(growth, passes, width, drafter) if passes else None
-        if drafted is None:
+        plan = size.first(growth, self._k)
+        drafted = None if plan is None else self._grow_captured(growth, plan, drafter)
+        if plan is None or drafted is None:
             return False
         self.after_text(*drafted.after_text)
-        size.count(passes, width)
-        self.passes += [active * width] * passes
+        size.count(plan)
+        self.passes += [active * plan.width] * plan.passes
         return True
 
-    def _grow_captured(self, growth: Growth, passes: int, width: int, drafter: LevelPasses) -> Drafted | None:
+    def _grow_captured(self, growth: Growth, plan: Plan, drafter: LevelPasses) -> Drafted | None:
         """Make passes by one captured function; None if there is none."""
         verification = self.call.verification
         if verification is None or not verification.shares_noise or self._proposals.processors.reads_scores:
             return None
         first = [len(text) + growth.levels for text in self.call.state.generated]
-        steps = [list(range(start, start + (drafter.text is not None) + passes)) for start in first]
+        steps = [list(range(start, start + (drafter.text is not None) + plan.passes)) for start in first]
         noise = verification.draft_noise(steps, growth.device)
-        drafted = grow_captured(growth, passes, width, self._nodes, drafter, self._proposals, noise)
+        drafted = grow_captured(growth, *plan, self._nodes, drafter, self._proposals, noise)
         if drafted is not None:
             self.after_levels(drafted.states, growth.expanded)
         return drafted

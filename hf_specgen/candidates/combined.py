@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from hf_specgen.call import DraftingSettings, Prediction, memory
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
 from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, checked_draft
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.draft_heads import MTPCandidates
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
-from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.depth import AdaptiveDepth, Policy
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.model_parts import text_config

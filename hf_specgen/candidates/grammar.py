@@ -25,12 +25,12 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 
 from hf_specgen.call import Call
 from hf_specgen.candidates.base import DraftCall, DraftSession, WrappedSession, vocabulary_size
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.combined import node_children
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.ngram import MatchOdds, vote
 from hf_specgen.candidates.ngram_history import OWN
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
-from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.tree import DraftTree
 

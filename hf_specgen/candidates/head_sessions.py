@@ -21,7 +21,7 @@ from hf_specgen.candidates.acceptance import NetworkSession
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.draft_window import DraftWindow
-from hf_specgen.candidates.tree_search import TreeSize, tree_size
+from hf_specgen.candidates.tree_size import TreeSize, tree_size
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import PathRunner

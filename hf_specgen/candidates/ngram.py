@@ -25,10 +25,10 @@ import torch
 
 from hf_specgen.call import Prediction, memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
+from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.ngram_history import ALIGNED, NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex, common_length
-from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import verified_nodes

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, NetworkSession, confidence_by_rank, finite
 from hf_specgen.candidates.base import DraftCall
+from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_of
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.head_sessions import HeadSession, MeasuresLayout, ReadsFeatures
-from hf_specgen.candidates.tree_search import SearchLimits, SearchTree, TreeSize, best_first, draft_of, tree_size
+from hf_specgen.candidates.tree_size import TreeSize, tree_size
 from hf_specgen.tree import DraftTree
 
 DEFAULT_NODES = 16
@@ -80,7 +81,7 @@ class OnePassSession(NetworkSession):
         scores, rows = self._ranked(scores, columns)
         size = tree_size(default_size(self.call, self._size), self.call, depths)
         trees = [best_combinations(*pair, size, self.wants_q) for pair in zip(rows, depths, strict=True)]
-        drafting = 0.0 if size.latency is None else size.latency.drafter.draft(self.passes or ())
+        drafting = size.drafting_seconds(self.passes or ())
         nodes = size.best_size([tree.probability for tree in trees], drafting, self.wants_q)
         draft, places = draft_of(trees, nodes), [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
         if self.wants_q and draft.nodes:
@@ -120,7 +121,8 @@ def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bo
 
     Example:
         >>> tokens, values = np.array([[[5, 6]], [[7, 8]]]), np.array([[[0.6, 0.3]], [[0.9, 0.1]]])
-        >>> best_combinations(Ranked(tokens, values, np.zeros_like(tokens)), 2, TreeSize(3)).tokens
+        >>> from hf_specgen.candidates.tree_size import FixedSize
+        >>> best_combinations(Ranked(tokens, values, np.zeros_like(tokens)), 2, FixedSize(3)).tokens
         [5, 7, 6]
     """
     used = set[tuple[int, int]]()

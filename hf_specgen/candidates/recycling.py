@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_specgen.call import memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
-from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
+from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import Policy
 from hf_specgen.verification.result import TopTokens, VerificationResult
 

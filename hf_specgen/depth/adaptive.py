@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from hf_specgen.call import Call, memory
 from hf_specgen.counters import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
-from hf_specgen.depth.latency import CostCurve, LatencyModel, StepLatency
+from hf_specgen.depth.latency import CostCurve, LatencyModel, StepLatency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.targets.target import Target
 
@@ -159,14 +161,11 @@ class AdaptiveSession(PolicySession):
     def _fastest_chain(self, rows: int, limit: int) -> int:
         """The depth with the most expected tokens per second, at least 1, if each token is accepted equally often."""
         target, drafter = self._at(rows)
-        acceptance, draft_pass = self._accepted / self._verified, drafter.seconds_of(rows)
-        best, best_rate, tokens = 1, 0.0, 1.0
-        for depth in range(1, min(self._call.drafting.k, limit) + 1):
-            tokens += acceptance**depth
-            seconds = target.seconds_of(rows * (1 + self._nodes_per_level * depth)) + depth * draft_pass
-            if tokens / seconds > best_rate:
-                best, best_rate = depth, tokens / seconds
-        return best
+        depths = np.arange(1, min(self._call.drafting.k, limit) + 1)
+        nodes = self._nodes_per_level * depths
+        tokens = 1 + np.cumsum((self._accepted / self._verified) ** depths)
+        seconds = np.array([target.seconds_of(rows * (1 + count)) for count in nodes])
+        return 1 + fastest(tokens, seconds + depths * drafter.seconds_of(rows))
 
     def observe(self, step: StepRecord) -> None:
         """Count the loss and the acceptance of a step with a draft."""

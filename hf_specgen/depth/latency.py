@@ -23,6 +23,8 @@ FORMAT = "hf_specgen latency profile 1"
 Floats = NDArray[np.floating[Any]]
 ANY_DRAFTER = "any"
 """The entry used for every kind of drafter without an entry of its own."""
+MIN_BATCH_GAIN = 0.02
+"""Relative gain in tokens per second below which a step of several calls verifies no draft."""
 
 
 def interpolate(size: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
@@ -75,21 +77,32 @@ class CostCurve:
         return self(queries) / self.seconds[0]
 
 
-def best_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
-    """How many draft tokens give the most expected tokens per second; 0 unless that is 2% faster than none.
+def fastest(tokens: Floats, seconds: Floats, margin: float = 0.0) -> int:
+    """The choice with the most expected tokens per second; choice 0 unless another one is faster by `margin`.
+
+    Args:
+        tokens: `[choices]` expected tokens of a step; choice 0 is to draft nothing, or nothing more.
+        seconds: `[choices]` of the step.
+        margin: relative gain that another choice needs.
+
+    Example:
+        >>> fastest(2 + np.cumsum([0, 0.9, 0.8, 0.1]), 1 + 0.2 * np.arange(4))
+        2
+    """
+    rates = tokens / seconds
+    best = int(rates.argmax())
+    return best if rates[best] > (1 + margin) * rates[0] else 0
+
+
+def fastest_count(gains: Sequence[float], emitted: int, seconds: Floats) -> int:
+    """How many draft tokens of a batch to verify: the most probable ones with the most expected tokens per second.
 
     Args:
         gains: path probabilities of the draft tokens, in descending order.
         emitted: tokens of a step without drafts.
         seconds: `[1 + len(gains)]` of a step with so many draft tokens.
-
-    Example:
-        >>> best_count([0.9, 0.8, 0.1], emitted=2, seconds=1 + 0.2 * np.arange(4))
-        2
     """
-    rates = (emitted + np.cumsum([0.0, *gains])) / seconds
-    best = int(rates.argmax())
-    return best if rates[best] > 1.02 * rates[0] else 0
+    return fastest(emitted + np.cumsum([0.0, *gains]), seconds, MIN_BATCH_GAIN)
 
 
 @lru_cache(maxsize=16)

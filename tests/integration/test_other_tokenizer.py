@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_specgen import CombinedCandidates, DraftModelCandidates, NgramCandidates
+from hf_specgen.candidates.best_first import SearchLimits
 from hf_specgen.candidates.ngram import MatchOdds, RowText, outcomes
-from hf_specgen.candidates.tree_search import SearchLimits
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
 from hf_specgen.verification.result import accepted_path
 from tests.fuzz.models import word_level

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from benchmarks.harness.variants import ours
 from benchmarks.micro.trace_replay import TRACES, load_scripts, tokens_per_forward
 from hf_specgen import NgramCandidates
+from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.ngram import FREQUENT, PRIOR_ODDS, MatchOdds, RowText, match_class, outcomes, vote
 from hf_specgen.candidates.ngram_history import HISTORY_OUTPUT, NEAR, OWN, Occurrence
 from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
-from hf_specgen.candidates.tree_search import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference

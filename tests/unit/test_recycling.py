@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
 from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
+from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.combined import UNPROPOSED, _Origin, merged_children
 from hf_specgen.candidates.recycling import RECYCLED_FRACTION, SUCCESSORS, RecyclingTable
-from hf_specgen.candidates.tree_search import SearchLimits, best_first
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import TopTokens

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
+from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.captured_levels import Proposals
 from hf_specgen.candidates.growth import LEVELS_PER_READ, Growth
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
-from hf_specgen.candidates.tree_search import SearchLimits, TreeSize, best_first
+from hf_specgen.candidates.tree_size import FastestSize, FixedSize, TreeSize
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.grown_tree import GrownTree
 from hf_specgen.targets.cache import padded_width
@@ -53,7 +54,7 @@ def test_best_combinations_any_size_has_the_highest_expected_length(acceptance: 
     acceptance = [descending(values[:ranks]) for values in acceptance]
     values = np.array(acceptance)[:, None]
     ranked = Ranked(np.arange(values.size).reshape(values.shape), values, np.zeros(values.shape, dtype=int))
-    tree = best_combinations(ranked, len(acceptance), TreeSize(size))
+    tree = best_combinations(ranked, len(acceptance), FixedSize(size))
     assert sum(tree.probability) == pytest.approx(best_expected_length(acceptance, size), rel=1e-6)
 
 
@@ -189,8 +190,9 @@ def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[in
         growth.add(torch.arange(len(chances)).expand(shape), log_acceptance)
 
     add(1)
-    while (plan := size.plan(growth, max(growth.limits)))[0]:
-        for width in [plan[1]] * plan[0]:
+    while (plan := size.next(growth, max(growth.limits))) is not None:
+        size.count(plan)
+        for width in [plan.width] * plan.passes:
             growth.expand(width)
             add(width)
             if passes is not None:
@@ -206,7 +208,7 @@ def curve(draft_token: float, slope: float) -> LatencyModel:
 def test_fastest_size_no_other_number_of_nodes_is_faster(slope: float, draft_token: float) -> None:
     """Would catch: a tree sized without regard to what a node costs."""
     latency, passes = curve(draft_token, slope).at(1, 100), list[int]()
-    size = TreeSize(None, latency=latency)
+    size = FastestSize(latency)
     growth = _grown(new_growth([6], 4), size, [0.5, 0.2, 0.1, 0.05], passes)
     spent = latency.drafter.draft([1, *passes])
     probability = growth.read().probability[0, :64]
@@ -233,7 +235,7 @@ def test_fastest_size_of_grown_trees_no_other_number_of_nodes_is_faster(
         width = padded_width(1 + count) if is_padded else 1 + count
         rows = max(len(probability), pass_rows)
         rates.append(tokens / (latency.target.seconds_of(float(rows * width)) + drafting))
-    size = TreeSize(None, latency=latency, rows=len(probability), pass_rows=pass_rows, is_padded=is_padded)
+    size = FastestSize(latency, len(probability), pass_rows, is_padded=is_padded)
     count = size.best_size(probability, drafting)
     assert count == int(np.argmax(rates))
 
@@ -242,7 +244,7 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     """Would catch: one size for all texts. Long certain chains stay thin, uncertain text gets short and wide."""
     depths, widths = [], []
     for first in (0.97, 0.3):
-        size = TreeSize(None, latency=curve(0.05, 0.002).at(1, 100))
+        size = FastestSize(curve(0.05, 0.002).at(1, 100))
         growth = _grown(new_growth([16], 4), size, [first, *[(1 - first) / 4] * 3])
         tree, _ = growth.best(size.nodes(growth))
         depths.append(max(tree.depths(0)))
@@ -258,7 +260,7 @@ def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, levels: i
     monkeypatch.setattr(Growth, "read", lambda growth: (count.append(1), read(growth))[1])
     growth = new_growth([16], 4)
     growth.levels_per_read = levels
-    size = TreeSize(None, latency=curve(0.02, 0.002).at(1, 100))
+    size = FastestSize(curve(0.02, 0.002).at(1, 100))
     _grown(growth, size, [0.97, 0.01, 0.01, 0.01], passes)
     size.nodes(growth)
     assert len(passes) == 15 and sum(count) == reads
@@ -271,18 +273,18 @@ def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_co
     passes: list[int] = []
     growth = new_growth([64], 3)
     growth.levels_per_read = levels
-    _grown(growth, TreeSize(4), [0.3, 0.2, 0.1], passes)
+    _grown(growth, FixedSize(4), [0.3, 0.2, 0.1], passes)
     assert len(passes) == (levels - 1 or 1)
     passes.clear()
-    _grown(new_growth([3], 3), TreeSize(40), [0.5, 0.3, 0.1], passes)
+    _grown(new_growth([3], 3), FixedSize(40), [0.5, 0.3, 0.1], passes)
     assert len(passes) == 2, "as deep as the draft may be"
     chain = new_growth([9], 1)
-    assert TreeSize(None, children=1).nodes(chain) == 9
+    assert FixedSize(children=1).nodes(chain) == 9
 
 
 def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
-    growth = _grown(new_growth([3, 0, 1], 1), TreeSize(None, children=1), [0.5])
+    growth = _grown(new_growth([3, 0, 1], 1), FixedSize(children=1), [0.5])
     tree, source = growth.best(3)
     assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
     assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
@@ -293,7 +295,7 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
 @pytest.mark.parametrize(("children", "expanded_first"), [(1, False), (3, False), (3, True)])
 def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int, expanded_first: bool) -> None:
     """Would catch: padding that is no token, which the target cannot embed; padding that counts as nodes."""
-    growth = _grown(new_growth([2], children), TreeSize(4, children), [0.5, 0.3, 0.1][:children])
+    growth = _grown(new_growth([2], children), FixedSize(4, children), [0.5, 0.3, 0.1][:children])
     tree, _ = growth.best(4, expanded_first)
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))

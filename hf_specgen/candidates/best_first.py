@@ -1,0 +1,159 @@
+"""Best-first search for draft trees, for strategies that need no forward pass to find the children of a node.
+
+The expected number of tokens of a step is one plus the sum of the path probabilities of its nodes, so the best tree of
+a given size consists of the nodes with the highest ones. They form a tree, since no node is more likely than its parent.
+
+Source: Chen et al., "Sequoia" (2024), section 3.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, Generic, TypeVar
+
+from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
+from hf_specgen.candidates.tree_size import FastestSize, tree_size
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification.result import VerificationResult
+
+Tag = TypeVar("Tag")
+MIN_PATH_PROBABILITY = 0.05
+"""Of the nodes of an "auto" tree without a latency model."""
+
+
+@dataclass
+class SearchTree(Generic[Tag]):
+    """The nodes of one row, in descending order of the probability of their paths.
+
+    A tag is what a strategy knows of a node.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probability: list[float] = field(default_factory=list)
+    tags: list[Tag] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """Maximum number of nodes, and the path probability that a node has to exceed; a chain has no siblings."""
+
+    nodes: int
+    min_probability: float = 0.0
+    is_chain: bool = False
+
+
+def best_first(
+    root: Tag, children: Callable[[Tag, int], Iterable[tuple[int, float, Tag]]], depth: int, limits: SearchLimits
+) -> SearchTree[Tag]:
+    """The most probable tree.
+
+    Example:
+        >>> best_first(0, lambda tag, depth: [(tag + 1, 0.6, tag + 1), (9, 0.3, 9)], 2, SearchLimits(3)).tokens
+        [1, 2, 9]
+    """
+    tree: SearchTree[Tag] = SearchTree()
+    # Path probability (negative), age (breaks ties), parent, depth, token, tag, later siblings, probability of parent.
+    heap: list[tuple[float, int, int, int, int, Tag, Iterator[tuple[int, float, Tag]], float]] = []
+    age = 0
+
+    def push(siblings: Iterator[tuple[int, float, Tag]], parent: int, level: int, above: float) -> None:
+        """Push the next child of a node; the one after it is pushed when it is added."""
+        nonlocal age
+        for token, probability, tag in siblings:
+            if above * probability > limits.min_probability:
+                age += 1
+                heappush(heap, (-above * probability, age, parent, level, token, tag, siblings, above))
+            return
+
+    if depth > 0:
+        push(iter(children(root, 0)), -1, 1, 1.0)
+    while heap and len(tree.tokens) < limits.nodes:
+        negative, _, parent, level, token, tag, siblings, above = heappop(heap)
+        node = len(tree.tokens)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.probability.append(-negative)
+        tree.tags.append(tag)
+        if not limits.is_chain:
+            push(siblings, parent, level, above)
+        if level < depth:
+            push(iter(children(tag, level)), node, level + 1, -negative)
+    return tree
+
+
+def draft_rows(
+    call: DraftCall,
+    size: Tree,
+    depths: Sequence[int],
+    search: Callable[[int, SearchLimits], SearchTree[Tag]],
+    passes: Sequence[int] | None = None,
+    scale: float = 1.0,
+) -> tuple[DraftTree, list[SearchTree[Tag]]]:
+    """Search a tree for every row and cut it to the size to verify.
+
+    `passes` of a drafter were made for the trees. `scale` corrects path probabilities where the size is chosen.
+    """
+    if not any(depths):
+        return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
+    step_size = tree_size(size, call, depths)
+    is_chain = size is None
+    if isinstance(step_size, FastestSize):
+        limits = SearchLimits(step_size.max_nodes, step_size.min_probability, is_chain)
+    elif isinstance(size, int):
+        limits = SearchLimits(size)
+    else:  # without a latency model, "auto" drafts what is not improbable
+        limits = SearchLimits(max(depths), 0.0 if is_chain else MIN_PATH_PROBABILITY, is_chain)
+    trees = [search(row, limits) for row in range(len(depths))]
+    nodes = limits.nodes
+    if isinstance(step_size, FastestSize):
+        drafting = 0.0 if passes is None else step_size.drafting_seconds(passes)
+        nodes = step_size.best_size([[scale * value for value in tree.probability] for tree in trees], drafting)
+    return draft_of(trees, nodes), trees
+
+
+class SearchSession(DraftSession, Generic[Tag]):
+    """Base class of sessions that search the tree of each row, without a forward pass.
+
+    Trees are sized with path probabilities times the ratio of accepted to expected tokens of the call, at most 1: the
+    estimates are right for all texts together, and too high for texts that repeat little.
+    """
+
+    passes = ()
+
+    def __init__(self, call: DraftCall, k: int, size: Tree):
+        super().__init__(call)
+        self._k = k
+        self._size = size
+        self._trees: list[SearchTree[Tag]] = []
+        # Tokens of all drafts, and two that are assumed.
+        self._expected = 2.0
+        self._accepted = 2.0
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count how many draft tokens were accepted."""
+        self._accepted += sum(result.accepted)
+
+    @abstractmethod
+    def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Tag]:
+        """The most probable tree of a row."""
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        depths = [min(self._k, depth) for depth in max_depths]
+
+        def search(row: int, limits: SearchLimits) -> SearchTree[Tag]:
+            return self.search(row, depths[row], limits) if depths[row] else SearchTree()
+
+        scale = min(1.0, self._accepted / self._expected)
+        draft, self._trees = draft_rows(self.call, self._size, depths, search, scale=scale)
+        self._expected += sum(map(sum, draft.probability or ()))
+        return draft
+
+
+def draft_of(trees: Sequence[SearchTree[Any]], nodes: int) -> DraftTree:
+    """The first `nodes` nodes of each row's tree as a draft."""
+    probability = tuple(tuple(tree.probability[:nodes]) for tree in trees)
+    return DraftTree.from_nodes([(tree.tokens[:nodes], tuple(tree.parents[:nodes])) for tree in trees], probability)

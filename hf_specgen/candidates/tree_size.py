@@ -1,0 +1,272 @@
+"""How large the draft trees of a step become: how many nodes the drafter expands, and how many the target verifies.
+
+The path probability of a node is the product of the acceptance probabilities along its path. With n nodes in each row
+
+    tokens(n)  = rows + sum of the path probabilities of the first n nodes of all rows, most probable first
+    seconds(n) = target's pass over 1 + n tokens of each row + the drafter's passes so far
+
+`FastestSize` verifies the number of nodes with the most tokens per second, and makes a further pass of the drafter as
+long as that raises it. `FixedSize` has a number of nodes, or chains, where no latencies are known.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from math import isqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_specgen.candidates.base import DraftCall
+from hf_specgen.candidates.growth import Floats, Growth, Snapshot
+from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
+from hf_specgen.targets.cache import padded_width
+
+Integers = NDArray[np.integer[Any]]
+MAX_NODES = 63
+"""Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further one adds to the
+latency even of a memory-bound target."""
+MAX_CHILDREN = 8
+"""Maximum number of children of a node, and of nodes of a row that are expanded in one pass."""
+CHILD_ACCEPTANCE = 0.8
+"""Probability that one of a node's children is accepted if the node is, assumed where the next passes are planned."""
+MIN_GAIN = 0.001
+"""Relative gain in expected tokens per second, and path probability, below which no pass of the drafter is made."""
+
+
+class Plan(NamedTuple):
+    """The next passes of the drafter: how many, and how many nodes of each row each of them expands."""
+
+    passes: int
+    width: int
+
+
+class TreeSize(ABC):
+    """The size of the trees of one step.
+
+    Args:
+        max_nodes: maximum number of nodes of a row.
+        children: maximum number of children of a node; 1 for chains.
+    """
+
+    def __init__(self, max_nodes: int, children: int):
+        self.max_nodes = max_nodes
+        self.children = children
+
+    @abstractmethod
+    def first(self, growth: Growth, k: int) -> Plan | None:
+        """The passes after the first level that can be planned before it is read; None if it has to be read."""
+
+    def next(self, growth: Growth, k: int) -> Plan | None:
+        """The next passes; None if the trees are large enough. No draft is deeper than `k`."""
+        if max(growth.limits) <= growth.levels:
+            return None
+        plan = None if growth.expanded else self.first(growth, k)
+        return plan or self._after_read(growth, k)
+
+    @abstractmethod
+    def _after_read(self, growth: Growth, k: int) -> Plan | None:
+        """`next` where the host may read the probabilities of the nodes so far."""
+
+    def count(self, plan: Plan) -> None:
+        """Count the time of passes that are made."""
+
+    @abstractmethod
+    def nodes(self, growth: Growth) -> int:
+        """How many nodes of each row are verified."""
+
+    @abstractmethod
+    def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
+        """How many nodes of complete trees are verified.
+
+        Args:
+            probability: path probabilities of each row, in descending order.
+            drafting: seconds of the draft.
+            is_sampled: take the first local maximum, so that no node is left out because of the nodes after it.
+        """
+
+    def drafting_seconds(self, passes: Sequence[int]) -> float:
+        """Seconds of passes of the drafter, given by their tokens; 0 where no latencies are known."""
+        return 0.0
+
+
+class FixedSize(TreeSize):
+    """Trees of at most so many nodes a row, expanded about the square root of that many at a time; or chains."""
+
+    def __init__(self, nodes: int = MAX_NODES, children: int = MAX_CHILDREN):
+        super().__init__(nodes, children)
+        self._width = isqrt(nodes)
+
+    def first(self, growth: Growth, k: int) -> Plan | None:
+        levels = _levels_after_first(growth, k)
+        if self.children == 1:
+            return Plan(levels, 1) if levels else None
+        passes = min(growth.levels_per_read - 1, levels)
+        return Plan(passes, min(self._width, growth.children)) if passes else None
+
+    def _after_read(self, growth: Growth, k: int) -> Plan | None:
+        levels = max(growth.limits) - growth.levels
+        since_read = growth.levels % growth.levels_per_read
+        if not since_read and levels > 1 and not growth.read().may_improve(self.max_nodes):
+            return None
+        return Plan(min(growth.levels_per_read - since_read, levels), min(self._width, growth.frontier))
+
+    def nodes(self, growth: Growth) -> int:
+        return self.max_nodes if self.children > 1 else max(1, *growth.limits)
+
+    def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
+        return self.max_nodes
+
+
+class FastestSize(TreeSize):
+    """Trees with the most expected tokens per second.
+
+    Args:
+        latency: of the target's and the drafter's passes.
+        rows: rows that draft.
+        pass_rows: rows of the target's pass, where they are more.
+        children: as for `TreeSize`.
+        is_padded: whether the target's passes are padded to the width of a captured one.
+    """
+
+    def __init__(
+        self,
+        latency: StepLatency,
+        rows: int = 1,
+        pass_rows: int = 0,
+        children: int = MAX_CHILDREN,
+        is_padded: bool = False,
+    ):
+        super().__init__(MAX_NODES, children)
+        self._rows = rows
+        self._drafter = latency.drafter
+        self._snapshot: Snapshot | None = None
+        self._target, self.min_probability = _target_seconds(
+            latency.target, max(rows, pass_rows), self.max_nodes, is_padded
+        )
+        self._pass, self._spent = _drafter_seconds(latency.drafter, rows, children)
+
+    def first(self, growth: Growth, k: int) -> Plan | None:
+        levels = min(_levels_after_first(growth, k), growth.levels_per_read)
+        if not levels or growth.levels_per_read == 1:  # reading is free
+            return None
+        width = min(len(self._pass), growth.children)
+        ahead = np.arange(1 + levels)
+        tokens = self._rows * np.cumsum(CHILD_ACCEPTANCE**ahead)
+        seconds = self._target[np.minimum(ahead, self.max_nodes)] + self._spent + ahead * self._pass[width - 1]
+        passes = fastest(tokens, seconds)
+        if passes > 2:  # few different numbers of passes: each is captured
+            passes = levels
+        return Plan(passes, width) if passes else None
+
+    def _after_read(self, growth: Growth, k: int) -> Plan | None:
+        self._snapshot = growth.read()
+        width = self._fastest_width(self._snapshot, growth)
+        if not width:
+            return None
+        if growth.levels_per_read == 1:
+            return Plan(1, width)
+        # Few different plans, since each is captured.
+        return Plan(min(growth.levels_per_read, k - growth.levels), min(len(self._pass), growth.children))
+
+    def count(self, plan: Plan) -> None:
+        self._spent += plan.passes * float(self._pass[plan.width - 1])
+
+    def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
+        """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them."""
+        widths = max(0, min(len(self._pass), self.max_nodes - growth.expanded))
+        reached = snapshot.frontier[:, :widths].sum(axis=0)  # expected rows that reach the j-th node to expand
+        widths = int(np.count_nonzero(reached))
+        if not widths or not snapshot.may_improve(self.max_nodes):
+            return 0
+        # Without a further pass.
+        probability = snapshot.probability[:, : self.max_nodes].sum(axis=0)
+        tokens = np.concatenate([[self._rows], probability]).cumsum()
+        seconds = self._target[: len(tokens)] + self._spent
+        verified = fastest(tokens, seconds)
+        # A first draft token may cost far more than each further one, so several levels are considered at once.
+        levels, acceptance, expanded = _levels_ahead(max(1, max(growth.limits) - growth.levels), widths)
+        nodes = np.minimum(verified + expanded, self.max_nodes)
+        tokens_ahead = tokens[verified] + acceptance * reached[:widths].cumsum()
+        seconds_ahead = self._target[nodes] + self._spent + levels * self._pass[:widths]
+        # Index 0 stands for no further pass, the others for `[levels, widths]`.
+        choice = fastest(
+            np.append(tokens[verified], tokens_ahead), np.append(seconds[verified], seconds_ahead), margin=MIN_GAIN
+        )
+        return 1 + (choice - 1) % widths if choice else 0
+
+    def nodes(self, growth: Growth) -> int:
+        if self._snapshot is None or self._snapshot.levels < growth.levels:
+            self._snapshot = growth.read()
+        return self.best_size(self._snapshot.probability[:, : self.max_nodes].tolist(), self._spent)
+
+    def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
+        gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
+        tokens = np.cumsum([self._rows, *gains], dtype=float)[: len(self._target)]
+        seconds = self._target[: len(tokens)] + drafting
+        if is_sampled:
+            falls = np.flatnonzero(np.diff(tokens / seconds) < 0)
+            return int(falls[0]) if len(falls) else len(tokens) - 1
+        return fastest(tokens, seconds)
+
+    def drafting_seconds(self, passes: Sequence[int]) -> float:
+        return self._drafter.draft(passes)
+
+
+def _levels_after_first(growth: Growth, k: int) -> int:
+    """How many levels may follow the first one.
+
+    Drafts at the end of a text, which are less deep than `k`, make as many passes as others where these are captured,
+    so that they share a graph.
+    """
+    levels = max(growth.limits) - 1
+    per_read = growth.levels_per_read
+    return min(k - 1, -(-levels // per_read) * per_read) if levels > 0 else 0
+
+
+@lru_cache(maxsize=64)
+def _levels_ahead(levels: int, widths: int) -> tuple[Integers, Floats, Integers]:
+    """Of the next levels their numbers and accepted nodes, `[levels, 1]`, and `[levels, widths]` the expanded nodes."""
+    numbers = np.arange(1, levels + 1)[:, None]
+    return numbers, np.cumsum(CHILD_ACCEPTANCE**numbers, axis=0), numbers * np.arange(1, widths + 1)
+
+
+@lru_cache(maxsize=64)
+def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> tuple[Floats, float]:
+    """Seconds of the target's pass by the nodes of each row, from 0 on; and the least useful path probability.
+
+    Each node adds its path probability to the tokens of a step, of which there is at least one for each row. Where
+    passes are padded, as captured ones, nodes that fill a pass take no time.
+    """
+    tokens = [padded_width(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
+    seconds = np.array([target.seconds_of(rows * count) for count in tokens])
+    return seconds, max(MIN_GAIN, float((np.diff(seconds) / seconds[1:]).min()))
+
+
+@lru_cache(maxsize=64)
+def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Floats, float]:
+    """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of the pass over its last token."""
+    passes = np.maximum.accumulate([drafter.seconds_of(rows * (1 + width)) for width in range(widths)])
+    return passes, drafter.draft([rows])
+
+
+def tree_size(size: str | int | None, call: DraftCall, depths: Sequence[int], only_pass: int = 0) -> TreeSize:
+    """How large the next trees of a call become, of rows with these maximum depths.
+
+    `only_pass` are the tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
+    """
+    if isinstance(size, int):
+        return FixedSize(size)
+    rows = max(1, sum(depth > 0 for depth in depths))
+    pass_rows, width = (rows, 2) if call.target is None else call.target.pass_shape(2)
+    pass_rows = max(rows, pass_rows)
+    step = None if size is None or call.depth is None else call.depth.step_latency(pass_rows, call.context_length)
+    if step is None:
+        return FixedSize(children=1)
+    if only_pass:
+        step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
+    return FastestSize(step, rows, pass_rows, is_padded=width > 2)
