@@ -52,13 +52,13 @@ class DraftTree:
     nodes: int
     """The node count of the largest row."""
     q: torch.Tensor | None
-    keeps_all: bool = False
+    includes_rejected: bool = False
     """Whether some nodes can never be accepted; the host reads their token as -1."""
 
     def __init__(
         self,
         tokens: torch.Tensor | Sequence[Sequence[int]],
-        parents: tuple[Parents, ...],
+        parents: tuple[Parents, ...] | None,
         q: torch.Tensor | None = None,
         probability: tuple[tuple[float, ...], ...] | None = None,
     ):
@@ -71,15 +71,14 @@ class DraftTree:
             counts = list(map(len, tokens))
             rows, nodes = len(tokens), max(counts, default=0)
             vars(self)["_lists"] = [[*row, *[0] * (nodes - len(row))] for row in tokens]
-        if len(parents) != rows:
-            raise ValueError(f"a draft tree of {rows} rows needs {rows} lists of parents, got {len(parents)}")
-        parents = tuple(map(tuple, parents))
-        for row, (row_parents, count) in enumerate(zip(parents, counts, strict=True)):
-            if len(row_parents) > count:
-                raise ValueError(f"row {row} has {len(row_parents)} parents but only {count} tokens")
-            validate_parents(row_parents)
-        self.batch, self.nodes = rows, nodes
-        self._parents, self.q, self._probability = parents, q, probability
+        if parents is not None:
+            parents = tuple(map(tuple, parents))
+            _validate(parents, counts)
+        self.batch = rows
+        self.nodes = nodes
+        self.q = q
+        self._parents = parents
+        self._probability = probability
 
     @cached_property
     def tokens(self) -> torch.Tensor:
@@ -94,6 +93,7 @@ class DraftTree:
     @property
     def parents(self) -> tuple[Parents, ...]:
         """For each row the parent of each of its nodes."""
+        assert self._parents is not None, "a subclass reads them from a device"
         return self._parents
 
     @property
@@ -283,6 +283,16 @@ def _leftmost_path(parents: Parents) -> list[int]:
         if parent == (path[-1] if path else -1):
             path.append(node)
     return path
+
+
+def _validate(parents: tuple[Parents, ...], counts: Sequence[int]) -> None:
+    """Raise `ValueError` unless these are the parents of rows with so many tokens."""
+    if len(parents) != len(counts):
+        raise ValueError(f"a draft tree of {len(counts)} rows needs {len(counts)} lists of parents, got {len(parents)}")
+    for row, (row_parents, count) in enumerate(zip(parents, counts, strict=True)):
+        if len(row_parents) > count:
+            raise ValueError(f"row {row} has {len(row_parents)} parents but only {count} tokens")
+        validate_parents(row_parents)
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,7 @@ from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_size import Plan, TreeSize, tree_size
-from hf_specgen.grown_tree import NUMBER, GrownTree
+from hf_specgen.device_tree import NUMBER, DeviceTree, Frontier
 from hf_specgen.targets.passes import LevelPasses
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
@@ -79,8 +79,8 @@ class AutoregressiveSession(NetworkSession):
         """
 
     @abstractmethod
-    def next_scores(self, tree: GrownTree) -> torch.Tensor:
-        """Run the drafter on the last nodes of each row; `[batch, new, draft vocab]` logits after each of them."""
+    def next_scores(self, frontier: Frontier) -> torch.Tensor:
+        """Run the drafter on a frontier; `[batch, new, draft vocab]` logits after each of its nodes."""
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep what was computed for these nodes of the last tree, and drop the others."""
@@ -90,7 +90,7 @@ class AutoregressiveSession(NetworkSession):
         super().observe(result)
         if self._expanded:
             # The nodes of a path that were expanded come first: a child is expanded after its parent.
-            known = zip(cast(GrownTree, self._tree).node_values, result.paths, strict=True)
+            known = zip(cast(DeviceTree, self._tree).node_values, result.paths, strict=True)
             numbers = [row[path or [], NUMBER].tolist() for row, path in known]
             self.commit([[number - 1 for number in row if 0 < number <= self._expanded] for row in numbers])
 
@@ -131,7 +131,7 @@ class AutoregressiveSession(NetworkSession):
         draft, parents = growth.best(max(size.nodes(growth), least), first, with_expanded=self.wants_q)
         if self.wants_q and draft.nodes and parents is not None:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
-            draft = draft.replace(q=q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
+            draft = draft.with_q(q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
         if self.call.do_sample:  # the verification needs to know where each node is
             draft.start_reading()
         self._tree = draft

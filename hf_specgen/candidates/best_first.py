@@ -1,7 +1,7 @@
 """Best-first search for draft trees, for strategies that need no forward pass to find the children of a node.
 
 The expected number of tokens of a step is one plus the sum of the path probabilities of its nodes, so the best tree of
-a given size consists of the nodes with the highest ones. They form a tree, since no node is more likely than its parent.
+a given size has the nodes with the highest ones. They form a tree, since no node is more likely than its parent.
 
 Source: Chen et al., "Sequoia" (2024), section 3.
 """

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
 from hf_specgen.candidates.growth import Grown, Growth, Shape
-from hf_specgen.grown_tree import Selection
+from hf_specgen.device_tree import Selection
 from hf_specgen.targets.masks import StepLayout
 from hf_specgen.targets.passes import LevelPasses
 from hf_specgen.tree import TreeStructure
@@ -128,10 +128,10 @@ class CapturedLevels:
         # Slots of the rows' last tokens, and how many slots attention reads.
         roots, columns = layer.next_slots - 1 - growth.expanded, layer.get_mask_sizes(0)[0]
         for number in range(self.passes):
-            tree = growth.expand(self.width)
+            frontier = growth.expand(self.width)
             layout = StepLayout(roots, columns, *growth.structure(), inputs.visible)
-            states = None if states is None else tree.of_parents(states)
-            logits, states, *_ = self.level(module, tree.tokens, layout, states, inputs.offsets, cache)
+            states = None if states is None else frontier.gather_parents(states)
+            logits, states, *_ = self.level(module, frontier.tokens, layout, states, inputs.offsets, cache)
             self._add(growth, logits, None if noise is None else noise[number])
         return Drafted(growth.parts()[-1], growth.select(self.nodes), states, after_text)
 

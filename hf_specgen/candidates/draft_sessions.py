@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -29,7 +29,7 @@ from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size
 from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.one_pass import OnePassSession
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.checkpoint import Fields, Source, read_linear
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.hidden_states import HiddenStateTarget
@@ -240,10 +240,10 @@ class DraftModelSession(AutoregressiveSession):
         self._runner.after_text(self._uncached)
         self.passes += self._runner.passes
 
-    def next_scores(self, tree: GrownTree) -> torch.Tensor:
+    def next_scores(self, frontier: Frontier) -> torch.Tensor:
         if self._shared is not None:
-            tree = tree.replace(tokens=self._shared.draft_tokens(tree.tokens))
-        logits = self._runner.reader.grow(tree, tree.tokens.shape[1], self._runner.drafts)
+            frontier = replace(frontier, tokens=self._shared.draft_tokens(frontier.tokens))
+        logits = self._runner.reader.grow(frontier, self._runner.drafts)
         return logits if self._shared is None else self._shared.target_logits(logits)
 
     def level_passes(self, text: NewText | None = None) -> LevelPasses | None:

@@ -4,6 +4,18 @@ A pass gives for some nodes likely next tokens with acceptance probabilities; th
 next pass. Shapes depend on the number of levels, nodes and children alone, and nothing is decided by the host, so that
 several levels can run without a read by the host.
 
+All tokens that were proposed are *candidates*, in groups of siblings; those that a pass of the drafter has run on are
+*expanded*, and are numbered in that order. A row whose last token is t, with two children of each node, after two
+passes that expanded b as number 1 and then, in one pass, c as number 2 and d as number 3::
+
+    t ─┬─ a                       group       0  0 | 1  1 | 2  2 | 3  3 | 4  4     children of the node with
+       └─ b ─┬─ c ─┬─ e           token       t  . | a  b | c  d | e  f | g  h     number group - 1
+             │     └─ f           number      0  . | .  1 | 2  3 | .  .   .  .     under which it was expanded
+             └─ d ─┬─ g           depth       0  0 | 1  1 | 2  2 | 3  3   3  3
+                   └─ h           parent     -1 -1 | 0  0 | 1  1 | 2  2   3  3     the number of its parent
+
+    candidate index of each number (root, b, c, d): [0, 3, 4, 5]; index in its level: b 1, c 0, d 1
+
 Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024), section 4.
 """
 
@@ -19,9 +31,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_specgen.grown_tree import DEPTH, NO_NODE, NUMBER, PARENT, PATH, TOKEN, GrownTree, Selection, probability_of
+from hf_specgen.device_tree import (
+    DEPTH,
+    NO_NODE,
+    NUMBER,
+    PARENT,
+    PATH,
+    PLANES,
+    TOKEN,
+    Ancestors,
+    DeviceTree,
+    Frontier,
+    Selection,
+    probability_of,
+)
 from hf_specgen.targets.cache import padded_width
-from hf_specgen.tree import TreeStructure, ancestors_of, identity
+from hf_specgen.tree import TreeStructure, ancestors_of
 
 Floats = NDArray[np.floating[Any]]
 LEVELS_PER_READ = 4
@@ -30,7 +55,7 @@ has to wait, every level is read."""
 CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
 UNEXPANDED = -2
-"""The number of a node that was not expanded."""
+"""The number of a candidate that was not expanded."""
 
 
 class _Level(NamedTuple):
@@ -43,7 +68,7 @@ class _Level(NamedTuple):
 class _Expansion(NamedTuple):
     """Nodes that were expanded, `[rows, width]`: logarithms of their path probabilities, and index in their level."""
 
-    reached: Tensor
+    paths: Tensor
     chosen: Tensor | None = None
 
 
@@ -71,9 +96,15 @@ def reads_are_free(tokens: Tensor) -> bool:
 class Growth:
     """Draft trees that grow by one level at a time.
 
-    Candidates come in groups of siblings. Group 0 stands for the row's last token, which has number 0; group 1 are its
-    children, and group ``1 + n`` the children of the node that was expanded as number ``n``. `levels` are the passes so
-    far, `expanded` the expanded nodes of each row.
+    Args:
+        depths: the maximum depth of each row's tree; 0 for a row without a draft.
+        children: candidates after each node; 1 for chains.
+        last_tokens: `[rows, 1]`.
+        limits: `[rows, 1]` the depths as a tensor: needed if levels may go beyond them, as captured ones may.
+
+    Attributes:
+        levels: passes of the drafter so far.
+        expanded: expanded nodes of each row.
 
     Example:
         >>> growth = Growth([2], children=2, last_tokens=torch.tensor([[4]]))
@@ -86,31 +117,28 @@ class Growth:
         ([[5, 7, 6]], ((-1, 0, -1),))
     """
 
-    _open: Tensor
-    _selection: Selection | None = None
-    """The best nodes of all levels, if a captured function has selected them."""
-    _values: Any = None
-    """What the host has read of them."""
-    _given: _Constants | None = None
-
     def __init__(self, depths: Sequence[int], children: int, last_tokens: Tensor, limits: Tensor | None = None):
-        """`limits`, `[rows, 1]`, are the depths as a tensor: needed if levels may go beyond them, as captured ones."""
-        self.limits, self.children, self.levels, self.expanded = list(depths), children, 0, 0
+        self.limits = list(depths)
+        self.children = children
+        self.last_tokens = last_tokens
+        self.levels = 0
+        self.expanded = 0
         self.rows = sum(depth > 0 for depth in depths)
         self.levels_per_read = 1 if reads_are_free(last_tokens) else LEVELS_PER_READ
-        self.last_tokens = last_tokens
-        self._levels: list[_Level] = []
-        self._expansions: list[_Expansion] = []
-        self._widths: tuple[int, ...] = ()
-        # Of the last nodes, `[rows, last nodes, 1 + expanded]`; and of later ones the parents, not yet included.
-        self._ancestors: Tensor | None = None
-        self._above: list[Tensor | None] = []
-        self._parts: list[Grown] = []  # the first `_in_parts` levels
-        self._widths_of_parts: tuple[tuple[int, ...], ...] = ()
-        self._in_parts = 0
         self.limits_on_device = limits
         if limits is None and len(set(depths)) > 1:
             self.limits_on_device = torch.tensor(self.limits, device=last_tokens.device)[:, None]
+        self._levels: list[_Level] = []
+        self._expansions: list[_Expansion] = []
+        self._widths: tuple[int, ...] = ()
+        self._open: Tensor = last_tokens  # of the last level: as `_Level.paths`, low where it cannot be expanded
+        self._ancestors = Ancestors(len(self.limits), 1, last_tokens.device)  # of the last frontier
+        self._parts: list[Grown] = []  # the first `_levels_in_parts` levels
+        self._widths_of_parts: tuple[tuple[int, ...], ...] = ()
+        self._levels_in_parts = 0
+        self._selection: Selection | None = None  # the best nodes, if a captured function has selected them
+        self._read_values: Any = None  # what the host has read of them
+        self._given_constants: Constants | None = None
 
     @property
     def device(self) -> torch.device:
@@ -130,77 +158,75 @@ class Growth:
     def add(self, tokens: Tensor, log_acceptance: Tensor, expandable: Tensor | None = None) -> None:
         """Add the children of the nodes that were expanded last, at first of each row's last token.
 
-        All are `[rows, expanded, children]`: tokens, most preferred first; the logarithm of the probability that the
-        target chooses each, given that it reached the node; and whether it may be expanded.
+        Args:
+            tokens: `[rows, expanded last, children]`, most preferred first.
+            log_acceptance: of the same shape, the logarithm of the probability that the target chooses each, given that
+                it reached the node.
+            expandable: of the same shape, whether each may be expanded; None: all.
         """
-        path = log_acceptance + self._expansions[-1].reached[..., None] if self._expansions else log_acceptance
-        path = path.flatten(1)
+        paths = log_acceptance + self._expansions[-1].paths[..., None] if self._expansions else log_acceptance
+        paths = paths.flatten(1)
         if self.limits_on_device is not None:
-            path = path.masked_fill(self.limits_on_device <= self.levels, NO_NODE)
-        self._open = path if expandable is None else torch.where(expandable.flatten(1), path, path - CLOSED)
-        self.levels, self._selection = self.levels + 1, None
-        self._levels.append(_Level(tokens.flatten(1), path))
+            paths = paths.masked_fill(self.limits_on_device <= self.levels, NO_NODE)
+        self._open = paths if expandable is None else torch.where(expandable.flatten(1), paths, paths - CLOSED)
+        self._levels.append(_Level(tokens.flatten(1), paths))
+        self.levels += 1
+        self._selection = None
 
-    def expand(self, width: int) -> GrownTree:
-        """The tree of all expanded nodes, with the tokens of the new ones: the likeliest candidates of the last level.
+    def expand(self, width: int) -> Frontier:
+        """Expand the likeliest candidates of the last level, so many of each row; the drafter's next pass reads them.
 
         A row with fewer of them is filled up with others, whose children have no probability.
         """
-        self.expanded, self._widths = self.expanded + width, (*self._widths, width)
-        shown: Any = {"nodes": self.expanded, "level": self.levels, "drafting_rows": self.rows}
-        tokens, above = self._levels[-1].tokens, None
+        self.expanded += width
+        self._widths += (width,)
+        tokens = self._levels[-1].tokens
+        parent_index = None
+        depths = None
         if self.children == 1:
             self._expansions.append(_Expansion(self._open))
-            tree = GrownTree(tokens, **shown)
         else:
-            reached, index = self._open.topk(width, dim=1)
-            self._expansions.append(_Expansion(reached, index))
-            above = index // self.children if len(self._widths) > 1 else None
-            tree = GrownTree(tokens.gather(1, index), self.structure, above=above, **shown)
-        self._above.append(above)
-        return tree
+            paths, index = self._open.topk(width, dim=1)
+            self._expansions.append(_Expansion(paths, index))
+            tokens = tokens.gather(1, index)
+            parent_index = index // self.children if len(self._widths) > 1 else None
+            depths = self.constants.depths[: 1 + self.expanded]
+        self._ancestors = Ancestors(len(self.limits), width, self.device, self._ancestors, parent_index)
+        return Frontier(tokens, self.levels, self.expanded, self.children == 1, self._ancestors, depths, parent_index)
 
     def structure(self) -> TreeStructure:
-        """Depths of all expanded nodes, and ancestors of the last ones: for drafters that read it in every pass."""
-        rows, device = len(self.limits), self.device
-        if self._ancestors is None:
-            self._ancestors = identity(1, torch.bool, device).expand(rows, -1, -1)
-        for above, width in zip(self._above, self._widths[len(self._widths) - len(self._above) :], strict=True):
-            inherited = self._ancestors
-            index = None if above is None else above[..., None].expand(-1, -1, inherited.shape[2])
-            inherited = inherited.expand(-1, width, -1) if index is None else inherited.gather(1, index)
-            itself = identity(width, torch.bool, device).expand(rows, -1, -1)
-            self._ancestors = torch.cat([inherited, itself], dim=2)
-        self._above = []
-        return TreeStructure(self.constants.depths[: 1 + self.expanded].expand(rows, -1), self._ancestors)
+        """Depths of all expanded nodes, and ancestors of the last ones, also for chains; made of `constants`."""
+        depths = self.constants.depths[: 1 + self.expanded].expand(len(self.limits), -1)
+        return TreeStructure(depths, self._ancestors.matrix)
 
     @property
-    def constants(self) -> _Constants:
+    def constants(self) -> Constants:
         """What depends on the shape of the tree alone."""
-        return self._given or self.constants_after(0, 0)
+        return self._given_constants or self.constants_after(0, 0)
 
-    def constants_after(self, passes: int, width: int) -> _Constants:
-        """Those of the tree after so many passes that expand so many nodes."""
+    def constants_after(self, passes: int, width: int) -> Constants:
+        """The constants of the tree after so many passes, each of which expands so many nodes."""
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
     def parts(self) -> tuple[Grown, ...]:
         """All levels so far, in few tensors; packs the levels that were added since the last time."""
-        first = self._in_parts
+        first = self._levels_in_parts
         if first < len(self._levels):
             begin = max(0, first - 1)  # the first level comes before anything is expanded
-            levels, expansions = self._levels[first:], self._expansions[begin:]
-            if self._widths:
-                self.structure()
-            paths = [*(level.paths for level in levels), *(one.reached for one in expansions), self._open]
+            levels = self._levels[first:]
+            expansions = self._expansions[begin:]
+            paths = [*(level.paths for level in levels), *(expansion.paths for expansion in expansions), self._open]
             integers = [level.tokens for level in levels]
-            integers += [one.chosen for one in expansions if one.chosen is not None]
-            grown = Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), self._ancestors)
+            integers += [expansion.chosen for expansion in expansions if expansion.chosen is not None]
+            ancestors = self._ancestors.matrix if self._widths else None
+            grown = Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), ancestors)
             self._add_part(grown, self._widths[begin:])
         return tuple(self._parts)
 
     def _add_part(self, grown: Grown, widths: tuple[int, ...]) -> None:
         self._parts.append(grown)
-        self._widths_of_parts, self._in_parts = (*self._widths_of_parts, widths), len(self._levels)
+        self._widths_of_parts = (*self._widths_of_parts, widths)
+        self._levels_in_parts = len(self._levels)
 
     @property
     def shape(self) -> Shape:
@@ -209,11 +235,11 @@ class Growth:
 
     @classmethod
     def of_parts(
-        cls, shape: Shape, last_tokens: Tensor, limits: Tensor | None, parts: Sequence[Grown], constants: _Constants
+        cls, shape: Shape, last_tokens: Tensor, limits: Tensor | None, parts: Sequence[Grown], constants: Constants
     ) -> Growth:
         """A growing tree that was taken apart, in a captured function; `constants` are those at the end of it."""
         growth = cls([0] * shape.rows, shape.children, last_tokens, limits)
-        growth._given = constants
+        growth._given_constants = constants
         for grown, widths in zip(parts, shape.widths, strict=True):
             growth.extend(grown, widths)
         return growth
@@ -222,14 +248,19 @@ class Growth:
         """Add the levels of passes that expanded so many nodes each, and of one before if there was none yet."""
         sizes = [self.children] * (not self.levels) + [width * self.children for width in widths]
         *paths, rest = grown.paths.split([*sizes, grown.paths.shape[1] - sum(sizes)], dim=1)
-        *reached, self._open = rest.split([*widths, sizes[-1]], dim=1)
-        parts = grown.integers.split([*sizes, *(widths if self.children > 1 else ())], dim=1)
-        self._levels += map(_Level, parts[: len(sizes)], paths)
-        self._expansions += map(_Expansion, reached, parts[len(sizes) :] or [None] * len(widths))
-        self._ancestors, self._above = grown.ancestors, []
-        self.levels, self.expanded = self.levels + len(sizes), self.expanded + sum(widths)
+        *expanded_paths, self._open = rest.split([*widths, sizes[-1]], dim=1)
+        integers = grown.integers.split([*sizes, *(widths if self.children > 1 else ())], dim=1)
+        tokens = integers[: len(sizes)]
+        index = integers[len(sizes) :] or [None] * len(widths)
+        self._levels += map(_Level, tokens, paths)
+        self._expansions += map(_Expansion, expanded_paths, index)
+        if grown.ancestors is not None:
+            self._ancestors = Ancestors.of(grown.ancestors)
+        self.levels += len(sizes)
+        self.expanded += sum(widths)
         self._widths += widths
-        self._selection, self._values = selection, None
+        self._selection = selection
+        self._read_values = None
         self._add_part(grown, widths)
 
     def select(self, nodes: int) -> Selection:
@@ -240,90 +271,121 @@ class Growth:
     def read(self) -> Snapshot:
         """Read the probabilities, in one transfer to the host; after a selection, all values of the selected nodes."""
         if self._selection is not None:
-            self._values, opened = self._selection.parts(self._selection.known.cpu().numpy())
-            paths = self._values[:, PATH, 1:]
+            self._read_values, opened = self._selection.split(self._selection.read.cpu().numpy())
+            paths = self._read_values[:, PATH, 1:]
         else:
             levels = [level.paths for level in self._levels]
             values = torch.cat([*levels, self._open], dim=1).cpu().numpy()
-            paths, opened = values[:, : self.candidates], values[:, self.candidates :]
+            paths = values[:, : self.candidates]
+            opened = values[:, self.candidates :]
         if min(self.limits) <= self.levels:
             opened = np.where(np.array(self.limits)[:, None] > self.levels, opened, NO_NODE)
         return Snapshot(self.levels, _descending(paths), _descending(opened))
 
     def best(
         self, nodes: int, expanded_first: bool = False, with_expanded: bool = False
-    ) -> tuple[GrownTree, Tensor | None]:
+    ) -> tuple[DeviceTree, Tensor | None]:
         """The best trees of at most `nodes` nodes; `[rows, nodes]` the number of each node's parent, if it is known.
 
         With `expanded_first` expanded nodes come first, whatever their probability; `with_expanded` they are among the
         nodes, of which there must be as many.
         """
-        nodes, rows, constants = min(nodes, self.candidates), len(self.limits), self.constants
+        nodes = min(nodes, self.candidates)
         if self._selection is not None and not expanded_first and not with_expanded:
-            return self._selection.first(nodes, self._values, self.rows), None
-        numbers, ids = constants.numbers[: self.children + self.candidates].expand(rows, -1), self.last_tokens
-        if self.children > 1:
-            chosen = [one.chosen for one in self._expansions if one.chosen is not None]
-            ids = torch.cat([constants.root_ids.expand(rows, -1), *chosen], dim=1) + constants.offsets
-            numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
-        tokens, paths = zip(*self._levels, strict=True)
-        parts = [self.last_tokens.expand(-1, self.children), *tokens, numbers, constants.places.expand(rows, -1)]
-        parts += [constants.root_paths.expand(rows, -1), *paths]
-        values = torch.cat(parts, dim=1).view(rows, 1 + PATH, -1)
+            return self._selection.first(nodes, self._read_values, self.rows), None
+        ids = self._expanded_ids()
+        values = self._values(ids)
         if self.children > 1:
             order = self._order(values[:, PATH], ids, nodes, expanded_first, with_expanded)
-            values = values.gather(2, order[:, None].expand(-1, 1 + PATH, -1))
+            values = values.gather(2, order[:, None].expand(-1, PLANES, -1))
         values = values[:, :, : 1 + nodes]
         integers = values[:, : 1 + PARENT].long()
         structure = None
         if self.children > 1:
             is_parent = integers[:, PARENT, :, None] == integers[:, NUMBER, None]
             structure = TreeStructure(integers[:, DEPTH], ancestors_of(is_parent))
-        shown: Any = {"drafting_rows": self.rows, "keeps_all": expanded_first, "inputs": integers[:, TOKEN]}
-        return GrownTree(integers[:, TOKEN, 1:], structure, values, **shown), integers[:, PARENT, 1:]
+        tree = DeviceTree(values, integers[:, TOKEN], structure, self.rows, includes_rejected=expanded_first)
+        return tree, integers[:, PARENT, 1:]
 
-    def _order(self, paths: Tensor, ids: Tensor, nodes: int, expanded_first: bool, with_expanded: bool) -> Tensor:
+    def _expanded_ids(self) -> Tensor | None:
+        """`[rows, 1 + expanded]` the candidate index of each number; None for chains, where it is the number."""
+        if self.children == 1:
+            return None
+        root = self.constants.root_id.expand(len(self.limits), -1)
+        chosen = [expansion.chosen for expansion in self._expansions if expansion.chosen is not None]
+        return torch.cat([root, *chosen], dim=1) + self.constants.level_starts
+
+    def _values(self, ids: Tensor | None) -> Tensor:
+        """`[rows, PLANES, candidates]` the values of all candidates, by candidate index, see `DeviceTree`."""
+        rows = len(self.limits)
+        constants = self.constants
+        numbers = constants.numbers[: self.children + self.candidates].expand(rows, -1)
+        if ids is not None:
+            numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
+        # The planes one after the other, in one operation.
+        tokens = [self.last_tokens.expand(-1, self.children), *(level.tokens for level in self._levels)]
+        depths_and_parents = constants.depths_and_parents.expand(rows, -1)
+        paths = [constants.root_paths.expand(rows, -1), *(level.paths for level in self._levels)]
+        return torch.cat([*tokens, numbers, depths_and_parents, *paths], dim=1).view(rows, PLANES, -1)
+
+    def _order(
+        self, paths: Tensor, ids: Tensor | None, nodes: int, expanded_first: bool, with_expanded: bool
+    ) -> Tensor:
         """`[rows, 1 + nodes]` each row's last token and the candidates of its tree, parents before their children."""
-        if not expanded_first and not with_expanded:
+        if ids is None or not (expanded_first or with_expanded):
             return paths.topk(1 + nodes, dim=1).indices
-        rest = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
-        order = torch.cat([ids, rest], dim=1)
+        others = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
+        order = torch.cat([ids, others], dim=1)
         return order if expanded_first else order.gather(1, paths.gather(1, order).argsort(dim=1, descending=True))
 
 
-class _Constants(NamedTuple):
+class Constants(NamedTuple):
     """What depends on the shape of a growing tree alone."""
 
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
-    offsets: Tensor  # [1 + expanded] the candidate that index 0 of each one's level stands for
+    level_starts: Tensor  # [1 + expanded] the candidate index with which the level of each expanded node begins
     numbers: Tensor  # 0, 1, 2, …, at least one for each candidate
     unexpanded: Tensor  # `UNEXPANDED` for each candidate
-    places: Tensor  # [2 * candidates] depth, and number of the parent of each candidate
+    depths_and_parents: Tensor  # [2 * candidates] the depth of each, then the number of the parent of each
     root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
-    root_ids: Tensor  # [1] the number of each row's last token
+    root_id: Tensor  # [1] the candidate index of each row's last token
 
 
 @lru_cache(maxsize=256)
-def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> _Constants:
+def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> Constants:
     """The constants of a tree whose levels were expanded by these widths."""
-    depths, offsets, expanded = [0], [0], 0
+    depths = [0]
+    level_starts = [0]
+    expanded = 0
     for level, width in enumerate(widths, start=1):
-        group = 1 if level == 1 else 2 + expanded - widths[level - 2]
+        # The group after that of the last node of the level before.
+        first_group = 1 if level == 1 else 2 + expanded - widths[level - 2]
         depths += [level] * width
-        offsets += [group * children] * width
+        level_starts += [first_group * children] * width
         expanded += width
     groups = 2 + expanded
     size = groups * children
-    places = [[depth] * children for depth in (0, *(1 + depth for depth in depths))]
-    places += [[group - 1] * children for group in range(groups)]
-    root = [0.0] + [2 * NO_NODE] * (children - 1)  # never chosen before a candidate
-    flat = [value for group in places for value in group]
-    lists = (depths, offsets, range(size), [UNEXPANDED] * size, flat, root, [0])
-    return _Constants(*(torch.tensor(list(values), device=device) for values in lists))
+    depth_of_group = [0, *(1 + depth for depth in depths)]
+    depth_of_candidate = [depth for depth in depth_of_group for _ in range(children)]
+    parent_of_candidate = [group - 1 for group in range(groups) for _ in range(children)]
+    root_paths = [0.0] + [2 * NO_NODE] * (children - 1)  # the others in group 0 are never chosen before a candidate
+
+    def tensor(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=device)
+
+    return Constants(
+        depths=tensor(depths),
+        level_starts=tensor(level_starts),
+        numbers=tensor(range(size)),
+        unexpanded=tensor([UNEXPANDED] * size),
+        depths_and_parents=tensor(depth_of_candidate + parent_of_candidate),
+        root_paths=tensor(root_paths),
+        root_id=tensor([0]),
+    )
 
 
 def _descending(paths: Floats) -> Floats:
-    """Probabilities of which the logarithms are known, sorted by row."""
+    """The probabilities of which these are the logarithms, sorted by row."""
     return probability_of(np.sort(paths, axis=1)[:, ::-1])
 
 

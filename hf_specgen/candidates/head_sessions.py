@@ -22,7 +22,7 @@ from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import DraftCall, vocabulary_size
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.tree_size import TreeSize, tree_size
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.medusa import MedusaRunner
 from hf_specgen.heads.path_head import PathRunner
 from hf_specgen.heads.runner import EagleRunner, HeadRunner
@@ -174,9 +174,9 @@ class HeadSession(NetworkSession):
         self.target, self.runner, self.window = target, runner, window
         self.token_ids = getattr(runner, "token_ids", None)
 
-    def next_scores(self, tree: GrownTree) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last nodes of a tree."""
-        logits: torch.Tensor = self.runner.next_logits(tree)
+    def next_scores(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the nodes of a frontier."""
+        logits: torch.Tensor = self.runner.next_logits(frontier)
         return logits
 
 

@@ -17,7 +17,7 @@ from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.depth import Policy
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
@@ -119,10 +119,10 @@ class _LayerSkipSession(AutoregressiveSession):
         active = [not state.has_ended(row) for row in range(state.batch)]
         return self._scores(DraftTree.empty(state.batch), torch.tensor(state.pending())[:, None], active)[:, -1]
 
-    def next_scores(self, tree: GrownTree) -> torch.Tensor:
-        return self._scores(tree, tree.tokens)
+    def next_scores(self, frontier: Frontier) -> torch.Tensor:
+        return self._scores(frontier, frontier.tokens)
 
-    def _scores(self, tree: DraftTree, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> torch.Tensor:
+    def _scores(self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> torch.Tensor:
         state, logits = self._target.run_early(tree, tokens, active, with_logits=self._head is None)
         if self._head is not None:
             logits = self._head(state)

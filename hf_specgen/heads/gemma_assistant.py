@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import Gemma4TextConfig, PretrainedConfig
 
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.heads.head_file import HeadFile, count_layers
@@ -183,11 +183,11 @@ class AssistantRunner:
         logits = self._run(torch.tensor([[pending[row]] for row in rows]), states[rows][:, None].to(self._like))
         return spread_rows(logits[:, 0], rows, len(pending))
 
-    def next_logits(self, tree: GrownTree) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last nodes of a tree; as for `EagleRunner.next_logits`."""
-        active = tree.select(self._target.rows)
-        logits = self._run(active.input_tokens(self._like.device), active.of_parents(self._hidden))
-        return spread_rows(logits, self._target.rows, tree.batch)
+    def next_logits(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the nodes of a frontier; as for `EagleRunner.next_logits`."""
+        active = frontier.select(self._target.rows)
+        logits = self._run(active.tokens.to(self._like.device), active.gather_parents(self._hidden))
+        return spread_rows(logits, self._target.rows, frontier.batch)
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, length, vocab]` of one pass; `tokens` `[rows, length]`, `hidden` `[rows, length, hidden]`."""

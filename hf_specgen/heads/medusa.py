@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, load_adapter
 from hf_specgen.heads.head_file import HeadFile
@@ -177,10 +177,11 @@ class MedusaRunner:
         self._states = states.to(self._like)[:, None]
         return self._logits([0], self.bound.embed(torch.tensor(pending)[:, None, None]))[:, 0, 0]
 
-    def next_logits(self, tree: GrownTree) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last nodes, by the head of their depth."""
-        last = self.bound.embed(tree.input_tokens(self._like.device))[:, :, None]
-        return self._logits([tree.level], torch.cat([tree.of_parents(self._path), last], dim=2))[:, :, 0]
+    def next_logits(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the nodes of a frontier, by the head of their depth."""
+        last = self.bound.embed(frontier.tokens.to(self._like.device))[:, :, None]
+        path = torch.cat([frontier.gather_parents(self._path), last], dim=2)
+        return self._logits([frontier.depth], path)[:, :, 0]
 
     def all_logits(self, states: torch.Tensor, heads: int) -> torch.Tensor:
         """The logits of the first heads, `[batch, heads, vocab]`, if they read no tokens."""

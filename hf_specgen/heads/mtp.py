@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specgen import compat
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput, check_target
 from hf_specgen.heads.checkpoint import (
     Checkpoint,
@@ -316,12 +316,14 @@ class LayeredRunner(HeadRunner):
             outputs.append(hidden)
         return outputs
 
-    def _next(self, tree: GrownTree) -> torch.Tensor:
-        head, device = cast(Any, self.bound.head), self._like.device
-        depth, nodes = tree.level, tree.tokens.shape[1]
+    def _next(self, frontier: Frontier) -> torch.Tensor:
+        head: Any = self.bound.head
+        device = self._like.device
+        depth = frontier.depth
+        nodes = frontier.tokens.shape[1]
         last = self._last[depth - 1][:, None, None].expand(-1, nodes, -1, -1)
-        self._paths = torch.cat([tree.of_parents(self._paths), tree.input_tokens(device)[..., None]], dim=2)
-        states = torch.cat([last, tree.of_parents(self._hidden)], dim=2)
+        self._paths = torch.cat([frontier.gather_parents(self._paths), frontier.tokens.to(device)[..., None]], dim=2)
+        states = torch.cat([last, frontier.gather_parents(self._hidden)], dim=2)
         starts = [max(0, end - depth) for end in self._ends]
         first = torch.tensor(starts, device=device)[:, None]
         slots = torch.arange(max(starts) + nodes * depth, device=device)

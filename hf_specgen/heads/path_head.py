@@ -19,7 +19,7 @@ from typing import cast
 
 import torch
 
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.runner import BlockRunner
@@ -135,8 +135,9 @@ class PathRunner(BlockRunner):
         super().keep_rows(kept, new)
         self._proposed = {}
 
-    def _next(self, tree: GrownTree) -> torch.Tensor:
-        return self._step(tree.input_tokens(self._like.device), tree.level, tree.of_parents(self._states))
+    def _next(self, frontier: Frontier) -> torch.Tensor:
+        tokens = frontier.tokens.to(self._like.device)
+        return self._step(tokens, frontier.depth, frontier.gather_parents(self._states))
 
     def _run_block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run the block after new accepted positions: `[active, block, hidden]`."""

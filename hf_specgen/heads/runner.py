@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_specgen.call import Compile
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.targets import masks
@@ -75,15 +75,15 @@ class HeadRunner:
         """
         return self._scatter(self._first(*self._new(features, next_tokens, needed)))
 
-    def next_logits(self, tree: GrownTree) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the last nodes of a tree with all nodes since `first_logits`."""
-        return self._scatter(self._next(tree.select(self.rows)))
+    def next_logits(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the nodes of a frontier, of trees that have grown since `first_logits`."""
+        return self._scatter(self._next(frontier.select(self.rows)))
 
     @abstractmethod
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         """`first_logits` of the active rows."""
 
-    def _next(self, tree: GrownTree) -> torch.Tensor:
+    def _next(self, frontier: Frontier) -> torch.Tensor:
         """`next_logits` of the active rows; heads that draft all depths in one pass have none."""
         raise NotImplementedError
 
@@ -250,16 +250,17 @@ class EagleRunner(HeadRunner):
         """Store the states of passes that were made by a captured function."""
         self._hidden = states
 
-    def _next(self, tree: GrownTree) -> torch.Tensor:
-        (depths, ancestors), new = tree.structure(), tree.tokens.shape[1]
+    def _next(self, frontier: Frontier) -> torch.Tensor:
+        depths, ancestors = frontier.structure()
+        new = frontier.tokens.shape[1]
         roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
         layout = masks.StepLayout.after(roots, depths, ancestors)
-        embeddings = self.bound.embed(tree.input_tokens(depths.device))
-        hidden = tree.of_parents(self._hidden)
-        position: Any = layout.starts + tree.level
+        embeddings = self.bound.embed(frontier.tokens.to(depths.device))
+        hidden = frontier.gather_parents(self._hidden)
+        position: Any = layout.starts + frontier.depth
         if isinstance(position, int):  # without an operation
             position = _numbers(padded_width(1 + position), depths.device)[position]
-        positions, mask = position.expand(len(tree.tokens), new), masks.full_mask(layout)[:, :, -new:]
+        positions, mask = position.expand(frontier.batch, new), masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
         return self.bound.logits(output.output)

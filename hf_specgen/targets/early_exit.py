@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_specgen.device_tree import PassTree
 from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -52,7 +53,7 @@ class EarlyExitTarget(Target):
 
     def run_early(
         self,
-        tree: DraftTree,
+        tree: PassTree,
         tokens: torch.Tensor,
         active: Sequence[bool] | None = None,
         with_logits: bool = True,

@@ -14,10 +14,9 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import DeviceTree, Frontier, PassTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.model_parts import decoder_argument, has_special_layers
-from hf_specgen.tree import DraftTree
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
 OWN_ARGUMENTS = {"inputs_embeds", compat.CACHE, "logits_to_keep", "use_cache"}
@@ -61,7 +60,7 @@ class RowLayout:
         """Of one value for each row of the call, those of the rows in the cache."""
         return [values[row] for row in self.rows]
 
-    def select(self, tree: DraftTree, inputs: dict[str, torch.Tensor]) -> tuple[DraftTree, dict[str, torch.Tensor]]:
+    def select(self, tree: PassTree, inputs: dict[str, torch.Tensor]) -> tuple[PassTree, dict[str, torch.Tensor]]:
         """The draft and the inputs of a pass, for the rows in the cache."""
         if len(self.rows) == tree.batch:
             return tree, inputs
@@ -72,7 +71,7 @@ class RowLayout:
         return spread_rows(values, self.rows, batch)
 
     def positions(
-        self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
+        self, tree: PassTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
     ) -> torch.Tensor:
         """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
         depths = torch.arange(1 + tree.nodes, device=tree.device)[None] if tree.is_chain else tree.structure().depths
@@ -84,14 +83,14 @@ class RowLayout:
             return depths + first
         return (depths + first).minimum(torch.tensor(limits, device=depths.device)[:, None])
 
-    def places(self, tree: DraftTree, lengths: Sequence[int], active: Sequence[bool] | None) -> torch.Tensor:
+    def places(self, tree: PassTree, lengths: Sequence[int], active: Sequence[bool] | None) -> torch.Tensor:
         """`[rows, 2]` position minus slot, and the highest position."""
         bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
         highest = self.limits(tree, bases, active) or [UNLIMITED] * len(bases)
         return torch.tensor(list(zip(self.offsets, highest, strict=True)))
 
     def limits(
-        self, tree: DraftTree, bases: Sequence[int], active: Sequence[bool] | None, cached: int = 0
+        self, tree: PassTree, bases: Sequence[int], active: Sequence[bool] | None, cached: int = 0
     ) -> list[int] | None:
         """The highest position of each row, whose last token has position `bases`; None if no node can exceed it.
 
@@ -104,7 +103,7 @@ class RowLayout:
         takes_part = [True] * len(bases) if active is None else self.gather(active)
         limits = []
         for index, (base, part) in enumerate(zip(bases, takes_part, strict=True)):
-            is_clamped = not part or (base <= last and (cached > 0 or isinstance(tree, GrownTree)))
+            is_clamped = not part or (base <= last and (cached > 0 or isinstance(tree, DeviceTree | Frontier)))
             limits.append(last if is_clamped else max(last, base + max(tree.depths(index))))
         return limits
 

@@ -20,8 +20,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.device_tree import PassTree
 from hf_specgen.targets.model_parts import WITHOUT_ATTENTION, is_causal_kernel, layer_kinds, text_config
-from hf_specgen.tree import DraftTree, TreeStructure
+from hf_specgen.tree import TreeStructure
 
 DROPPING = ("sliding_attention", "chunked_attention")
 """Types of attention whose layers drop slots that no later token attends to."""
@@ -151,7 +152,7 @@ class StepMasks:
         filled = [torch.ones(count, 1, dtype=torch.bool, device=device) if one is None else one for one, count in parts]
         self.visible = torch.cat([pad(one, (0, width - one.shape[1]), value=True) for one in filled])
 
-    def of_step(self, tree: DraftTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
+    def of_step(self, tree: PassTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
         """The `attention_mask` of a pass over the pending token and the nodes, of which the first `cached` are cached.
 
         A tensor, or one for each kind of layer; None where no mask is needed. Layers with a sliding window or chunks

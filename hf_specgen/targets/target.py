@@ -12,6 +12,7 @@ from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
+from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, is_captured
@@ -138,19 +139,19 @@ class Target:
         inputs = {"input_ids": tree.step_tokens(pending, self.device)}
         return self._of_pass(self._run(self.model, tree, inputs, active).logits, tree.batch, 1 + tree.nodes)
 
-    def grow(self, tree: DraftTree, new: int, active: Sequence[bool] | None = None) -> torch.Tensor:
-        """Run the model on the last `new` nodes of a tree whose root and first nodes are cached: for draft models.
+    def grow(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
+        """Run the model on the frontier of trees whose root and other nodes are cached: for draft models.
 
         The root is the last token in the cache before the first `grow` of a tree. Returns `[batch, new, vocab]` logits.
         """
         self._has_pending = False
+        new = frontier.tokens.shape[1]
         if (queue := self._replays) is not None:
-            chains = [tokens[-new:] for tokens in tree.tokens.tolist()]
-            return self._of_pass(self._replay(queue, chains, active), tree.batch, new)
-        inputs = {"input_ids": tree.input_tokens(self.device)[:, -new:]}
-        cached = 1 + tree.nodes - new
+            return self._of_pass(self._replay(queue, frontier.tokens.tolist(), active), frontier.batch, new)
+        inputs = {"input_ids": frontier.tokens.to(self.device)}
+        cached = 1 + frontier.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
-        return self._of_pass(self._run(self.model, tree, inputs, active, cached).logits, tree.batch, new)
+        return self._of_pass(self._run(self.model, frontier, inputs, active, cached).logits, frontier.batch, new)
 
     def level_passes(self, levels: int, text: NewText | None = None) -> LevelPasses | None:
         """What `grow` over so many levels in one captured function needs; None if it cannot be captured.
@@ -215,7 +216,7 @@ class Target:
     def _run(
         self,
         module: Any,
-        tree: DraftTree,
+        tree: PassTree,
         inputs: dict[str, torch.Tensor],
         active: Sequence[bool] | None,
         cached: int = 0,
@@ -233,7 +234,7 @@ class Target:
         return PassOutput(output.logits[:, :new], tuple(state[:, :new] for state in output.states))
 
     def _arguments(
-        self, tree: DraftTree, inputs: dict[str, torch.Tensor], active: Sequence[bool] | None, cached: int
+        self, tree: PassTree, inputs: dict[str, torch.Tensor], active: Sequence[bool] | None, cached: int
     ) -> dict[str, Any]:
         """The arguments of an eager pass but the cache."""
         lengths = tuple(length - cached for length in self.cache.lengths)
@@ -244,7 +245,7 @@ class Target:
     def _replayed(
         self,
         graphs: CapturedFunctions,
-        tree: DraftTree,
+        tree: PassTree,
         inputs: dict[str, torch.Tensor],
         active: Sequence[bool] | None,
         cached: int,
@@ -272,7 +273,7 @@ class Target:
         return output
 
     def _tree_inputs(
-        self, tree: DraftTree, tokens: torch.Tensor, active: Sequence[bool] | None, capacity: int
+        self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None, capacity: int
     ) -> TreeInputs:
         """The inputs of a captured pass over trees that begin with each row's last token."""
         visible, structure = self._masks.visible, None if tree.is_chain else tree.structure()

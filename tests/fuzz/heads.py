@@ -89,7 +89,7 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
     if hasattr(session, "depth_logits"):
         vars(session)["depth_logits"] = raised(session.depth_logits, lambda row, depth: range(depth))
     else:
-        depths = lambda row, tree: [tree.level] * tree.tokens.shape[1]  # noqa: E731
+        depths = lambda row, frontier: [frontier.depth] * frontier.tokens.shape[1]  # noqa: E731
         first, following = raised(session.first_scores, lambda row: [0]), raised(session.next_scores, depths)
         # Captured functions over several levels would not be steered.
         vars(session).update(first_scores=first, next_scores=following, level_passes=lambda: None)

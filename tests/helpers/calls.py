@@ -8,6 +8,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from hf_specgen import Candidates, DraftCall, NgramCandidates
 from hf_specgen.call import GenerationState
+from hf_specgen.device_tree import Ancestors, Frontier
 from hf_specgen.tree import Parents
 
 AMPLE = 2**31
@@ -28,6 +29,12 @@ def make_call(
     """A call in this state, without model and target."""
     settings, config = (candidates or NgramCandidates(k=4)).settings(), GenerationConfig(do_sample=do_sample)
     return DraftCall(None, state, config, settings, processors or LogitsProcessorList())
+
+
+def frontier_of(tokens: torch.Tensor, depth: int, nodes: int, parent_index: torch.Tensor | None = None) -> Frontier:
+    """The nodes of a drafter's next pass, for drafters that read no ancestors: `[rows, new]` tokens of one depth."""
+    ancestors = Ancestors(*tokens.shape, tokens.device)
+    return Frontier(tokens, depth, nodes, parent_index is None, ancestors, parent_index=parent_index)
 
 
 def ngram_draft(candidates: NgramCandidates, text: list[int], budget: int = AMPLE) -> tuple[list[int], Parents]:

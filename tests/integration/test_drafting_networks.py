@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, To
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.autoregressive import AutoregressiveSession
 from hf_specgen.depth import CostCurve, LatencyModel
+from hf_specgen.device_tree import NUMBER, PARENT
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
-from hf_specgen.grown_tree import NUMBER, PARENT
 from hf_specgen.heads import ExitHead
 from hf_specgen.heads.exit_head import exit_layer_of, save_exit_head
 from tests.helpers import SAMPLING, assert_same_tokens, fresh_model, perturbed_copy, prompts, shared_draft, tiny_model

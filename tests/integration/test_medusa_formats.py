@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from hf_specgen import EagleCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.auto import chat_template_hash
-from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import MedusaConfig, MedusaHeads, export_head, load_head, save_head
 from hf_specgen.heads.medusa import MedusaRunner
-from hf_specgen.tree import TreeStructure
 from tests.helpers import VOCAB, assert_same_tokens, fresh_model, prompts, tiny_model
+from tests.helpers.calls import frontier_of
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
@@ -260,9 +259,7 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
             rows = [(before, zip(*pair, strict=True)) for before, *pair in zip(paths, *level, strict=True)]
             paths = [[[*before[at], token] for at, token in pairs] for before, pairs in rows]
             last = torch.tensor(level[1])
-            more = {"above": torch.tensor(level[0]), "nodes": nodes, "level": depth + 1}
-            tree = GrownTree(last, TreeStructure(last, last), **more)
-            logits = runner.next_logits(tree)
+            logits = runner.next_logits(frontier_of(last, depth + 1, nodes, torch.tensor(level[0])))
 
 
 def test_new_heads_return_the_state_of_the_target() -> None:

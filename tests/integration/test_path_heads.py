@@ -14,15 +14,14 @@ from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hf_specgen import DFlashCandidates, MTPCandidates
-from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import path_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import LayeredRunner, load_mtp
 from hf_specgen.heads.path_head import PathRunner
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.tree import DraftTree, TreeStructure
+from hf_specgen.tree import DraftTree
 from tests.helpers import assert_same_tokens, prompts
-from tests.helpers.calls import with_sessions
+from tests.helpers.calls import frontier_of, with_sessions
 from tests.helpers.head_fixtures import FIXTURES, Fixture, features_of
 
 HEADS = {name: fixture for name, fixture in FIXTURES.items() if fixture.family == "path"}
@@ -36,8 +35,8 @@ def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> 
     found, root = [first[:, None].expand(-1, len(paths), -1)], torch.zeros(batch, len(paths), dtype=torch.long)
     for level in range(1, tokens.shape[1]):
         above = root if level == 1 else torch.arange(len(paths)).expand(batch, -1)
-        last, more = tokens[:, level - 1].expand(batch, -1), {"nodes": level * len(paths), "level": level}
-        found.append(runner.next_logits(GrownTree(last, TreeStructure(last, last), above=above, **more)))
+        last = tokens[:, level - 1].expand(batch, -1)
+        found.append(runner.next_logits(frontier_of(last, level, level * len(paths), above)))
     return torch.stack(found, dim=2)
 
 

@@ -14,7 +14,6 @@ import train_dspark
 import train_eagle
 from conversations import IGNORED
 from drafter import choose_anchors
-from hf_specgen.grown_tree import GrownTree
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
@@ -22,6 +21,7 @@ from hf_specgen.targets.model_parts import output_logits
 from losses import Drafts, Learnt, acceptance_counts, draft_loss, later_pairs
 from target import read_target
 from tests.helpers import VOCAB, tiny_model
+from tests.helpers.calls import frontier_of
 from tests.helpers.head_fixtures import FIXTURES, corrected
 from tests.helpers.medusa import random_heads
 from tests.helpers.reference import naive_medusa_loss
@@ -82,7 +82,7 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
         outputs = [runner.first_logits([known], [following], [True])[0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
-                chain = GrownTree(torch.tensor([[text[root + 1 + step]]]), nodes=step, level=step)
+                chain = frontier_of(torch.tensor([[text[root + 1 + step]]]), step, step)
                 outputs.append(runner.next_logits(chain)[0, 0])
         for step, expected in enumerate(outputs):
             torch.testing.assert_close(bound.logits(drafted[step][number]), expected, atol=1e-4, rtol=1e-4)

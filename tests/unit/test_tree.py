@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen.call import GenerationState
-from hf_specgen.grown_tree import GrownTree
 from hf_specgen.tree import DraftTree, depths, merge_paths, validate_parents
 from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
 from tests.helpers import reference
+from tests.helpers.calls import frontier_of
 
 few_tokens = st.integers(0, 2)
 path_lists = st.lists(st.lists(few_tokens, max_size=5), max_size=6)
@@ -28,7 +28,7 @@ def test_chains_of_different_lengths_are_padded_on_the_right() -> None:
 
 def test_structure_of_a_grown_chain_is_on_the_device_of_its_tokens() -> None:
     """Would catch: a head that runs eagerly on a GPU and receives positions on the CPU."""
-    chain = GrownTree(torch.zeros(1, 3, dtype=torch.long, device="meta"))
+    chain = frontier_of(torch.zeros(1, 1, dtype=torch.long, device="meta"), 3, 3)
     assert {part.device.type for part in chain.structure()} == {"meta"}
 
 

@@ -16,7 +16,7 @@ from hf_specgen.candidates.growth import LEVELS_PER_READ, Growth
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_size import FastestSize, FixedSize, TreeSize
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.grown_tree import GrownTree
+from hf_specgen.device_tree import DeviceTree, Frontier
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import perturbed
@@ -125,9 +125,9 @@ def test_growth_agrees_with_the_reference(
     for level in range(4):
         nodes = width if level else 1
         if level:
-            tree = growth.expand(width)
-            above = tree.of_parents(torch.arange(width if level > 1 else 1).expand(rows, -1))
-            new = zip(above.tolist(), tree.tokens.tolist(), strict=True)
+            frontier = growth.expand(width)
+            above = frontier.gather_parents(torch.arange(width if level > 1 else 1).expand(rows, -1))
+            new = zip(above.tolist(), frontier.tokens.tolist(), strict=True)
             paths = [[(*paths[row][at], one) for at, one in zip(*pair, strict=True)] for row, pair in enumerate(new)]
             for row, slow in enumerate(references):
                 opened = slow.open()[:width]
@@ -135,7 +135,7 @@ def test_growth_agrees_with_the_reference(
                 slow.expanded += opened
                 assert paths[row][: len(opened)] == [slow.path(index) for index in opened]
             if level in structures:
-                _check_last_ancestors(tree, paths)
+                _check_last_ancestors(frontier, paths)
         tokens = torch.tensor([[[next(unique) for _ in range(4)] for _ in range(nodes)] for _ in range(rows)])
         acceptance = acceptance_of(random, rows, nodes, 4)
         growth.add(tokens, acceptance.log())
@@ -157,10 +157,10 @@ def test_growth_agrees_with_the_reference(
                 assert p == pytest.approx(known[reference.path(tree, row, node)], rel=1e-4)
 
 
-def _check_last_ancestors(tree: GrownTree, paths: list[list[tuple[int, ...]]]) -> None:
+def _check_last_ancestors(frontier: Frontier, paths: list[list[tuple[int, ...]]]) -> None:
     """The ancestors of the last nodes are the tokens of their paths, each at its place among all expanded nodes."""
-    depths, ancestors = tree.structure()
-    assert ancestors.shape[2] == depths.shape[1] == 1 + tree.nodes
+    depths, ancestors = frontier.structure()
+    assert ancestors.shape[2] == depths.shape[1] == 1 + frontier.nodes
     for row, ends in enumerate(paths):
         assert ancestors[row].sum(dim=1).tolist() == [1 + len(path) for path in ends]
         for one, path in enumerate(ends):
@@ -171,7 +171,7 @@ def _check_last_ancestors(tree: GrownTree, paths: list[list[tuple[int, ...]]]) -
                 assert (ancestors[row, one] & ancestors[row, other]).sum() == 1 + common
 
 
-def _check_structure(tree: GrownTree) -> None:
+def _check_structure(tree: DeviceTree) -> None:
     """The structure on the device is that of the parents which the host reads."""
     host = DraftTree(tree.tokens, tree.parents).structure()
     for row, parents in enumerate(tree.parents):

@@ -1,0 +1,394 @@
+"""Draft trees on the device of the drafter: a frontier while they grow, a `DeviceTree` once they are finished.
+
+A tree grows by one level in each pass of the drafter. The pass reads a `Frontier`: the nodes that are expanded next,
+and where they hang. Two levels of one row, each of which expands two nodes::
+
+    last token ─┬─ a ─┬─ c        frontier 1: tokens [a, b]            depth 1
+                │     └─ d        frontier 2: tokens [c, e]            depth 2, parent_index [0, 1]
+                └─ b ─── e        ancestors of frontier 2, over (last token, a, b, c, e): c 11010, e 10101
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import pad
+
+from hf_specgen.tree import DraftTree, Parents, TreeStructure, chain_parents, identity
+
+NO_NODE = -1e30
+"""In place of the logarithm of the probability of a candidate that is no node."""
+TOKEN, NUMBER, DEPTH, PARENT, PATH = range(5)
+"""The planes of the values of a tree: of each node its token, its number and depth, the number of its parent, and the
+logarithm of its path probability, which is `NO_NODE` for padding at the end of a row."""
+PLANES = 1 + PATH
+
+
+class Ancestors:
+    """Which of a row's last token and its expanded nodes are a node of a frontier, or an ancestor of it.
+
+    The matrix is computed when it is read first, since some drafters never read it.
+
+    Args:
+        rows, nodes: of the frontier.
+        above: the ancestors of the frontier before; None for a row's last token.
+        parent_index: see `Frontier`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        nodes: int,
+        device: torch.device,
+        above: Ancestors | None = None,
+        parent_index: torch.Tensor | None = None,
+    ):
+        self._rows = rows
+        self._nodes = nodes
+        self._device = device
+        self._above = above
+        self._parent_index = parent_index
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor) -> Ancestors:
+        """From a matrix that is known."""
+        rows, nodes, _ = matrix.shape
+        ancestors = cls(rows, nodes, matrix.device)
+        vars(ancestors)["matrix"] = matrix
+        return ancestors
+
+    @cached_property
+    def matrix(self) -> torch.Tensor:
+        """`[rows, nodes, 1 + expanded]` bool: the ancestors of each node's parent, and the node itself."""
+        itself = identity(self._nodes, torch.bool, self._device).expand(self._rows, -1, -1)
+        if self._above is None:
+            return itself
+        return torch.cat([gather_parents(self._above.matrix, self._parent_index, self._nodes), itself], dim=2)
+
+
+def gather_parents(values: torch.Tensor, parent_index: torch.Tensor | None, nodes: int) -> torch.Tensor:
+    """`[rows, nodes of the frontier before, …]` to `[rows, nodes, …]`: the value of the parent of each node."""
+    if parent_index is None:
+        return values.expand(-1, nodes, *values.shape[2:])
+    index = parent_index.to(values.device).view(*parent_index.shape, *[1] * (values.dim() - 2))
+    return values.gather(1, index.expand(*parent_index.shape, *values.shape[2:]))
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The nodes of growing trees that the drafter's next pass reads: the last ones that are expanded, of one depth.
+
+    Args:
+        tokens: `[rows, new]`.
+        depth: of these nodes; a row's last token has depth 0.
+        nodes: how many nodes of each row are expanded, these included.
+        is_chain: whether each row has one path.
+        ancestors: of these nodes.
+        depths_of_nodes: `[1 + nodes]` of a row's last token and of its expanded nodes; None for chains.
+        parent_index: `[rows, new]` the index of each node's parent in the frontier before; None if that has one node.
+    """
+
+    tokens: torch.Tensor
+    depth: int
+    nodes: int
+    is_chain: bool
+    ancestors: Ancestors
+    depths_of_nodes: torch.Tensor | None = None
+    parent_index: torch.Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        """The number of rows."""
+        return len(self.tokens)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trees grow."""
+        return self.tokens.device
+
+    def structure(self) -> TreeStructure:
+        """The depths of all expanded nodes, and the ancestors of these ones; in a chain those of all nodes."""
+        if self.depths_of_nodes is None:
+            return TreeStructure.of_chains(self.batch, self.nodes, self.device)
+        return TreeStructure(self.depths_of_nodes.expand(self.batch, -1), self.ancestors.matrix)
+
+    def depths(self, row: int) -> list[int]:
+        """`[1 + nodes]` depths in a row: 0 for its last token, then each node's."""
+        if self.depths_of_nodes is None:
+            return list(range(1 + self.nodes))
+        depths: list[int] = self.depths_of_nodes.tolist()
+        return depths
+
+    def gather_parents(self, values: torch.Tensor) -> torch.Tensor:
+        """`[rows, nodes of the frontier before, …]` to `[rows, new, …]`: the value of the parent of each node."""
+        return gather_parents(values, self.parent_index, self.tokens.shape[1])
+
+    def select(self, rows: Sequence[int]) -> Frontier:
+        """The nodes of some of the rows."""
+        if len(rows) == self.batch:
+            return self
+        index = torch.tensor(list(rows), device=self.device)
+        parent_index = None if self.parent_index is None else self.parent_index[index]
+        ancestors = self.ancestors if self.is_chain else Ancestors.of(self.ancestors.matrix[index])
+        return replace(self, tokens=self.tokens[index], ancestors=ancestors, parent_index=parent_index)
+
+    def padded(self, nodes: int) -> Frontier:
+        """The frontier with padding up to so many nodes, for a forward pass."""
+        extra = nodes - self.nodes
+        if extra <= 0:
+            return self
+        tokens = pad(self.tokens, (0, extra))
+        if self.depths_of_nodes is None:
+            return replace(self, tokens=tokens, nodes=nodes)
+        depths = pad(self.depths_of_nodes, (0, extra))
+        ancestors = Ancestors.of(_padded_ancestors(self.ancestors.matrix, extra))
+        return replace(self, tokens=tokens, nodes=nodes, depths_of_nodes=depths, ancestors=ancestors)
+
+
+class DeviceTree(DraftTree):
+    """A finished draft tree on the drafter's device, which the host reads at once, and only when it has to.
+
+    Args:
+        values: `[batch, PLANES, 1 + nodes]` of each row's last token, then of each node.
+        tokens: `[batch, 1 + nodes]` integers, the tokens among the values.
+        structure: None for chains.
+        drafting_rows: how many rows have a draft.
+        q: as for `DraftTree`.
+        includes_rejected: whether nodes that can never be accepted, whose token the host reads as -1, are nodes.
+        selection: the best nodes of the same growing tree, of which these are the first ones.
+        read: the values, where the host has read them.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        tokens: torch.Tensor,
+        structure: TreeStructure | None,
+        drafting_rows: int,
+        q: torch.Tensor | None = None,
+        includes_rejected: bool = False,
+        selection: Selection | None = None,
+        read: NDArray[np.floating[Any]] | None = None,
+    ):
+        super().__init__(tokens[:, 1:], None, q)
+        self.is_chain = structure is None
+        self.includes_rejected = includes_rejected
+        self._drafting_rows = drafting_rows
+        self._structure = structure
+        self._values = values
+        self._inputs = tokens
+        self._selection = selection
+        self._host = HostCopy(values, structure is None, includes_rejected, read)
+
+    @property
+    def parents(self) -> tuple[Parents, ...]:
+        return self._host.read().parents
+
+    @property
+    def probability(self) -> tuple[tuple[float, ...], ...] | None:
+        return self._host.read().probability
+
+    @property
+    def drafting_rows(self) -> int:
+        return self._drafting_rows
+
+    @property
+    def node_values(self) -> list[Any]:
+        """For each row `[nodes, PATH]` integers: the values of each node but its path probability."""
+        return self._host.read().values
+
+    def structure(self) -> TreeStructure:
+        return self._structure or TreeStructure.of_chains(self.batch, self.nodes, self.tokens.device)
+
+    def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:
+        return self._inputs.to(device)
+
+    def token_lists(self) -> list[list[int]]:
+        return self._host.read().tokens
+
+    def read_with(self, chosen: torch.Tensor) -> list[list[int]]:
+        if self._host.is_read or chosen.device != self.tokens.device:
+            return super().read_with(chosen)
+        return self._host.read(chosen).chosen
+
+    def depths(self, row: int) -> list[int]:
+        return list(range(1 + self.nodes)) if self.is_chain else super().depths(row)
+
+    def with_q(self, q: torch.Tensor) -> DeviceTree:
+        """The same trees with the draft probabilities of their nodes."""
+        return DeviceTree(
+            self._values, self._inputs, self._structure, self.drafting_rows, q, self.includes_rejected, self._selection
+        )
+
+    def select(self, rows: Sequence[int]) -> DeviceTree:
+        if len(rows) == self.batch:
+            return self
+        index = torch.tensor(list(rows), device=self.tokens.device)
+        structure = self._structure and TreeStructure(*(tensor[index] for tensor in self._structure))
+        return DeviceTree(
+            self._values[index],
+            self._inputs[index],
+            structure,
+            self.drafting_rows,
+            includes_rejected=self.includes_rejected,
+        )
+
+    def padded(self, nodes: int) -> DeviceTree:
+        extra = nodes - self.nodes
+        if extra <= 0:
+            return self
+        if self._selection is not None and nodes < self._selection.tokens.shape[1]:
+            return self._selection.first(nodes)  # further nodes instead of padding: their results are ignored alike
+        structure = self._structure and TreeStructure(
+            pad(self._structure.depths, (0, extra)),
+            _padded_ancestors(self._structure.ancestors, extra),
+        )
+        values = pad(self._values, (0, extra), value=-2)  # no number, and that of no parent
+        values[:, PATH, -extra:].fill_(NO_NODE)
+        tokens = pad(self._inputs, (0, extra))
+        return DeviceTree(values, tokens, structure, self.drafting_rows, includes_rejected=self.includes_rejected)
+
+    def checked(self, vocabulary: int) -> DeviceTree:
+        return self  # its tokens are indices into a drafter's logits, so that the host need not read them here
+
+    def start_reading(self) -> None:
+        """Let a GPU copy the tree to the host, which then can read it during the target's pass."""
+        self._host.start()
+
+
+PassTree = DraftTree | Frontier
+"""What a forward pass runs on: finished trees after each row's last token, or a frontier."""
+
+
+def _padded_ancestors(ancestors: torch.Tensor, extra: int) -> torch.Tensor:
+    """Ancestors of so many more nodes, which see the row's last token alone."""
+    padded = pad(ancestors, (0, extra, 0, extra))
+    padded[:, -extra:, 0].fill_(True)  # a query that sees nothing would write NaN into the cache
+    return padded
+
+
+class Selection(NamedTuple):
+    """The best nodes of a growing tree, most probable first: any first ones of them are the best tree of that size.
+
+    Args:
+        read: `[batch, PLANES * width + last level]` what the host reads: the values of each row's last token and of
+            the nodes, see `DeviceTree`, and the logarithms of the path probabilities of the last level.
+        tokens: `[batch, width]` integers.
+        structure: None for chains.
+    """
+
+    read: torch.Tensor
+    tokens: torch.Tensor
+    structure: TreeStructure | None
+
+    @classmethod
+    def of(cls, tree: DeviceTree, last_level: torch.Tensor) -> Selection:
+        """All nodes of a tree."""
+        read = torch.cat([tree._values.flatten(1), last_level], dim=1)
+        return cls(read, tree._inputs, tree._structure)
+
+    def split(self, read: Any) -> tuple[Any, Any]:
+        """`[batch, PLANES, width]` values, and the last level; of `read`, on any device or as an array."""
+        batch, width = self.tokens.shape
+        size = PLANES * width
+        return read[:, :size].reshape(batch, PLANES, width), read[:, size:]
+
+    def first(self, nodes: int, values: Any = None, drafting_rows: int = 0) -> DeviceTree:
+        """The tree of so many nodes; `values` are those that the host has read, if it has."""
+        width = 1 + nodes
+        structure = self.structure
+        if structure is not None:
+            structure = TreeStructure(structure.depths[:, :width], structure.ancestors[:, :width, :width])
+        on_device = self.split(self.read)[0][:, :, :width]
+        read = None if values is None else values[:, :, :width]
+        return DeviceTree(on_device, self.tokens[:, :width], structure, drafting_rows, selection=self, read=read)
+
+
+class HostCopy:
+    """The values of a `DeviceTree` in the memory of the host, to which they are copied at most once."""
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        is_chain: bool,
+        includes_rejected: bool,
+        read: NDArray[np.floating[Any]] | None = None,
+    ):
+        self._values = values
+        self._is_chain = is_chain
+        self._includes_rejected = includes_rejected
+        self._read = read
+        self._tree: HostTree | None = None
+        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a copy, and when it is complete
+
+    @property
+    def is_read(self) -> bool:
+        """Whether reading needs no transfer."""
+        return self._tree is not None or self._read is not None
+
+    def start(self) -> None:
+        """Let a GPU begin to copy the values."""
+        if self._values.is_cuda and self._read is None:
+            host = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(self._values, non_blocking=True)
+            self._arriving = host, torch.cuda.current_stream(self._values.device).record_event()
+
+    def read(self, chosen: torch.Tensor | None = None) -> HostTree:
+        """The trees, and with them tokens chosen by the target, in one transfer; token ids below 2**24 are exact."""
+        if self._tree is None:
+            tokens: list[list[int]] = []
+            values = self._read
+            if values is None and self._arriving is not None and chosen is None:
+                copy, arrival = self._arriving
+                arrival.synchronize()
+                values = copy.numpy()
+            if values is None:
+                flat = self._values.flatten(1)
+                packed = (flat if chosen is None else torch.cat([flat, chosen], dim=1)).cpu().numpy()
+                values = packed[:, : flat.shape[1]].reshape(self._values.shape)
+                tokens = packed[:, flat.shape[1] :].astype(int).tolist()
+            self._tree = HostTree.of(values, tokens, self._is_chain, self._includes_rejected)
+        return self._tree
+
+
+def probability_of(logarithms: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+    """Probabilities from their logarithms; 0 where there is no node, whatever `np.seterr` says of underflow."""
+    with np.errstate(under="ignore"):
+        return np.exp(logarithms.astype(float))
+
+
+class HostTree(NamedTuple):
+    """What the host has read of a `DeviceTree`, for each row."""
+
+    tokens: list[list[int]]
+    parents: tuple[Parents, ...]
+    probability: tuple[tuple[float, ...], ...]
+    values: list[Any]
+    chosen: list[list[int]]
+
+    @classmethod
+    def of(cls, values: Any, chosen: list[list[int]], is_chain: bool, includes_rejected: bool) -> HostTree:
+        """From `[batch, PLANES, 1 + nodes]` values."""
+        probability = probability_of(values[:, PATH, 1:])
+        is_node = probability > 0
+        is_counted = is_node | (is_node.any(axis=1, keepdims=True) & includes_rejected)
+        sizes = is_counted.sum(axis=1).tolist()
+        if is_chain:
+            parents = tuple(chain_parents(size) for size in sizes)
+        else:
+            is_parent = values[:, PARENT, 1:, None] == values[:, NUMBER, None]
+            index = (is_parent & (values[:, NUMBER, None] >= 0)).argmax(axis=2) - 1
+            parents = tuple(tuple(row[:size]) for row, size in zip(index.tolist(), sizes, strict=True))
+        integers = values[:, :PATH, 1:].transpose(0, 2, 1)
+        return cls(
+            np.where(is_node, values[:, TOKEN, 1:], -1).astype(int).tolist(),
+            parents,
+            tuple(tuple(row[:size]) for row, size in zip(probability.tolist(), sizes, strict=True)),
+            [row[:size].astype(int) for row, size in zip(integers, sizes, strict=True)],
+            chosen,
+        )
