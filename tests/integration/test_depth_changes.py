@@ -1,6 +1,7 @@
 """Policies change how many steps a text takes, never its tokens: plain steps may come anywhere between drafts."""
 
 import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_specgen
 from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftModelCandidates, FixedDepth, NgramCandidates
-from hf_specgen.depth import CostCurve, LatencyModel, calibrate
+from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
 from tests.fuzz.scripted import RandomDepths
 from tests.helpers import assert_same_tokens, perturbed_copy, prompts, shared_draft, tiny_model
@@ -74,7 +75,7 @@ def requested_depths(rank: int, store: str) -> Requested:
         is_cheap = rank % model.tp_size == 0 if layout != "apart" else rank == 0
         clock = Clock()
         target: Any = Target(clock, lambda q, slope=0.01 if is_cheap else 0.9: 1 + slope * (q - 1))
-        with mock.patch.object(calibrate, "thread_time", clock):
+        with mock.patch.object(time, "thread_time", clock):
             session = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
             session.prefilled(target)
         steps = 100 + 50 * replica if layout == "replicas" else 100  # replicas take different numbers of steps

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -142,7 +143,7 @@ CURVES: dict[str, Callable[[int], float]] = {
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock that measurements read."""
     clock = Clock()
-    monkeypatch.setattr(calibrate, "thread_time", clock)
+    monkeypatch.setattr(time, "thread_time", clock)
     return clock
 
 
@@ -177,7 +178,7 @@ def test_target_curve_where_the_time_of_threads_advances_in_coarse_steps(monkeyp
     monkeypatch.setattr("time.thread_time", coarse)
     calibrate._is_coarse.cache_clear()
     now = Clock()
-    monkeypatch.setattr(calibrate, "perf_counter", now)
+    monkeypatch.setattr(time, "perf_counter", now)
     try:
         target: Any = Target(now, CURVES["flat"])
         assert measured(target).seconds[0] == pytest.approx(1.0)
@@ -200,7 +201,7 @@ def test_target_curve_of_an_accelerator_leaves_out_captures(clock: Clock, monkey
 
     target: Any = Target(clock, seconds)
     target.device = torch.device("cuda")
-    monkeypatch.setattr(calibrate, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     curve = measured(target)
     assert curve.seconds == tuple(pytest.approx(CURVES["flat"](q)) for q in curve.queries)
