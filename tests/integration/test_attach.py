@@ -16,10 +16,11 @@ from datasets.fingerprint import Hasher
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, StaticCache
+from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import LogitsProcessor
 
 import hf_specgen
-from hf_specgen import CombinedCandidates, NgramCandidates, RecyclingCandidates, SpeculationMonitor, compat, speculate
+from hf_specgen import CombinedCandidates, NgramCandidates, RecyclingCandidates, SpeculationMonitor, speculate
 from hf_specgen.compat import CACHE
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
 
@@ -180,9 +181,14 @@ def test_model_whose_parameters_are_sharded_falls_back(model: Any, monkeypatch: 
     """Would catch: processes that wait for each other forever, since `generate` does not pass `synced_gpus` on."""
     expected = generate(model)
     hf_specgen.attach(model, NgramCandidates())
-    monkeypatch.setattr(compat, "is_sharded", lambda model: True)
-    with pytest.warns(UserWarning, match="sharded over processes"):
-        assert torch.equal(generate(model), expected)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:  # what `generate` of Transformers asks for
+        monkeypatch.setattr(generation_utils, "_get_torch_distributed_world_size", lambda: 2)
+        monkeypatch.setattr(generation_utils, "is_fsdp_managed_module", lambda module: True)
+        with pytest.warns(UserWarning, match="sharded over processes"):
+            assert torch.equal(generate(model), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> None:

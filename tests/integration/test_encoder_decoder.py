@@ -23,11 +23,12 @@ from hf_specgen import (
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.heads import MedusaConfig, MedusaHeads
+from hf_specgen.targets.state_cache import MAX_ROW_SKEW
 from tests.helpers import SAMPLING, RowWisePrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.comparison import SEED, plain_and_speculative
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
-from tests.helpers.models import recorded_inputs, width
-from tests.helpers.oracle import ORACLES
+from tests.helpers.models import VOCAB, recorded_inputs, width
+from tests.helpers.oracle import ORACLES, Oracle
 
 ENDS: dict[str, Any] = {"eos_token_id": list(range(4, 24)), "pad_token_id": 0}
 
@@ -108,13 +109,17 @@ def test_draft_with_an_encoder_of_given_encoder_outputs_is_refused() -> None:
         model.generate(**given, candidate_generator=DraftModelCandidates(shared_draft(model), k=3))
 
 
-def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_far_ahead_wait_for_the_slowest() -> None:
     """Would catch: passes that grow without end, tokens of a waiting row that are lost or read twice."""
-    monkeypatch.setattr("hf_specgen.targets.target.MAX_ROW_SKEW", 2)
+
+    def first_row_right(answers: torch.Tensor) -> Oracle:
+        wrong = (answers[1:] + 1) % VOCAB
+        return Oracle(torch.cat([answers[:1], wrong]), accuracy=1.0)
+
     with recorded_inputs(encoder_decoder("bart").get_decoder(), width) as widths:
-        speculation = assert_same("bart", encoder_inputs("bart", 3), ORACLES["sometimes"], max_new_tokens=20)
-    assert speculation.accepted > 0
-    assert max(widths) <= 2 + 4 + 1 + 4  # the lead, what a step adds to it, the pending token, a draft
+        speculation = assert_same("bart", encoder_inputs("bart", 3), first_row_right, max_new_tokens=60)
+    assert speculation.rows[0][0].accepted == 4
+    assert MAX_ROW_SKEW < max(widths) <= MAX_ROW_SKEW + 4 + 1 + 4  # with what a step adds, the pending token, a draft
 
 
 TABLES = {

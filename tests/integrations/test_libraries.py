@@ -16,7 +16,6 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specgen
-from hf_specgen.counters import CallTotals
 from tests.helpers.paths import REFERENCE_LM, ROOT
 from tests.helpers.processes import run_in_ranks
 
@@ -24,7 +23,8 @@ GENERATE = """\
 import hf_specgen
 
 def generate(model, **arguments):
-    with hf_specgen.attached(model, "auto"):
+    with hf_specgen.attached(model, "auto") as totals:
+        model.totals_of_script = [*getattr(model, "totals_of_script", []), totals]
         return type(model).generate(model, **arguments)
 """
 
@@ -38,19 +38,17 @@ def test_pipeline_batch_of_chats_same_text(model: Any, tokenizer: Any, prompt: s
     assert totals.calls == 1 and totals.drafted > 0
 
 
-def test_generate_script_of_a_model_folder_same_text(
-    model: Any, tokenizer: Any, prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_script_of_a_model_folder_same_text(model: Any, tokenizer: Any, prompt: str, tmp_path: Path) -> None:
     """What `transformers serve --trust-remote-code` runs for each request: `custom_generate/generate.py`."""
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate" / "generate.py").write_text(GENERATE)
-    calls: list[int] = []
-    monkeypatch.setattr(CallTotals, "add", lambda self, call: calls.append(call.drafted))
     inputs = tokenizer(prompt, return_tensors="pt")
     expected = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     arguments = {"max_new_tokens": 24, "do_sample": False, "trust_remote_code": True}
     assert torch.equal(model.generate(**inputs, **arguments, custom_generate=str(tmp_path)), expected)
-    assert len(calls) == 1 and calls[0] > 0
+    (totals,) = model.totals_of_script
+    del model.totals_of_script
+    assert totals.calls == 1 and totals.drafted > 0
 
 
 def test_langchain_pipeline_same_text_invoked_and_streamed(model: Any, tokenizer: Any, prompt: str) -> None:
