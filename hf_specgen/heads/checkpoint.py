@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import huggingface_hub
 import torch
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -101,7 +102,7 @@ class Source:
         check_source(self.path_or_id)
         options = {field: getattr(self, field) for field in ("subfolder", "revision", "token", "cache_dir")}
         try:
-            return Path(hf_hub_download(self.path_or_id, name, **options))
+            return Path(huggingface_hub.hf_hub_download(self.path_or_id, name, **options))
         except GatedRepoError:
             raise
         except (HFValidationError, RepositoryNotFoundError):
@@ -121,7 +122,7 @@ class Source:
                 return name
             patterns = [*DOWNLOAD_PATTERNS, *(["*.py"] if self.trust_remote_code else [])]
             try:
-                name = snapshot_download(
+                name = huggingface_hub.snapshot_download(
                     name,
                     revision=self.revision,
                     token=self.token,

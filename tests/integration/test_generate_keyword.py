@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 
 import hf_specgen
@@ -142,7 +143,7 @@ def test_hub_arguments_reach_the_download_of_any_checkpoint(kind: Any, monkeypat
         calls.append({"name": name, **options})
         return str(tmp_path)
 
-    monkeypatch.setattr("hf_specgen.heads.checkpoint.snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     given = {"revision": "v2", "token": "secret", "cache_dir": tmp_path}
     assert repr(str(tmp_path / "sub")) in repr(kind.from_pretrained("org/draft", subfolder="sub", **given))
     (call,) = calls
@@ -166,7 +167,7 @@ def test_prediction_is_encoded_by_the_tokenizer_of_the_call(reference_model: Any
 
     prompt = torch.tensor([[5, 6, 7]])
     answer = reference_model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
-    monkeypatch.setattr("hf_specgen.candidates.cross_tokenizer.load_tokenizer", pytest.fail)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", pytest.fail)
     given = {"candidate_generator": NgramCandidates(k=6), "prediction": "the answer", "tokenizer": Tokenizer()}
     output = reference_model.generate(prompt, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **given)
     assert output.sequences[0, 3:].tolist() == answer and output.speculation.steps < 4

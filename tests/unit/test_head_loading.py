@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -35,9 +36,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_load_head_with_the_quantisation_of_its_target_in_the_config_loads(folder: Path) -> None:
     """Would catch: a head refused because its config is a copy of that of a quantised target."""
-    path = folder / "config.json"
+    path, original = folder / "config.json", load_head(folder).state_dict()
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    load_head(folder)
+    loaded = load_head(folder).state_dict()
+    assert loaded.keys() == original.keys() and all(torch.equal(loaded[name], original[name]) for name in original)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -102,6 +104,7 @@ def test_load_head_of_a_quantising_library_has_its_weights(
 
 @pytest.mark.parametrize("missing", [EntryNotFoundError("404"), LocalEntryNotFoundError("offline")])
 def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: Any, missing: Exception) -> None:
+    """Would catch: a revision, token or folder that is dropped for a file, or a missing optional file as an error."""
     requests: list[Any] = []
 
     def download(repository: str, name: str, **where: Any) -> str:
@@ -110,7 +113,7 @@ def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: An
             raise missing
         return str(folder / name)
 
-    monkeypatch.setattr(checkpoint, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     where: dict[str, Any] = {"revision": "v2", "token": "t", "subfolder": "draft", "cache_dir": "/cache"}
     assert isinstance(load_head("org/head", **where), Eagle3Head)
     assert requests and all(entry == ("org/head", where) for entry in requests)
