@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin
+from huggingface_hub import HfApi
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedTokenizerBase
 from transformers.cli import transformers as transformers_cli
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, __version__
 from hf_specgen.cli import checkpoints
-from hf_specgen.cli import generate as command
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head
@@ -133,28 +133,24 @@ def repo(name: str, parameters: int | None, tags: tuple[str, ...] = (), download
     return SimpleNamespace(id=name, safetensors=safetensors, tags=list(tags), downloads=downloads, config=config)
 
 
-class Hub:
-    """Stands in for `HfApi`."""
-
-    def model_info(self, name: str, **_: Any) -> Any:
-        return repo(name, 8_000)
-
-    def list_models(self, *, filter: str, author: str = "", **_: Any) -> list[Any]:
-        if author:
-            return [repo("org/target-8B", 8_000), repo("org/target-4B", 4_000), repo("org/target-0.6B", 600)]
-        assert filter == "base_model:org/target-8B"
-        return [
-            repo("a/target-8B-medusa", 800),
-            repo("b/target-8B-finetuned", 8_000),
-            repo("c/target-8B-speculator.eagle3", 400, downloads=9),
-            repo("d/target-8B-EAGLE", None, downloads=99),
-            repo("e/target_8B_head", 300, ("dflash", "base_model:org/eagle")),
-        ]
+def listed(_: HfApi, *, filter: str, author: str = "", **__: Any) -> list[Any]:
+    """What the Hub lists of an author, and of models with this base model."""
+    if author:
+        return [repo("org/target-8B", 8_000), repo("org/target-4B", 4_000), repo("org/target-0.6B", 600)]
+    assert filter == "base_model:org/target-8B"
+    return [
+        repo("a/target-8B-medusa", 800),
+        repo("b/target-8B-finetuned", 8_000),
+        repo("c/target-8B-speculator.eagle3", 400, downloads=9),
+        repo("d/target-8B-EAGLE", None, downloads=99),
+        repo("e/target_8B_head", 300, ("dflash", "base_model:org/eagle")),
+    ]
 
 
 def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: fine-tuned models listed as drafts, formats read from the names of base models."""
-    monkeypatch.setattr(checkpoints, "HfApi", Hub)
+    monkeypatch.setattr(HfApi, "model_info", lambda api, name, **_: repo(name, 8_000))
+    monkeypatch.setattr(HfApi, "list_models", listed)
     found = checkpoints.best_first(checkpoints.on_hub(Source("org/target-8B"), 10))
     assert [(one.name[0], one.kind, one.size) for one in found] == [
         ("c", "EAGLE", 0.05),
@@ -166,22 +162,42 @@ def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch
     printed = run("find", "org/target-8B", "--limit", "3")
     assert "5.0%" in printed and "target-8B-medusa" not in printed
     assert "hf-specgen doctor org/target-8B --draft c/target-8B-speculator.eagle3" in printed
-    monkeypatch.setattr(checkpoints, "on_hub", lambda *_: [])
+    monkeypatch.setattr(HfApi, "list_models", lambda *_, **__: [])
     assert "nothing was found" in run("find", "org/target-8B", exit_code=1)
 
 
-def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def cached(cache: Path, name: str, files: Path, revision: str = "main") -> None:
+    """Add a checkpoint to a cache of the Hub."""
+    folder, commit = cache / f"models--org--{name}", "0123456789" * 4
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "snapshots" / commit).symlink_to(files)
+    (folder / "refs").mkdir()
+    (folder / "refs" / revision).write_text(commit)
+
+
+def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the Hub's client read this cache."""
+    for module in ("constants", "utils._cache_manager"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
+
+
+def test_found_in_the_cache_are_checkpoints_that_fit_the_target(tmp_path: Path, monkeypatch: Any) -> None:
     """Would catch: heads of another target, draft models of half its size, folders that hold neither."""
-    other_head, neither = HEAD_FIXTURES / "eagle3_original" / "head", Path(__file__).parent
-    names = [REFERENCE_LM, EAGLE_HEAD, DRAFT_LM, other_head, neither]
-    repos = [SimpleNamespace(repo_id=str(name), repo_type="model") for name in names]
-    monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
-    assert [one.kind for one in checkpoints.in_cache(Source(str(REFERENCE_LM)))] == ["EAGLE"]
-    monkeypatch.setattr(checkpoints, "MAX_RATIO", 0.9)
-    monkeypatch.setattr(checkpoints, "HfApi", lambda: pytest.fail("a folder was looked up on the Hub"))
+    small, neither = small_llama(8192, 0), tmp_path / "texts"
+    small.save_pretrained(tmp_path / "small")
+    for file in REFERENCE_LM.glob("*token*"):
+        shutil.copy(file, tmp_path / "small")
+    neither.mkdir()
+    (neither / "README.md").touch()
+    other_head = HEAD_FIXTURES / "eagle3_original" / "head"
+    checkpoints = {"eagle": EAGLE_HEAD, "half": DRAFT_LM, "other": other_head, "neither": neither}
+    for name, files in {**checkpoints, "small": tmp_path / "small", "target": REFERENCE_LM}.items():
+        cached(tmp_path / "hub", name, Path(files))
+    use_cache(tmp_path / "hub", monkeypatch)
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: pytest.fail("a folder was looked up on the Hub"))
     printed = run("find", str(REFERENCE_LM))
     assert "is a folder: looking in the local cache" in printed and "Hub" not in printed
-    assert printed.endswith(f"--draft {EAGLE_HEAD} --draft {DRAFT_LM}")
+    assert printed.endswith(f"hf-specgen doctor {REFERENCE_LM} --draft org/eagle --draft org/small")
 
 
 # `hf-specgen generate`: the answers of plain generation, resumable, in the order of the source
@@ -231,16 +247,15 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     """Would catch: answers that are generated twice, lost, or other ones than those of an uninterrupted run."""
     complete, resumed = source.with_name("complete.jsonl"), source.with_name("resumed.jsonl")
     generate_rows(source, complete, "--temperature", "0.8")
-    generate_many, calls = command.generate_many, []
+    decode, answered = PreTrainedTokenizerBase.decode, list[Any]()
 
     def failing(*arguments: Any, **settings: Any) -> Any:
-        calls.append(len(settings["seed"]))
-        for number, completion in enumerate(generate_many(*arguments, **settings)):
-            if number == 2 and len(calls) == 1:
-                raise OSError("no power")
-            yield completion
+        answered.append(arguments)
+        if len(answered) == 3:
+            raise OSError("no power")
+        return decode(*arguments, **settings)
 
-    monkeypatch.setattr(command, "generate_many", failing)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "decode", failing)
     assert "no power" in generate_rows(source, resumed, "--temperature", "0.8", exit_code=2)
     assert not resumed.exists()
     part = next(source.parent.glob("resumed.jsonl.*.parts/process-0.jsonl"))
@@ -248,7 +263,7 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     assert "0 answered already" in generate_rows(source, resumed), "answers of other settings are not used"
     resumed.unlink()
     assert "2 answered already" in generate_rows(source, resumed, "--temperature", "0.8")
-    assert rows(resumed) == rows(complete) and calls == [5, 5, 3]
+    assert rows(resumed) == rows(complete) and len(answered) == 3 + 5 + 3
 
 
 def test_messages_and_other_columns_are_read(source: Path) -> None:
@@ -321,8 +336,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": names}
     (own / "config.json").write_text(json.dumps(config))
-    for module in ("constants", "utils._cache_manager"):
-        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
+    use_cache(cache, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     return cache
