@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import GenerationMixin
 from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
@@ -17,10 +18,9 @@ from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.chat import AnswerWriter, Chat
 from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
-from hf_specgen.evaluation.workloads import domain_prompts
+from hf_specgen.evaluation.workloads import ASSETS, domain_prompts
 from tests.helpers.cli import run
 
 SHOWN = ("plain", "prompt lookup", "auto", "n-grams  ", "EAGLE", "draft model", "n-grams + draft")
@@ -101,34 +101,26 @@ def test_widen_computes_the_same_function(reference_model, dtype: torch.dtype | 
         widen(reference_model, 10)
 
 
-def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a message about a draft model's folder where the whole package is missing."""
-    from hf_specgen.evaluation import workloads
-
-    monkeypatch.setattr(workloads, "EMBEDDED_MODEL", tmp_path / "none")
-    monkeypatch.setattr(workloads, "EMBEDDED_DRAFT", tmp_path / "none")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: not path.is_relative_to(ASSETS) and exists(path))
     assert "pip install 'hf-specgen[demo]'" in run("demo", exit_code=2)
 
 
-def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ngrams = [one for one in demo.variants(DemoSettings()) if one.name in ("plain", "prompt lookup", "n-grams")]
-    monkeypatch.setattr(demo, "variants", lambda *_, **__: ngrams)
-    measured = measure.measure_call
+def test_demo_fails_if_a_token_differs_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: another answer that is not named, or no failure; a demo of minutes on a busy machine."""
+    generate = GenerationMixin.generate
 
-    def disturbed(*arguments: Any) -> Sample:
-        sample = measured(*arguments)
-        sample.ids[0, -1] += 1 + (sample.speculation is not None)
-        return sample
+    def disturbed(model: Any, **arguments: Any) -> Any:
+        ids = generate(model, **arguments)
+        ids[0, -1] += isinstance(arguments.get("candidate_generator"), NgramCandidates)
+        return ids
 
-    monkeypatch.setattr(measure, "measure_call", disturbed)
-    output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "0", "--seconds", "0", exit_code=1)
-    assert "1 of 1 answers differ from plain generate, of n-grams; rounding explains" in output
-
-
-def test_demo_leaves_the_second_target_out_where_the_first_one_takes_all_of_the_time() -> None:
-    """Would catch: a demo of minutes on a busy machine."""
-    output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0.1")
-    assert "The 18M target was left out" in output and "the tokens of all" in output
+    monkeypatch.setattr(GenerationMixin, "generate", disturbed)
+    output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0.1", exit_code=1)
+    assert "1 of 5 answers differ from plain generate, of n-grams; rounding explains" in output
+    assert "The 18M target was left out" in output
 
 
 def test_domain_prompts_come_in_the_order_of_the_domains() -> None:
