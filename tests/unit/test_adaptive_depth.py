@@ -81,9 +81,13 @@ def fastest(acceptance: float, seconds: Callable[[float], float], k: int) -> int
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("slope", [0.001, 0.05])
 def test_adaptive_depth_of_chains_is_the_fastest_one(acceptance: float, slope: float) -> None:
+    """Would catch: acceptance that is not followed, or a depth with fewer tokens per second than another."""
     curve = CostCurve((1, 33), (1.0, 1.0 + 32 * slope), 256, 1)
     session = AdaptiveDepth(LatencyModel.from_curves(curve)).start(depth_call())
-    session._accepted, session._verified = acceptance * 100, 100.0
+    accepted = round(10 * acceptance)
+    rows = [RowStep(1, 1, 1, 2)] * accepted + [RowStep(1, 1, 0, 1)] * (10 - accepted)
+    for _ in range(200):  # until the first ones are forgotten
+        session.observe(StepRecord([1], rows, 1, {}, ()))
     assert session.depths([99]) == [fastest(acceptance, curve, 16)]
 
 

@@ -117,7 +117,9 @@ def test_recycling_of_a_target_whose_vocabulary_was_resized_starts_anew() -> Non
     size = vocabulary_size(model)
     for vocab_size in (size, size + 8):
         model.resize_token_embeddings(vocab_size)
-        model.generate(torch.tensor([[5, vocab_size - 1]]), max_new_tokens=8, candidate_generator=candidates)
+        ids = torch.tensor([[5, vocab_size - 1]])
+        ours = model.generate(ids, max_new_tokens=20, candidate_generator=candidates)
+        assert torch.equal(ours, model.generate(ids, max_new_tokens=20)) and candidates.speculation.drafted > 0
 
 
 def test_recycling_without_memory_drafts_alike_in_equal_calls() -> None:
