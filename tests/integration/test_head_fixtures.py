@@ -14,7 +14,6 @@ import torch
 
 from hf_specgen import AutoCandidates, Call, Candidates, CombinedCandidates, FixedDepth, MedusaCandidates, MTPCandidates
 from hf_specgen.candidates.encoder_draft import decoder_prompt
-from hf_specgen.candidates.one_pass import MarkovSession
 from hf_specgen.heads.runner import PREFILL_CHUNK
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import DraftTree
@@ -30,7 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Rounds:
-    """A strategy's session beside the target, in recorded steps; `logits` are the last draft's, by depth."""
+    """A strategy's session beside the target, in recorded steps.
+
+    `logits` `[batch, depths, vocab]` are those of the last draft.
+    """
+
+    logits: torch.Tensor
 
     def __init__(self, fixture: Fixture, prompts: list[str], candidates: Candidates):
         self.target_model = fixture.target
@@ -39,28 +43,18 @@ class Rounds:
         call = replace(make_call(make_state(texts), candidates=candidates), model=self.target_model)
         requirements = candidates.target_requirements(self.target_model)
         self._target = make_target(requirements, self.target_model, *decoder_prompt(self.target_model, call, texts))
-        self._call = replace(call, target=self._target, verification=CoupledVerifier().start(call))
+        verification: Any = CoupledVerifier().start(call)
+        self._call = replace(call, target=self._target, verification=verification)
         self._session: Any = candidates.start(self._call)
-        self.logits: list[torch.Tensor] = []
-        for method in ("first_scores", "next_scores", "depth_logits"):
-            if hasattr(self._session, method):
-                setattr(self._session, method, self._recorded(getattr(self._session, method)))
-        self._pairs: Any = None
-        if isinstance(self._session, MarkovSession):
-            corrected = self._session.corrected
-            self._session.corrected = lambda base: vars(self).update(_pairs=corrected(base)) or self._pairs
+        self._scores: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """What the session has asked `draft_scores` for: scores, and the tokens that they are of."""
+        draft_scores = verification.draft_scores
 
-    def _recorded(self, compute: Any) -> Any:
-        def record(*arguments: Any) -> torch.Tensor:
-            scores, ids = compute(*arguments), getattr(self._session, "token_ids", None)
-            logits = scores
-            if ids is not None:
-                vocab = self.target_model.get_output_embeddings().weight.shape[0]
-                logits = scores.new_full((*scores.shape[:-1], vocab), -torch.inf).index_copy(-1, ids, scores)
-            self.logits += [logits] if logits.dim() == 2 else list(logits.unbind(dim=1))
-            return scores
+        def recorded(scores: torch.Tensor, steps: Any, tokens: torch.Tensor | None = None) -> torch.Tensor:
+            self._scores.append((scores, tokens))
+            return draft_scores(scores, steps, tokens)
 
-        return record
+        verification.draft_scores = recorded
 
     def draft(self, number: int, depth: int) -> DraftTree:
         """The draft of a round, once the target has emitted the tokens that the text got since the one before."""
@@ -80,21 +74,28 @@ class Rounds:
             for row, tokens in enumerate(new):
                 state.append(row, tokens)
             self._session.observe(VerificationResult(paths, new, [len(tokens) - 1 for tokens in new]))
-        self.logits.clear()
+        self._scores.clear()
         tree = self._session.draft([depth] * batch)
-        if self._pairs is not None:
-            vocab = self.target_model.get_output_embeddings().weight.shape[0]
-            self.logits = list(_along(tree, *self._pairs, vocab).unbind(dim=1))
+        vocab = self.target_model.get_output_embeddings().weight.shape[0]
+        self.logits = torch.cat([_along(tree, *one, vocab) for one in self._scores], dim=1)
         return tree
 
 
-def _along(chains: DraftTree, pairs: torch.Tensor, columns: torch.Tensor, vocab: int) -> torch.Tensor:
-    """`[batch, depths, vocab]` logits along chains, from those after each likely token of the depth before."""
-    rows, depths = torch.arange(chains.batch)[:, None], torch.arange(chains.nodes)
-    previous = (columns == chains.tokens[..., None]).int().argmax(dim=2).roll(1, dims=1)
-    previous[:, 0] = 0
-    full = torch.full((chains.batch, chains.nodes, vocab), -torch.inf)
-    return full.scatter(2, columns, pairs[rows, depths, previous])
+def _along(chains: DraftTree, scores: torch.Tensor, tokens: torch.Tensor | None, vocab: int) -> torch.Tensor:
+    """`[batch, depths, vocab]` logits along chains; `scores` may be those after each likely token of the depth before.
+
+    They are `[batch, depths, draft vocab]` or `[batch, depths, previous, draft vocab]`.
+    """
+    if scores.dim() == 4 and tokens is None:
+        scores = scores[:, :, 0]
+    elif scores.dim() == 4 and tokens is not None:
+        previous = (tokens == chains.tokens[..., None]).int().argmax(dim=2).roll(1, dims=1)
+        previous[:, 0] = 0
+        scores = scores[torch.arange(chains.batch)[:, None], torch.arange(chains.nodes), previous]
+    if tokens is None:
+        return scores
+    full = torch.full((*scores.shape[:2], vocab), -torch.inf)
+    return full.scatter(2, tokens.expand_as(scores), scores)
 
 
 @pytest.mark.parametrize("rows", ["alone", "batch"])
@@ -112,10 +113,10 @@ def test_head_drafts_with_the_logits_of_its_original(head_fixture: Fixture, rows
         steps = Rounds(head_fixture, names, candidates)
         for number in head_fixture.rounds:
             tree = steps.draft(number, depth)
-            logits = torch.stack(steps.logits, dim=1)
             for row, prompt in enumerate(names):
                 drafted = head_fixture.drafted(prompt, number)
-                ours = logits[row] if drafted.candidates is None else logits[row].gather(-1, drafted.candidates)
+                ours = steps.logits[row]
+                ours = ours if drafted.candidates is None else ours.gather(-1, drafted.candidates)
                 ours = ours.softmax(dim=-1) if drafted.is_normalised else ours
                 torch.testing.assert_close(ours, drafted.logits, **tolerance)
                 assert tree.tokens[row].tolist() == drafted.tokens
