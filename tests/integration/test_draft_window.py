@@ -8,9 +8,17 @@ import pytest
 import torch
 
 import hf_specgen
-from hf_specgen import AutoCandidates, CombinedCandidates, DraftModelCandidates, MTPCandidates, NgramCandidates
+from hf_specgen import (
+    AutoCandidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    MTPCandidates,
+    NgramCandidates,
+)
+from hf_specgen.compat import CACHE
+from hf_specgen.heads.head_formats import load_head
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
-from tests.helpers.calls import with_sessions
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.models import small_llama
@@ -48,24 +56,19 @@ def test_memory_and_passes_of_a_drafter_with_a_window_do_not_grow_with_the_text(
     """4,000 tokens: the cache of the drafter stays as short as the window."""
     if kind == "eagle":
         fixture = FIXTURES["eagle3_original"]
-        target, candidates = fixture.target, AutoCandidates.from_pretrained(fixture.head_folder, k=2, draft_window=16)
+        drafter: Any = load_head(fixture.head_folder)
+        target, candidates = fixture.target, EagleCandidates(drafter, k=2, draft_window=16)
     else:
+        drafter = small_llama(40, 4, max_position_embeddings=5_000)
         target = small_llama(40, 3, max_position_embeddings=5_000)
-        candidates = DraftModelCandidates(small_llama(40, 4, max_position_embeddings=5_000), k=2, draft_window=16)
+        candidates = DraftModelCandidates(drafter, k=2, draft_window=16)
     sizes: list[int] = []
 
-    def record_sizes(session: Any) -> None:
-        first_scores = session.first_scores
+    def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        cache = kwargs[CACHE] if CACHE in kwargs else args[-1]
+        sizes.append(cache.layers[0].keys.shape[2])
 
-        def record() -> torch.Tensor:
-            scores = first_scores()
-            cache = session.runner.cache if kind == "eagle" else session._runner.reader.cache
-            sizes.append(cache.layers[0].keys.shape[2])
-            return scores
-
-        session.first_scores = record
-
-    with_sessions(candidates, record_sizes)
+    drafter.register_forward_hook(record, with_kwargs=True)
     text = torch.randint(2, 40, (1, 4_000), generator=torch.Generator().manual_seed(1))
     target.generate(text, max_new_tokens=24, do_sample=False, candidate_generator=candidates, pad_token_id=0)
     assert len(sizes) > 4 and max(sizes) <= 4 + 2 * 16 + 2 * 64
