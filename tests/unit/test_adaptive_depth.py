@@ -51,12 +51,14 @@ def test_adaptive_depth_uses_what_is_faster_and_loses_at_most_what_it_promises(l
 
 
 def test_adaptive_depth_where_drafts_fail_tries_again_when_the_loss_is_made_up_for() -> None:
+    """Would catch: a drafter that is turned off for ever, or trials so often that they cost more than allowed."""
     depths = [depth for (depth,) in run(AdaptiveDepth(STEEP).start(depth_call()), 300, [0])]
     trials = [step for step, depth in enumerate(depths) if depth][-3:]
     assert [depths[step] for step in trials] == [1, 1, 1] and trials[2] - trials[1] == trials[1] - trials[0] == 51
 
 
 def test_adaptive_depth_after_a_faster_trial_drafts_again() -> None:
+    """Would catch: a trial that has gained and is followed by a pause all the same."""
     session = AdaptiveDepth(STEEP).start(depth_call(sizes_trees=True, negligible_cost=True))
     run(session, 40, [0])
     session.latency = FLAT
@@ -92,6 +94,7 @@ def test_adaptive_depth_of_chains_is_the_fastest_one(acceptance: float, slope: f
 
 
 def test_adaptive_depth_in_a_batch_drafts_for_all_rows_or_none() -> None:
+    """Would catch: rows that draft while others do not, although all wait for the same pass."""
     depths = run(AdaptiveDepth(FLAT).start(depth_call(rows=3)), 60, [0, 5, 0])
     assert all(len(set(step)) == 1 for step in depths)
 
@@ -107,16 +110,19 @@ def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
 
 
 def test_adaptive_depth_within_the_limits_of_each_row() -> None:
+    """Would catch: a draft behind the end of a row, or the shortest row's limit for all."""
     session = AdaptiveDepth(FLAT).start(depth_call(rows=3, sizes_trees=True))
     assert session.depths([5, 0, 99]) == [5, 0, 16]
 
 
 def test_adaptive_depth_before_latencies_are_known_drafts_nothing() -> None:
+    """Would catch: drafts of a network before it is known whether they pay."""
     session = AdaptiveDepth().start(depth_call(model=Model()))
     assert session.depths([99]) == [0] and session.latency is None
 
 
 def test_adaptive_depth_remembers_the_speed_of_earlier_calls() -> None:
+    """Would catch: each call that tries the slow drafter anew, or a given latency that is overruled by memory."""
     model = Model()
     first = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
     first.latency = STEEP
@@ -162,6 +168,7 @@ LATENCY = LatencyModel.from_curves(CostCurve((1, 9), (0.010, 0.012), context=256
     ("limits", "depth"), [([9], 8), ([9] * 3, 4), ([9] * 5, 2), ([9] * 8, 0), ([9, 0, 0, 0, 0, 0, 0, 9, 9], 4)]
 )
 def test_schedule_by_batch_counts_rows_that_take_part(limits: list[int], depth: int) -> None:
+    """Would catch: rows that have ended counted, or rows of other calls in the same passes left out."""
     call = depth_call(rows=len(limits))
     schedule = Schedule({1: 8, 3: 4, 5: 2, 8: 0})
     assert schedule.start(call).depths(limits) == [depth] * len(limits)
@@ -171,10 +178,12 @@ def test_schedule_by_batch_counts_rows_that_take_part(limits: list[int], depth: 
 
 @pytest.mark.parametrize(("prompt", "depth"), [(10, 6), (38, 6), (39, 1), (500, 1)])
 def test_schedule_by_context_counts_tokens_of_the_longest_row(prompt: int, depth: int) -> None:
+    """Would catch: the prompt counted without what was generated, or a threshold that is off by one."""
     assert Schedule(by_context={0: 6, 40: 1}).start(depth_call(prompt=prompt)).depths([9]) == [depth]
 
 
 def test_moving_window_follows_the_acceptance_of_each_row() -> None:
+    """Would catch: one depth for all rows, or a depth that leaves its limits."""
     depths = run(MovingWindow(start=4).start(depth_call(rows=2)), 12, [99, 0])
     assert [row[0] for row in depths] == [min(16, 4 + step) for step in range(12)]
     assert [row[1] for row in depths] == [max(1, 4 - step) for step in range(12)]
@@ -193,6 +202,7 @@ def test_moving_window_follows_the_acceptance_of_each_row() -> None:
     ],
 )
 def test_disabled_calls_draft_nothing(policy: Policy, settings: dict[str, Any], off: bool) -> None:
+    """Would catch: a threshold that includes its own value, or a policy inside that is not asked."""
     assert policy.start(depth_call(**settings)).depths([9]) == ([0] if off else [16])
 
 
@@ -243,6 +253,7 @@ def test_memory_used_by_many_threads_raises_nothing() -> None:
 
 @pytest.mark.parametrize("remembers", [True, False])
 def test_memory_setting_of_a_call(remembers: bool) -> None:
+    """Would catch: a call with memory=False that leaves something for later ones."""
     model = tiny_model("llama")
     memory.clear()
     candidates = MedusaCandidates(random_heads(model))

@@ -147,6 +147,7 @@ def test_ragged_layer_unwritten_slots_are_finite() -> None:
 
 
 def test_crop_drops_the_last_slots_of_every_row() -> None:
+    """Would catch: a length in place of a number of slots, or a row that is shorter than what is dropped."""
     cache = filled([[1, 2, 3], [4]])
     cache.crop(-2)
     assert_holds(cache, [[1], []])
@@ -274,6 +275,7 @@ def test_graph_buffers_that_an_eager_pass_outgrew_keep_what_it_wrote() -> None:
 
 @pytest.mark.parametrize("slots", [1, 300, 2000, 2049, 5000, 100_000])
 def test_graph_buffers_have_few_capacities(slots: int) -> None:
+    """Would catch: a capacity of its own for each length, so that each is captured anew, or one far too large."""
     cache, states = RaggedCache(), torch.zeros(1, 1, 1, 2)
     cache.update(states, states, 0)
     cache.reserve(slots)

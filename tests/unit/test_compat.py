@@ -65,6 +65,7 @@ def missing(symbol: str) -> str:
 
 @pytest.mark.parametrize(("owner", "name", "expected"), METHODS)
 def test_private_method_exists_with_its_parameters(owner: Any, name: str, expected: str) -> None:
+    """Would catch: a version of Transformers that has renamed a method or one of its parameters."""
     method = getattr(owner, name, None)
     assert method is not None, missing(f"{owner.__name__}.{name}")
     parameters = inspect.signature(method).parameters.values()
@@ -86,6 +87,7 @@ def test_private_attributes_are_set_by_generate() -> None:
 
 
 def test_private_attributes_of_models_exist() -> None:
+    """Would catch: a version of Transformers without an attribute, where a default would hide that."""
     assert getattr(PreTrainedModel, "_is_stateful", None) is False, missing("PreTrainedModel._is_stateful")
     assert compat.is_stateful(tiny_model("qwen3_next")), missing("PreTrainedModel._is_stateful")
     for architecture, expected in (("llama", "sdpa"), ("gemma2", "eager")):
@@ -120,6 +122,7 @@ def test_compat_uses_only_symbols_that_are_checked_here() -> None:
 
 
 def test_requests_of_continuous_batching_have_their_private_attributes() -> None:
+    """Would catch: a request whose prompt length or ends are read wrongly once it was evicted."""
     state = RequestState("req_7", [1, 2, 3], eos_token_id=[5])
     assert (compat.prompt_of_request(state), compat.request_number(state)) == (3, 7), missing("RequestState")
     assert compat.end_tokens(state) == {5}, missing("RequestState._eos_token_ids")
@@ -199,6 +202,7 @@ def test_import_alone_loads_nothing_and_prints_nothing() -> None:
 
 
 def test_help_takes_less_than_half_a_second_of_cpu_and_loads_no_torch() -> None:
+    """Would catch: an import of PyTorch before the command line is read, or a command that is not listed."""
     code = (
         "import sys, time, json; from hf_specgen.cli import main; sys.argv = ['hf-specgen', '--help']\n"
         "try: main()\nexcept SystemExit: pass\n"

@@ -104,6 +104,7 @@ def test_shared_ids_name_of_a_byte_is_the_text_of_a_token_matches_neither(tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ["characters", "bytes"])
 def test_shared_ids_agree_with_the_reference(target: str, kind: str) -> None:
+    """Would catch: tokens with other texts that count as the same, or one token of the draft for two of the target."""
     folders = str(tokenizer_folder(target)), str(tokenizer_folder(kind))
     found = shared_ids(*folders)
     assert list(found) == reference_shared_ids(*map(AutoTokenizer.from_pretrained, folders))
@@ -187,6 +188,7 @@ def test_have_same_vocabulary_tokenizer_that_cannot_be_loaded_is_tried_once(
 
 
 def test_have_same_vocabulary_damaged_tokenizer_and_other_size_names_the_reason(tmp_path: Path) -> None:
+    """Would catch: two vocabularies called different without saying that a tokenizer is damaged."""
     broken = Path(shutil.copytree(EMBEDDED_DRAFT, tmp_path / "broken"))
     (broken / "tokenizer.json").write_text("{}", encoding="utf-8")
     draft, target = model(str(broken), 100), model(str(EMBEDDED_DRAFT), 99)
@@ -196,6 +198,7 @@ def test_have_same_vocabulary_damaged_tokenizer_and_other_size_names_the_reason(
 
 
 def test_have_same_vocabulary_unnamed_models_of_one_size_pass_and_others_do_not() -> None:
+    """Would catch: models from code refused because they have no tokenizer, or accepted whatever their size."""
     have_same_vocabulary(model("", 99), model("", 99))
     with pytest.raises(ValueError, match="not loaded from a folder or repository"):
         have_same_vocabulary(model("", 99), model("", 98))

@@ -121,6 +121,7 @@ def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: An
 
 @pytest.mark.parametrize("layout", ["safetensors", "subfolder", "pickled", "sharded"])
 def test_load_head_from_each_layout_of_files(folder: Path, layout: str) -> None:
+    """Would catch: a shard that is not read, or a head that would be trained or drop out."""
     content = load_file(folder / "model.safetensors")
     if layout == "pickled":
         (folder / "model.safetensors").unlink()
@@ -143,6 +144,7 @@ def target(**changes: Any) -> LlamaForCausalLM:
 
 
 def test_bind_layers_are_those_given_then_configured_then_default(folder: Path) -> None:
+    """Would catch: layers of the config that overrule those given."""
     assert load_head(folder).bind(target()).aux_hidden_state_layers == (2, 4, 5)
     configured = load_head(folder)
     configured.config = replace(configured.config, aux_hidden_state_layers=(1, 2, 3))
@@ -162,11 +164,13 @@ def test_bind_layers_are_those_given_then_configured_then_default(folder: Path) 
     ],
 )
 def test_bind_to_a_target_that_does_not_fit_raises(folder: Path, changes: Any, layers: Any, reason: str) -> None:
+    """Would catch: an error of shapes in the first draft in place of the reason."""
     with pytest.raises(ValueError, match=reason):
         load_head(folder).bind(target(**changes), layers)
 
 
 def test_bind_shares_what_the_head_lacks_and_saves_none_of_it(tmp_path: Path) -> None:
+    """Would catch: a copy of the target's embedding in memory, or in the head's checkpoint."""
     head = small_eagle(draft_vocab_size=40, own_lm_head=False)
     model = target()
     bound = head.bind(model)
@@ -178,6 +182,7 @@ def test_bind_shares_what_the_head_lacks_and_saves_none_of_it(tmp_path: Path) ->
 
 
 def test_mtp_of_target_without_a_name_raises() -> None:
+    """Would catch: an error of a path that nobody gave."""
     with pytest.raises(ValueError, match="name its checkpoint"):
         load_mtp(target())
 
@@ -204,6 +209,7 @@ def test_embedded_adapters_still_load(reference_model: Any) -> None:
 )
 @pytest.mark.parametrize("load", [load_head, exit_layer_of])
 def test_unknown_source_is_named(source: str, message: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a folder that does not exist looked up on the Hub, or an error without its name."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match=message):
         load(source)
@@ -211,6 +217,7 @@ def test_unknown_source_is_named(source: str, message: str, load: Any, monkeypat
 
 @pytest.mark.parametrize("error", [KeyError("model_type"), RecursionError("deep"), AttributeError("x"), TypeError("y")])
 def test_source_errors_other_errors_become_a_value_error_with_the_name(error: Exception) -> None:
+    """Would catch: an error of a library from which one cannot see which checkpoint it is about."""
     with pytest.raises(ValueError, match=f"cannot load 'org/a': {type(error).__name__}"), source_errors("org/a"):
         raise error
 

@@ -101,6 +101,7 @@ def test_history_beyond_max_tokens_drops_the_older_half() -> None:
 
 
 def test_history_of_a_text_longer_than_max_tokens_keeps_its_end() -> None:
+    """Would catch: the beginning kept, or marks of generated tokens that are shifted."""
     history = NgramHistory(max_tokens=10)
     history.add([*range(50)], prompt_length=43)
     assert kept(history) == [*range(41, 50), SEPARATOR]
@@ -120,6 +121,7 @@ def test_session_end_adds_prompt_and_output_of_every_row() -> None:
 
 
 def test_add_texts_tokenizes_each_text_without_special_tokens(tokenizer: Any) -> None:
+    """Would catch: an end token inside of the history, or matches that go on into the next text."""
     history = NgramHistory()
     lines = ["The keeper of the lighthouse wrote a letter.", "Nobody answered for eleven years."]
     history.add_texts(lines, tokenizer)
@@ -145,6 +147,7 @@ def test_load_of_a_saved_history_reads_the_same_texts(tmp_path: Path, max_tokens
 
 
 def test_load_of_another_file_raises(tmp_path: Path) -> None:
+    """Would catch: a file of another program read as tokens."""
     path = tmp_path / "other.safetensors"
     save_file({"tokens": np.zeros(3, dtype=np.int32)}, path)
     with pytest.raises(ValueError, match="is no n-gram history: its format is null"):
@@ -234,6 +237,7 @@ def test_get_candidates_of_a_tree_is_its_leftmost_chain() -> None:
 
 
 def test_get_candidates_of_two_rows_raises() -> None:
+    """Would catch: drafts for the first row alone."""
     with pytest.raises(ValueError, match="works on one row, got 2"):
         NgramCandidates().get_candidates(torch.tensor([[1, 2], [3, 4]]))
 
@@ -251,6 +255,7 @@ def test_refresh_reads_what_another_process_saved_once(tmp_path: Path) -> None:
 
 
 def test_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a history lost because the disk was full, or half a file left behind."""
     file, history = tmp_path / "history.safetensors", history_of([1, 2, 3])
     history.save(file)
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
@@ -261,6 +266,7 @@ def test_save_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_add_folder_remembers_its_texts(tmp_path: Path) -> None:
+    """Would catch: folders below left out, files of other types read, or a pattern without files passed over."""
     (tmp_path / "below").mkdir()
     for name, text in (("b.txt", "2"), ("below/a.txt", "3"), ("c.md", "4")):
         (tmp_path / name).write_text(text, encoding="utf-8")

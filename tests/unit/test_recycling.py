@@ -65,6 +65,7 @@ def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
 
 
 def test_update_of_a_token_read_twice_keeps_the_last() -> None:
+    """Would catch: successors of an earlier position that replace those of the later one."""
     table = RecyclingTable(20)
     table.update(top_tokens({3: [7, 8]}))
     table.update(TopTokens(np.array([3, 3]), np.array([[1, 2], [4, 5]]), np.full((2, 2), 0.3)))

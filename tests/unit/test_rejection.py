@@ -213,6 +213,7 @@ def emitted_for_one_token(q: torch.Tensor) -> list[int]:
 
 
 def test_rejection_q_smaller_than_the_vocabulary_is_padded() -> None:
+    """Would catch: an error of shapes with a draft model of fewer tokens."""
     assert emitted_for_one_token(torch.full((1, 1, 4), 0.25))
 
 

@@ -128,6 +128,7 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
 
 
 def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
+    """Would catch: passes that are not counted, or tokens of the text that are read twice."""
     model, draft = tiny_model("llama"), tiny_model("mistral")
     candidates = DraftModelCandidates(draft, k=3)
     speculate(model, candidates)
@@ -138,6 +139,7 @@ def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
 
 
 def test_layer_skip_passes_count_the_early_passes() -> None:
+    """Would catch: the target's pass counted for the drafter, or one pass for a whole draft."""
     statistics = speculate(tiny_model("llama"), LayerSkipCandidates(exit_layer=1, k=2))
     steps = statistics.rows[0]
     assert [len(step.passes) for step in statistics.passes[1:]] == [step.depth for step in steps[1:]]
@@ -195,6 +197,7 @@ def test_projection_by_hand() -> None:
 
 
 def test_latency_of_a_strategy_is_that_of_its_drafter() -> None:
+    """Would catch: n-grams with the latency of a network, or a drafter that was not measured taken for free."""
     kinds = {"layer_skip": DraftLatency(seconds=(0.5,))}
     profile = LatencyModel((Bucket(CURVE, kinds),))
     assert latency_for(LayerSkipCandidates(2, k=1), profile).at(1, 9).drafter.draft([1, 1]) == 1.0

@@ -51,6 +51,7 @@ def test_leftmost_chain_of_a_tree_is_its_first_path() -> None:
 
 
 def test_tree_of_inconsistent_shapes_raises() -> None:
+    """Would catch: a tree whose error shows in the target's pass, far from what made it."""
     tokens = torch.zeros(2, 1, dtype=torch.long)
     with pytest.raises(ValueError, match="of 2 rows needs 2 lists of parents, got 1"):
         DraftTree(tokens, ((-1,),))
@@ -91,6 +92,7 @@ def test_merge_paths_agrees_with_the_reference(paths: list[list[int]]) -> None:
 
 @given(some_parents)
 def test_depths_and_structure_agree_with_the_reference(parents: tuple[int, ...]) -> None:
+    """Would catch: a node that sees a sibling, or a depth that counts nodes before it."""
     expected = [reference.depth(parents, node) for node in range(len(parents))]
     structure = DraftTree.from_nodes([([1] * len(parents), parents)]).structure()
     assert list(depths(parents)) == expected and structure.depths.tolist() == [[0, *expected]]
@@ -141,6 +143,7 @@ def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(na
 
 
 def test_padded_tree_has_the_same_nodes_and_more_columns() -> None:
+    """Would catch: padding that counts as nodes."""
     tree = DraftTree(torch.tensor([[5, 6]]), ((-1, 0),))
     padded = tree.padded(4)
     assert padded.tokens.tolist() == [[5, 6, 0, 0]] and padded.parents == tree.parents and tree.padded(1) is tree
