@@ -30,6 +30,7 @@ def generate(model, **arguments):
 
 
 def test_pipeline_batch_of_chats_same_text(model: Any, tokenizer: Any, prompt: str) -> None:
+    """Would catch: padding or ends of a pipeline.s batch treated otherwise than in plain decoding."""
     ask = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=16, do_sample=False)
     chats = [[{"role": "user", "content": text}] for text in (prompt, "Hello", "Count: 1, 2, 1, 2")]
     expected = ask(chats, batch_size=3)
@@ -52,6 +53,7 @@ def test_generate_script_of_a_model_folder_same_text(model: Any, tokenizer: Any,
 
 
 def test_langchain_pipeline_same_text_invoked_and_streamed(model: Any, tokenizer: Any, prompt: str) -> None:
+    """Would catch: a streamer in another thread that gets tokens twice, or never ends."""
     langchain_huggingface = pytest.importorskip("langchain_huggingface", exc_type=ImportError)
     generate = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=24, do_sample=False)
     llm = langchain_huggingface.HuggingFacePipeline(pipeline=generate)
@@ -87,6 +89,7 @@ def answers(model: Any, tokenizer: Any, data: Path) -> list[Any]:
 
 
 def test_lm_eval_generate_until_same_answers(model: Any, tokenizer: Any, prompt: str, tmp_path: Path) -> None:
+    """Would catch: a stopping criterion that sees more tokens at once, so that an answer is cut elsewhere."""
     pytest.importorskip("lm_eval", exc_type=ImportError)
     data = tmp_path / "test.jsonl"
     rows = [{"prompt": text, "answer": "x"} for text in (prompt, "The quick brown fox", "1, 2, 3, 1, 2, 3, 1,")]
@@ -127,6 +130,7 @@ EXAMPLES = dict(re.findall(r"^#+ ([^\n]*)\n(?:(?!^#).)*?```python\n(.*?)```", PA
 
 
 def test_every_library_has_an_example() -> None:
+    """Would catch: an example that is no longer found, and so no longer run."""
     assert len(EXAMPLES) == 9
 
 
@@ -227,6 +231,7 @@ def same_text(model: Any, generate: Any) -> str:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_xgrammar_json_schema_same_text(model: Any, tokenizer: Any, batch: int) -> None:
+    """Would catch: a matcher that has accepted rejected draft tokens."""
     xgr = pytest.importorskip("xgrammar", exc_type=ImportError)
     from xgrammar.contrib.hf import LogitsProcessor
 
@@ -244,6 +249,7 @@ def test_xgrammar_json_schema_same_text(model: Any, tokenizer: Any, batch: int) 
 
 @pytest.mark.parametrize("backend", ["regex", "outlines_core", "llguidance", "xgrammar"])
 def test_outlines_same_text(model: Any, tokenizer: Any, backend: str) -> None:
+    """Would catch: a processor with a state that is called for draft tokens in another order than for a text."""
     outlines = pytest.importorskip("outlines", exc_type=ImportError)
     wrapped = outlines.from_transformers(model, tokenizer)
     if backend == "regex":
@@ -288,6 +294,7 @@ def test_llguidance_processor_of_ones_own_same_text(model: Any, tokenizer: Any) 
 
 
 def test_lm_format_enforcer_regex_same_text(model: Any, tokenizer: Any) -> None:
+    """Would catch: a function of allowed tokens that is given a prefix with rejected tokens."""
     enforcer = pytest.importorskip("lmformatenforcer", exc_type=ImportError)
     sys.modules.setdefault("transformers.tokenization_utils", transformers.tokenization_utils_base)
     from lmformatenforcer.integrations.transformers import build_transformers_prefix_allowed_tokens_fn
