@@ -62,12 +62,14 @@ BAD_INPUT = [
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Would catch: a traceback, or a message that does not name the option or its value."""
     monkeypatch.chdir(tmp_path)
     output = run(*arguments, exit_code=2)
     assert message in output and "Traceback" not in output
 
 
 def test_chat_template_that_raises_is_named(tmp_path: Path) -> None:
+    """Would catch: an error of Jinja without the name of the model whose template it is."""
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
@@ -78,6 +80,7 @@ def test_chat_template_that_raises_is_named(tmp_path: Path) -> None:
 
 
 def test_version_is_printed() -> None:
+    """Would catch: a version of another package, or an import that fails before it."""
     assert run("--version") == f"hf-specgen {__version__}"
 
 
@@ -90,6 +93,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     ("name", "to"), [("eagle3_original", "sglang"), ("speculators_dflash_full", "vllm"), ("eagle1_original", "eagle")]
 )
 def test_export_command_writes_a_head_that_loads_alike(name: str, to: str, tmp_path: Path) -> None:
+    """Would catch: tensors that are lost or renamed on the way to another program and back."""
     source = str(FIXTURES[name].head_folder)
     run("export", source, "--to", to, "--output", str(tmp_path / "out"))
     ours: dict[str, Any] = load_head(source).state_dict()
@@ -101,6 +105,7 @@ def test_export_command_writes_a_head_that_loads_alike(name: str, to: str, tmp_p
 
 
 def test_measure_latency_has_the_drafters_that_run_a_network() -> None:
+    """Would catch: n-grams timed as a network, a drafter left out, or one bucket for all numbers of rows."""
     model = tiny_model("llama")
     latency = measure_latency(model, [NgramCandidates(), DraftModelCandidates(model, k=3)], rows=[1, 2], context=30)
     assert [(one.target.batch, one.target.context) for one in latency.buckets] == [(1, 30), (2, 30)]
@@ -109,6 +114,7 @@ def test_measure_latency_has_the_drafters_that_run_a_network() -> None:
 
 
 def test_tune_writes_a_latency_file_that_a_policy_reads(folder: Path, tmp_path: Path) -> None:
+    """Would catch: a file that no policy reads, or latencies of other sizes than those asked for."""
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     save_head(random_heads(model, num_heads=2), tmp_path / "heads")
     latency, heads = str(tmp_path / "latency.json"), str(tmp_path / "heads")
@@ -230,6 +236,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "0.8")], ids=["greedy", "sampled"])
 def test_answers_are_those_of_plain_generation_in_the_order_of_the_source(source: Path, sampling: tuple) -> None:
+    """Would catch: answers in the order in which they end, other tokens, or files that are left behind."""
     plain, ours = source.with_name("plain.jsonl"), source.with_name("ours.jsonl")
     generate_rows(source, plain, "--plain", *sampling)
     output = generate_rows(source, ours, *sampling)
@@ -267,6 +274,7 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_messages_and_other_columns_are_read(source: Path) -> None:
+    """Would catch: a column that is named and not read, or an answer under another name."""
     file, output = source.with_name("chats.jsonl"), source.with_name("out.jsonl")
     file.write_text(json.dumps({"chat": [{"role": "user", "content": "Hello"}]}) + "\n")
     generate_rows(file, output, "--column", "chat", "--answer-column", "reply")
@@ -288,6 +296,7 @@ def test_messages_and_other_columns_are_read(source: Path) -> None:
     ],
 )
 def test_generate_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes, options: tuple, message: str) -> None:
+    """Would catch: a traceback after the model was loaded, without the row that cannot be answered."""
     source = tmp_path / "a.jsonl"
     source.write_bytes(content if isinstance(content, bytes) else content.encode())
     output = generate_rows(source, tmp_path / "out.jsonl", *options, exit_code=2).replace(" ", "")
@@ -295,6 +304,7 @@ def test_generate_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes
 
 
 def test_folder_without_data_and_existing_output_are_named(source: Path, tmp_path: Path) -> None:
+    """Would catch: a file that is overwritten, or an error of the library of datasets."""
     output = tmp_path / "out.jsonl"
     (tmp_path / "empty").mkdir()
     assert "cannot load the dataset" in generate_rows(tmp_path / "empty", output, exit_code=2)
@@ -372,10 +382,12 @@ def test_command_loads_a_revision_and_code_of_the_hub(hub: Path, line: str) -> N
     ],
 )
 def test_missing_revision_and_code_that_is_not_trusted_are_named(hub: Path, arguments: list[str], message: str) -> None:
+    """Would catch: another revision loaded instead, or code of a repository that runs unasked."""
     assert message in run(*arguments, exit_code=2)
 
 
 def test_find_reads_the_target_of_a_revision(hub: Path) -> None:
+    """Would catch: the target read at `main`, or a revision missing in the command that is printed."""
     shutil.copy(hub / "models--org--heads" / "refs" / "v1", hub / "models--org--heads" / "refs" / "main")
     line = "hf-specgen doctor org/target@v1 --draft org/heads"
     assert line in run("find", "org/target", "--revision", "v1") and line in run("find", "org/target@v1")

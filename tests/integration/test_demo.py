@@ -124,6 +124,7 @@ def test_demo_fails_if_a_token_differs_and_ends_in_time(monkeypatch: pytest.Monk
 
 
 def test_domain_prompts_come_in_the_order_of_the_domains() -> None:
+    """Would catch: a domain left out, or more prompts of one than of another."""
     found = domain_prompts(2)
     assert list(found) == ["math", "code", "edit", "json", "prose"] and all(len(texts) == 2 for texts in found.values())
 
@@ -162,6 +163,7 @@ def test_answers_over_two_turns_same_text_as_plain_and_cache_is_kept(chat: Chat)
 
 
 def test_streamed_pieces_are_the_answer_and_mark_accepted_draft_tokens(chat: Chat) -> None:
+    """Would catch: text that is shown twice or not at all, or the target's own tokens marked as drafted."""
     answer, status, pieces = ask(chat, EDIT)
     assert "".join(text for text, _ in pieces) == answer
     accepted = sum(is_accepted for _, is_accepted in pieces)
@@ -196,6 +198,7 @@ def dialogue(chat: Chat, *lines: str) -> str:
 
 
 def test_again_with_another_strategy_gives_the_same_answer(chat: Chat) -> None:
+    """Would catch: an answer that is appended to the conversation each time it is repeated."""
     output = dialogue(chat, EDIT, "/plain", "/again", "/strategy n-grams", "/again")
     status = re.findall(r"^(.*) · (\d+) tokens · .*/s", output, flags=re.M)
     assert [name for name, _ in status] == ["n-grams", "plain", "n-grams"] and len({count for _, count in status}) == 1
@@ -216,10 +219,12 @@ def test_again_with_another_strategy_gives_the_same_answer(chat: Chat) -> None:
     ],
 )
 def test_command_prints_one_answer(chat: Chat, line: str, message: str) -> None:
+    """Would catch: a command that is sent to the model, or an unknown one that is passed over."""
     assert message in dialogue(chat, line)
 
 
 def test_new_forgets_the_conversation_but_not_the_system_prompt(reference_model: Any, tokenizer: Any) -> None:
+    """Would catch: a cache or a message of the conversation before."""
     chat = Chat(reference_model, tokenizer, CHOICES, Console(file=io.StringIO()), "Be brief.", max_new_tokens=2)
     dialogue(chat, "Hello", "/new", "/again", "/quit", "never read")
     assert chat.messages == [{"role": "system", "content": "Be brief."}] and chat.cached is None

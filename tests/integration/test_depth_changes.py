@@ -49,6 +49,7 @@ def test_adaptive_depth_with_given_latency_repeats() -> None:
 
 
 def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:
+    """Would catch: a policy that is ignored, or that stays with the strategy for later calls."""
     model, ngram = tiny_model("llama"), NgramCandidates(k=5, policy=FixedDepth(2))
     model.generate(**prompts(1), max_new_tokens=40, candidate_generator=ngram, policy=FixedDepth(0))
     assert ngram.speculation is not None and ngram.speculation.drafted == 0
@@ -106,6 +107,7 @@ def test_ranks_of_one_model_decide_alike_and_replicas_do_not_wait(requested: Any
 
 
 def test_model_of_one_process_needs_no_agreement() -> None:
+    """Would catch: a collective operation, which never returns, in a process that is alone."""
     assert lockstep_group(None) is None
     assert lockstep_group(SimpleNamespace(tp_size=None)) is None
     assert lockstep_group(SimpleNamespace(tp_size=4, _device_mesh=None)) is None

@@ -76,6 +76,7 @@ def test_variants_on_cuda_are_level_with_and_without_graphs() -> None:
 
 
 def test_doctor_without_a_run_loads_nothing_and_recommends_what_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: weights of gigabytes loaded for static checks."""
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
     result = CliRunner().invoke(app, ["doctor", MODEL, "--heads", HEADS, "--no-run"])
     assert result.exit_code == 0, result.output
@@ -105,6 +106,7 @@ def test_draft_with_another_tokenizer_and_template_is_a_warning(tmp_path: Path) 
 
 
 def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path) -> None:
+    """Would catch: a problem that is printed and yet ends with success."""
     tiny_model("bloom").save_pretrained(tmp_path)
     report = checked(model=str(tmp_path))
     assert results(report)["target support"] == "bad" and "takes no position_ids" in report.bad[0].meaning
@@ -113,6 +115,7 @@ def test_problems_end_with_exit_code_1_and_no_weights_are_loaded(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["eagle3_original", "dflash_zlab", "speculators_peagle_llama", "medusa_v1"])
 def test_draft_head_of_this_target_is_good_and_of_another_bad(name: str) -> None:
+    """Would catch: a head of another target that is found out by its first call only."""
     fixture = FIXTURES[name]
     head = str(fixture.head_folder)
     candidates = AutoCandidates.from_pretrained(head)
@@ -168,6 +171,7 @@ def test_recommendation_on_a_machine_whose_load_changes(
 
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
 def test_any_class_of_models_that_generate_is_checked(kind: str, tmp_path: Path) -> None:
+    """Would catch: an encoder-decoder loaded as a causal language model."""
     model = encoder_decoder(kind)
     model.save_pretrained(tmp_path)
     report = checked(model=str(tmp_path), draft=(str(tmp_path),))

@@ -110,6 +110,7 @@ MTP = ["mtp_transformers_glm4_moe", "mtp_transformers_glm4_moe_2layers"]
 @pytest.mark.parametrize(("mode", "vocabulary"), [("greedy", "frequent"), ("sampled", IDS)])
 @pytest.mark.parametrize("name", ["draft model", *MTP])
 def test_restricted_drafter_same_tokens(name: str, mode: str, vocabulary: Any) -> None:
+    """Would catch: ids of rows of the smaller output matrix taken for tokens."""
     if name == "draft model":
         target, drafter = small_llama(99, 3), DraftModelCandidates(small_llama(99, 3), k=3, draft_vocabulary=vocabulary)
     else:
@@ -141,6 +142,7 @@ def test_rejection_sampling_with_a_restricted_draft_model_has_the_distribution_o
 
 
 def test_vocabulary_of_a_parallel_draft_model_is_refused() -> None:
+    """Would catch: a setting that is ignored for draft models that predict all tokens at once."""
     fixture = FIXTURES["pard_llama"]
     candidates = DraftModelCandidates(str(fixture.checkpoint_folder), draft_vocabulary=[1])
     with pytest.raises(ValueError, match="with a draft model that drafts all tokens in one pass"):
@@ -181,6 +183,7 @@ def test_auto_depth_of_one_pass_is_less_than_that_of_a_pass_for_each_level() -> 
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_parallel_draft_beside_others_and_with_ended_rows_same_tokens(name: str) -> None:
+    """Would catch: features of an ended row, or of tokens that another drafter proposed, read as those of the text."""
     target = FIXTURES[name].target
     plain = target.generate(**prompts(3), max_new_tokens=12, do_sample=False)
     ends = {"eos_token_id": int(plain[0, prompts(3)["input_ids"].shape[1] + 3]), "pad_token_id": 0}

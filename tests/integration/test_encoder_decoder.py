@@ -58,6 +58,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 def test_processors_see_what_plain_generate_shows_them(kind: str, processors: str) -> None:
+    """Would catch: a prefix without the start token, or a processor that reads the encoder's ids of another row."""
     inputs = encoder_inputs(kind, 3)
     assert assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=14, **PROCESSORS[processors]).drafted > 0
 
@@ -131,6 +132,7 @@ TABLES = {
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_drafts_stay_within_the_table_of_positions(kind: str) -> None:
+    """Would catch: a draft token behind the last position, an index error in the embedding."""
     model = encoder_decoder(kind, **{TABLES[kind]: 24})
     assert assert_same(kind, encoder_inputs(kind, 2), ORACLES["sometimes"], model, max_length=24).accepted > 0
 
@@ -166,6 +168,7 @@ def test_ngrams_copy_from_the_text_of_the_encoder(candidates: Candidates) -> Non
 
 
 def test_draft_runs_its_own_encoder_once() -> None:
+    """Would catch: the encoder's input read again in every draft."""
     draft = perturbed_copy(encoder_decoder("bart"))
     runs: list[int] = []
     draft.get_encoder().register_forward_hook(lambda *_: runs.append(1))
@@ -175,6 +178,7 @@ def test_draft_runs_its_own_encoder_once() -> None:
 
 @pytest.mark.parametrize("kind", ["whisper", "t5"])
 def test_draft_with_the_weights_of_the_targets_encoder_shares_it(kind: str) -> None:
+    """Would catch: an encoder that runs twice on the same input."""
     model = encoder_decoder(kind)
     draft = perturbed_copy(model)
     draft.get_encoder().load_state_dict(model.get_encoder().state_dict())
@@ -229,6 +233,7 @@ def drafting(candidates: Candidates) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_calls_are_refused(case: str) -> None:
+    """Would catch: an error from the inside of the decoder, or other tokens."""
     make, message = REFUSED[case]
     model, inputs = encoder_decoder("bart"), encoder_inputs("bart", 1)
     with pytest.raises(ValueError, match=message):

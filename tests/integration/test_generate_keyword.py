@@ -34,6 +34,7 @@ from tests.helpers.paths import BENCHMARK_ASSETS, HEAD_FIXTURES
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_uninstall_restores_the_original_and_custom_generate_works(batch: int) -> None:
+    """Would catch: a second wrapper that stays after `uninstall`, or `speculate` that needs the keyword."""
     original = GenerationMixin.generate._hf_specgen_original  # type: ignore[attr-defined]
     model, inputs, ngram = tiny_model("llama"), prompts(batch), NgramCandidates(k=5)
     try:
@@ -95,6 +96,7 @@ class RepeatingGenerator(CandidateGenerator):
 
 
 def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
+    """Would catch: a generator of Transformers that never learns what was accepted, or has no statistics."""
     model, inputs, generator = tiny_model("llama"), prompts(1), RepeatingGenerator()
     output = model.generate(**inputs, max_new_tokens=30, candidate_generator=generator, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=30))
@@ -119,6 +121,7 @@ EMBEDDED = {"medusa-heads": MedusaCandidates, "exit-adapter": LayerSkipCandidate
 
 
 def test_auto_known_format_gives_its_strategy() -> None:
+    """Would catch: a format that is recognised by its folder's name, or as another one."""
     for fixture in FIXTURES.values():
         assert type(AutoCandidates.from_pretrained(fixture.checkpoint_folder)) is KINDS[fixture.family], fixture.folder
     for name, kind in EMBEDDED.items():
@@ -126,6 +129,7 @@ def test_auto_known_format_gives_its_strategy() -> None:
 
 
 def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
+    """Would catch: a setting or a folder that is dropped on the way."""
     candidates = AutoCandidates.from_pretrained(HEAD_FIXTURES / "eagle3_original", subfolder="head", k=3, tree=8)
     assert repr(candidates) == f"EagleCandidates({str(HEAD_FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
     adapter = str(BENCHMARK_ASSETS / "exit-adapter")
@@ -186,6 +190,7 @@ CHOSEN = {
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_preset_has_plain_tokens_and_names_what_it_chose(name: str, batch: int) -> None:
+    """Would catch: other tokens by one of the three ways to give a preset, or a summary without its choice."""
     model, inputs = tiny_model("llama"), prompts(batch)
     plain = model.generate(**inputs, max_new_tokens=12)
     settings = {"max_new_tokens": 12, "return_dict_in_generate": True}

@@ -207,6 +207,7 @@ def run_monitored(monitor: Monitor, accuracy: float = 0.7, batch: int = 2) -> An
 
 
 def test_monitor_figures_equal_the_statistics_and_are_plotted(tmp_path: Path) -> None:
+    """Would catch: steps that are counted twice or not at all, or a plot that fails on real counts."""
     monitor = SpeculationMonitor(window=10_000, prometheus=False)
     statistics = run_monitored(monitor)
     assert monitor.statistics.acceptance_rate == pytest.approx(statistics.acceptance_rate)
@@ -219,6 +220,7 @@ def test_monitor_figures_equal_the_statistics_and_are_plotted(tmp_path: Path) ->
 
 
 def test_monitor_window_covers_the_last_steps_only() -> None:
+    """Would catch: figures of the window that never forget, or those of the whole run that do."""
     monitor = SpeculationMonitor(window=5, prometheus=False)
     run_monitored(monitor, accuracy=1.0, batch=1)
     assert monitor.acceptance().min == 1
@@ -237,12 +239,14 @@ def test_acceptance_rates_equal_those_of_the_statistics_module() -> None:
 
 
 def test_speedup_of_chains_by_acceptance_and_depth() -> None:
+    """Would catch: a bonus token left out, or the time of the draft counted once for all its passes."""
     steep = CostCurve((1, 33), (1.0, 33.0), 256, 1)
     assert speedup(1.0, 4) == 5 and speedup(0.0, 4, draft_pass=0.25) == 0.5
     assert speedup(0.5, 2, steep.relative, draft_pass=0.5) == pytest.approx(1.75 / 4)
 
 
 def test_monitor_counts_in_prometheus_under_the_usual_names() -> None:
+    """Would catch: counters under other names than those that dashboards read, or for position 1 in place of 0."""
     prometheus = pytest.importorskip("prometheus_client")
 
     def value(name: str, **labels: str) -> float:
@@ -259,6 +263,7 @@ def test_monitor_counts_in_prometheus_under_the_usual_names() -> None:
 
 
 def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> None:
+    """Would catch: a line for every step, or none for the second call."""
     with caplog.at_level(logging.INFO, logger="hf_specgen"):
         model, monitor = tiny_model("llama"), SpeculationMonitor(prometheus=False)
         for _ in range(2):
@@ -269,5 +274,6 @@ def test_monitor_logs_one_line_per_call(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_plot_of_speedups_is_written(tmp_path: Path) -> None:
+    """Would catch: a plot that needs a display, or that is written as another type of file."""
     plot_speedup(tmp_path / "speedup.svg", depths=(1, 5))
     assert "<svg" in (tmp_path / "speedup.svg").read_text()

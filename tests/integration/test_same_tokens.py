@@ -128,6 +128,7 @@ def test_head_of_every_format_same_tokens(place: int, name: str) -> None:
 
 
 def test_generate_int32_prompt_keeps_its_dtype() -> None:
+    """Would catch: ids returned in another dtype than those given."""
     model, inputs = tiny_model("llama"), {"input_ids": prompts(1)["input_ids"].int()}
     plain = model.generate(**inputs, max_new_tokens=6)
     ours = model.generate(**inputs, max_new_tokens=6, candidate_generator=NgramCandidates())

@@ -221,6 +221,7 @@ def test_flash_target_with_batch_refused() -> None:
 
 
 def test_flash_draft_model_refused() -> None:
+    """Would catch: a draft tree given to a kernel that takes no mask."""
     arguments = {"max_new_tokens": 4, "candidate_generator": DraftModelCandidates(with_kernel(STAND_IN), k=2)}
     with pytest.raises(ValueError, match="load the draft with attn_implementation='sdpa'"):
         tiny_model("llama").generate(**prompts(1), **arguments)
