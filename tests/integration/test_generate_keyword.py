@@ -1,5 +1,6 @@
 """The keyword `candidate_generator=` and its surroundings: Transformers' own loop and generators, formats, presets."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,31 @@ def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytes
     model, custom = tiny_model("llama"), len  # any callable
     assert model.generate(1, 2, three=3, streamer=4, custom_generate=custom) == "result"
     assert seen == [(model, (1, 2), {"three": 3, "streamer": 4, "custom_generate": custom})]
+
+
+def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: restoring the original over a tracer that was put around our function later (defect B16)."""
+    traced: list[str] = []
+
+    def original(self: Any, *args: Any, **kwargs: Any) -> str:
+        return f"plain {sorted(kwargs)}"
+
+    monkeypatch.setattr(GenerationMixin, "generate", original)
+    hf_specgen.install()
+    inner: Any = GenerationMixin.generate
+
+    @functools.wraps(inner)
+    def tracer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        traced.append("call")
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", tracer)
+    hf_specgen.uninstall()
+    assert GenerationMixin.generate is tracer
+    assert tracer(None, candidate_generator=1) == "plain ['candidate_generator']" and traced == ["call"]
+    hf_specgen.install()
+    assert GenerationMixin.generate is tracer, "our function inside is enabled again, not wrapped twice"
+    assert tracer(None, candidate_generator=None) == "plain []"
 
 
 # Our strategies in Transformers' own loop
