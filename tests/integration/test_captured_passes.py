@@ -17,6 +17,7 @@ from hf_specgen.targets.graphs import EAGER_PASSES
 from hf_specgen.targets.lasting_buffers import CAPACITY_BLOCK
 from hf_specgen.targets.passes import TEXT_WIDTH
 from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
+from tests.helpers.calls import with_sessions
 from tests.helpers.captures import captured_passes, failing_captures, graphs_on_cpu, is_capturing
 from tests.helpers.comparison import plain_output
 from tests.helpers.head_fixtures import FIXTURES, small_eagle, steered
@@ -285,11 +286,13 @@ def taken(runs: list[list[int]]) -> list[list[int]]:
 
 def test_levels_that_cannot_be_captured_leave_captured_passes(captures: list[Any], monkeypatch: Any) -> None:
     """Would catch: a failed capture of several levels after which not even single passes are captured."""
-    head = load_head(EAGLE1.head_folder)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    head, failed = load_head(EAGLE1.head_folder), list[bool]()
     runs = captured_passes(head)
-    failing_captures(monkeypatch, lambda _: any(len(passes) > 1 for passes in taken(runs)))
+    failing_captures(monkeypatch, lambda _: failed.append(any(len(one) > 1 for one in taken(runs))) or failed[-1])
     candidates = EagleCandidates(head, **TREE)
     assert_same_tokens(EAGLE1.target, prompts(1), candidates, compile="graphs", max_new_tokens=16)
+    assert any(failed)
     assert any(isinstance(one, HeadOutput) for one in captures)
 
 
@@ -315,14 +318,25 @@ def test_captured_head_of_another_format_same_drafts(captures: list[Any]) -> Non
 
 def test_captured_text_leaves_the_states_of_an_eager_pass(captures: list[Any]) -> None:
     """Would catch: states for the next pass in place of those for the output matrix."""
-    last = []
+    last: list[Any] = []
+
+    def record(session: Any) -> None:
+        draft = session.draft
+
+        def recorded(max_depths: Any) -> Any:
+            tree = draft(max_depths)
+            last.append(session.runner.last)
+            return tree
+
+        session.draft = recorded
+
+    head = load_head(EAGLE3.head_folder)
+    runs = captured_passes(head)
     for mode in (False, "graphs"):
-        candidates = steered(EagleCandidates(EAGLE3.head_folder, k=3), [[]])
-        arguments = {"max_new_tokens": 12, "candidate_generator": candidates, "compile": mode}
-        EAGLE3.target.generate(**prompts(1), **arguments)
-        last.append(candidates.session.runner.last)
-    eager, captured = last
-    assert captures and not torch.equal(*eager)
+        arguments = {"candidate_generator": with_sessions(EagleCandidates(head, k=3), record), "compile": mode}
+        EAGLE3.target.generate(**prompts(1), max_new_tokens=12, **arguments)
+    eager, captured = last[: len(last) // 2], last[len(last) // 2 :]
+    assert any(passes[0] == TEXT_WIDTH for passes in runs) and all(not torch.equal(*one) for one in eager)
     torch.testing.assert_close(captured, eager)
 
 

@@ -253,6 +253,20 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     assert widths[1] > widths[0]
 
 
+def test_best_with_expanded_nodes_leaves_none_of_them_out() -> None:
+    """Would catch: samples that are left out because of what follows them, so that others have not the distribution q.
+
+    By probability the siblings of the first node come before the nodes below it.
+    """
+    growth, tokens = new_growth([4], 3), iter(range(100))
+    for level in range(3):
+        if level:
+            growth.expand(1)
+        growth.add(torch.tensor([[[next(tokens) for _ in range(3)]]]), torch.full((1, 1, 3), 0.3).log())
+    trees = [growth.best(3, with_expanded=wanted)[0] for wanted in (False, True)]
+    assert {0, 3} <= set(trees[1].token_lists()[0]) and 3 not in trees[0].token_lists()[0]
+
+
 @pytest.mark.parametrize(("is_cpu", "reads"), [(True, 16), (False, 4)])
 def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, is_cpu: bool, reads: int) -> None:
     """Would catch: a read for every level, or a first pass only after a read; more passes than the draft is deep."""
