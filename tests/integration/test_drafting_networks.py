@@ -63,17 +63,19 @@ def test_draft_tokens_that_end_a_row_count_as_accepted() -> None:
     assert (statistics.accepted, statistics.lengths) == (3, [4])
 
 
-def check(model: Any, candidates: Any) -> None:
-    """Run the self-check of the models, which is made once, before forward passes are counted."""
+def check(model: Any, candidates: Any, *read: list[Any]) -> None:
+    """Run the self-check of models that have hooks now, and forget what it has read."""
     model.generate(**prompts(1), max_new_tokens=2, candidate_generator=candidates)
+    for one in read:
+        one.clear()
 
 
 def test_layer_skip_runs_each_layer_once_per_token() -> None:
     """Would catch: the first layers computed again in verification."""
     model = llama()
-    check(model, LayerSkipCandidates(2))
     candidates, (first, _, last) = LayerSkipCandidates(2, k=4), model.model.layers
     with recorded_inputs(first, width) as by_first, recorded_inputs(last, width) as by_last:
+        check(model, LayerSkipCandidates(2), by_first, by_last)
         model.generate(**prompts(1), max_new_tokens=30, candidate_generator=candidates)
     assert sum(by_first) == sum(by_last) == 12 + candidates.speculation.drafted + candidates.speculation.steps
 
@@ -84,10 +86,10 @@ def test_draft_model_does_not_read_rows_that_have_ended() -> None:
     draft, inputs = perturbed_copy(model), prompts(4)
     plain = model.generate(**inputs, max_new_tokens=28, pad_token_id=0)
     ends = [int(plain[row, 12 + column]) for row, column in ((0, 6), (2, 21))]
-    check(model, DraftModelCandidates(draft))
     candidates = DraftModelCandidates(draft, k=4, policy=AfterPlainSteps(12))
     settings: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": ends, "pad_token_id": 0}
     with recorded_inputs(draft, lambda ids: ids.shape) as read:
+        check(model, DraftModelCandidates(draft), read)
         steps = list(map(len, assert_same_tokens(model, inputs, candidates, **settings).rows))
     assert min(steps) < max(steps), "some rows must end before others"
     prompt, catching_up, *others = read
@@ -133,9 +135,9 @@ def test_network_plain_steps_cost_one_forward_pass_each(kind: str) -> None:
     """At depth 0 the draft is never run, not even on the prompt, and the target runs once per token."""
     model = llama()
     draft = perturbed_copy(model)
-    check(model, DraftModelCandidates(draft) if kind == "draft" else LayerSkipCandidates(2))
     candidates = DraftModelCandidates(draft, k=4) if kind == "draft" else LayerSkipCandidates(2, k=4)
     with recorded_inputs(model.model.layers[0]) as by_target, recorded_inputs(draft) as by_draft:
+        check(model, candidates, by_target, by_draft)
         model.generate(**prompts(1), max_new_tokens=20, candidate_generator=candidates, policy=FixedDepth(0))
     assert (len(by_target), len(by_draft)) == (20, 0)
 

@@ -121,10 +121,12 @@ def test_draft_model_prefill_is_chunked_as_that_of_the_target_with_logits_of_the
     """Would catch: `[1, prompt, vocab]` logits, 8 GB for 32,000 tokens of a large vocabulary; a prompt in one pass."""
     model = tiny_model("llama")
     draft = perturbed_copy(model)
-    # The self-check of both models is made once, before forward passes are counted.
-    model.generate(**prompts(1), max_new_tokens=2, candidate_generator=DraftModelCandidates(draft, k=4))
     call = {name: tensor.repeat(1, 5) for name, tensor in prompts(1).items()} | {"prefill_chunk_size": chunk}
     with recorded_inputs(draft, width) as read, recorded_inputs(draft.lm_head, width) as scored:
+        # The self-check of both models, which have hooks now, is made in their first call.
+        model.generate(**prompts(1), max_new_tokens=2, candidate_generator=DraftModelCandidates(draft, k=4))
+        read.clear()
+        scored.clear()
         model.generate(**call, max_new_tokens=8, candidate_generator=DraftModelCandidates(draft, k=4))
     assert read[0] == (chunk or 60) and max(read) <= (chunk or 60) and scored[0] == 1
 

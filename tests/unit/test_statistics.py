@@ -111,8 +111,9 @@ def test_target_passes_match_the_tokens_read_by_the_target(rows: int) -> None:
     """Without an EOS token all rows take part in every step until the slowest ends."""
     model = tiny_model("llama")
     candidates = NgramCandidates(k=4)
-    speculate(model, candidates)  # the self-check of the model runs in its first call
     with recorded_inputs(model) as sizes:
+        speculate(model, candidates)  # the self-check of the model, which has a hook now, runs in its first call
+        sizes.clear()
         passes = speculate(model, candidates, rows, eos_token_id=None).passes
     decoding = passes[-len(sizes) + 1 :]  # the first pass reads the prompt
     if rows == 1:
@@ -126,8 +127,9 @@ def test_draft_model_passes_match_the_tokens_read_by_the_draft() -> None:
     """Would catch: passes that are not counted, or tokens of the text that are read twice."""
     model, draft = tiny_model("llama"), tiny_model("mistral")
     candidates = DraftModelCandidates(draft, k=3)
-    speculate(model, candidates)
     with recorded_inputs(draft) as sizes:
+        speculate(model, candidates)
+        sizes.clear()
         reported = [tokens for step in speculate(model, candidates).passes for tokens in step.passes]
     assert reported == sizes[1:], "all passes but the one that reads the prompt"
     assert sizes[0] == 12 and max(reported) <= 2, "each token is read once"
