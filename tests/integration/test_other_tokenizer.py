@@ -115,8 +115,9 @@ def test_prompt_of_one_token_is_read_once(tmp_path: Path) -> None:
     """Would catch: a second pass over the prompt, or over its last token."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 3)
     call = {"max_new_tokens": 3, "candidate_generator": DraftModelCandidates(draft, k=1)}
-    target.generate(torch.tensor([[0]]), **call)  # checks the draft
     with recorded_inputs(draft, torch.Tensor.tolist) as read:
+        target.generate(torch.tensor([[0]]), **call)  # checks the draft, which has a hook now
+        read.clear()
         [[_, first, *_]] = target.generate(torch.tensor([[0]]), **call)
     assert read == [[[6]], [[6 - int(first)]]]
 
