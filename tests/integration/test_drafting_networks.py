@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, To
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.depth import CostCurve, LatencyModel
-from hf_specgen.device_tree import NUMBER, PARENT
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER
 from hf_specgen.heads import ExitHead
 from hf_specgen.heads.exit_head import exit_layer_of, save_exit_head
