@@ -92,6 +92,7 @@ def _along(chains: DraftTree, scores: torch.Tensor, tokens: torch.Tensor | None,
         previous = (tokens == chains.tokens[..., None]).int().argmax(dim=2).roll(1, dims=1)
         previous[:, 0] = 0
         scores = scores[torch.arange(chains.batch)[:, None], torch.arange(chains.nodes), previous]
+    scores = scores.masked_fill(scores < -1e19, -torch.inf)  # which sessions make finite
     if tokens is None:
         return scores
     full = torch.full((*scores.shape[:2], vocab), -torch.inf)
