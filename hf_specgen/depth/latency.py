@@ -186,7 +186,7 @@ class LatencyModel:
         def distance(bucket: Bucket) -> float:
             # Rows have twice the weight: they change the cost of every token, contexts only that of attention.
             curve = bucket.target
-            return 2 * abs(log2(rows / curve.batch)) + abs(log2(context / curve.context))
+            return 2 * abs(log2(rows / curve.batch)) + abs(log2(max(1, context) / curve.context))
 
         target, drafters = min(self.buckets, key=distance)
         return StepLatency(target, drafters.get(self.drafter) or drafters[ANY_DRAFTER])

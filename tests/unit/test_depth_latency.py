@@ -47,10 +47,10 @@ def test_model_times_are_positive_and_do_not_fall_beyond_the_last_point(rows: in
 
 
 @pytest.mark.parametrize(
-    ("rows", "context", "batch"), [(1, 100, 1), (2, 100, 1), (5, 300, 16), (16, 512, 16), (100, 9000, 16)]
+    ("rows", "context", "batch"), [(1, 100, 1), (2, 100, 1), (5, 300, 16), (16, 512, 16), (100, 9000, 16), (1, 0, 1)]
 )
 def test_model_uses_the_nearest_bucket(rows: int, context: int, batch: int) -> None:
-    """Would catch: a bucket that is nearest by difference and not by ratio."""
+    """Would catch: a bucket that is nearest by difference and not by ratio; a logarithm of 0 for prompts of padding."""
     curves = [CostCurve((1, 2), (1.0, 2.0), context=512, batch=batch) for batch in (1, 16)]
     assert LatencyModel.from_curves(*curves).at(rows, context).target.batch == batch
 
