@@ -173,6 +173,10 @@ class DecodingLoop:
         self._vocabulary = logits.shape[-1]
         with self.timer.part("verify"):
             result = self.verification.verify(tree, logits, active)
+            if result is None:
+                tree, logits = DraftTree.empty(tree.batch), self.target.forward_again(self.state.pending(), active)
+                result = self.verification.verify(tree, logits, active)
+            assert result is not None, "a step without a draft"
             if self.drafter.top_tokens:
                 pending, count = self.state.pending(), self.drafter.top_tokens
                 result.top_tokens = TopTokens.of_step(logits, tree, pending, active, count)

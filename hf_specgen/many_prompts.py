@@ -29,6 +29,7 @@ from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier
+from hf_specgen.verification.base import are_nan
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,9 @@ class _Batch:
         parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
         begin = perf_counter()
         logits = self._target.forward(DraftTree.from_nodes(parts).padded(width), pending)
+        if width and bool(are_nan(logits).any()):
+            trees, width = [DraftTree.empty(1)] * len(loops), 0
+            logits = self._target.forward_again(pending)
         seconds = perf_counter() - begin
         for place, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
             loop.timer.add("forward", seconds)

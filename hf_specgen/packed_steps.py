@@ -59,6 +59,11 @@ class PackedTarget(HiddenStateTarget):
         self.states = torch.zeros(1, width, dtype=steps.model.dtype, device=self.device)
         self.pass_states = self._step_states = self.states[None, :0]
 
+    def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
+        raise ValueError(
+            "a draft token has states that are not finite; leave candidate_generator= out of generate_batch()"
+        )
+
     def process(self, states: Sequence[torch.Tensor], step: int) -> None:
         """Receive the hidden states `[1, tokens, hidden]` of the request's part of a packed step, by captured layer.
 

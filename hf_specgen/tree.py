@@ -128,9 +128,11 @@ class DraftTree:
         return TreeStructure(ancestors.sum(dim=2) - 1, ancestors)
 
     def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:
-        """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, then its draft."""
+        """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, its draft, and itself as padding."""
         if "_lists" in vars(self):
-            return torch.tensor([[token, *row] for token, row in zip(pending, self._lists, strict=True)]).to(device)
+            rows = zip(pending, self._lists, map(len, self.parents), strict=True)
+            lists = [[last, *row[:nodes], *[last] * (self.nodes - nodes)] for last, row, nodes in rows]
+            return torch.tensor(lists).to(device)
         return torch.cat([torch.tensor(pending)[:, None].to(device), self.input_tokens(device)], dim=1)
 
     def input_tokens(self, device: torch.device) -> torch.Tensor:

@@ -316,6 +316,12 @@ class RaggedCache(Cache):
         kept = [0 if path is None else 1 + len(path) for path in paths]
         self.set_lengths([start + count for start, count in zip(starts, kept, strict=True)])
 
+    def erase_rejected(self) -> None:
+        """Overwrite the slots after each row, which are masked, by zeros: a weight of 0 times NaN is NaN."""
+        for part in [*self.layers, *self._indexers.values()]:
+            for row, length in enumerate(part.lengths):
+                part.keys[row, :, length - part.first :] = part.values[row, :, length - part.first :] = 0
+
     def move(self, moves: torch.Tensor) -> None:
         """Copy slots within rows, in all layers; see `path_moves`."""
         on_device = {device: moves.to(device).unbind() for device in {part.device for part in self._filled}}

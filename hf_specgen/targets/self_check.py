@@ -379,8 +379,9 @@ def _precision(model: PreTrainedModel) -> torch.dtype:
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits `[batch, vocab]` of the same steps, from two verification steps."""
     logits = [target.prefill()[:, -1]]
-    # Token 0 or 1, another one than t1, comes before it.
-    nodes = [[(row[1] + 1) % min(2, logits[0].shape[-1]), *row[1:3]] for row in tokens]
+    # Another token than t1 comes before it: one of the text if possible, since others may have no finite states.
+    size = min(2, logits[0].shape[-1])
+    nodes = [[next((one for one in row if one != row[1]), (row[1] + 1) % size), *row[1:3]] for row in tokens]
     parents = Parents((-1, -1, 1))
     first = 1
     if target.verifies_chains_only:

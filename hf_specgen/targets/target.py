@@ -139,6 +139,15 @@ class Target:
         inputs = {"input_ids": tree.step_tokens(pending, self.device)}
         return self._of_pass(self._run(self.model, tree, inputs, active).logits, tree.batch, 1 + tree.nodes)
 
+    def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
+        """Repeat the last pass without its draft, whose states are not finite, and erase them: `[batch, 1, vocab]`."""
+        if self._replays is None:
+            self.cache.set_lengths(self._starts)
+        else:
+            self.commit([None] * self.batch)
+        self.cache.erase_rejected()
+        return self.forward(DraftTree.empty(len(pending)), pending, active)
+
     def grow(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the model on the frontier of trees whose root and other nodes are cached: for draft models.
 

@@ -119,7 +119,7 @@ class VerificationSession(ABC):
     def end(self, columns: int) -> None:
         """End the call, with `columns` generated columns; also called after an exception."""
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
+    def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult | None:
         """Accept the draft tokens that `choose` returns, and emit the next token; a row's tokens end where it ends.
 
         Args:
@@ -127,18 +127,26 @@ class VerificationSession(ABC):
             logits: `[batch, 1 + nodes, vocab]` of the target: after each row's last token, then after each node.
             active: the rows that take part.
 
+        Returns:
+            None if the draft must be left out, as a token whose states are NaN makes all scores NaN: 0 * NaN is NaN.
+
         Raises:
             RuntimeError: as plain sampling does, if the scores of an emitted token are NaN, infinite or all -inf.
         """
         if logits.dtype != torch.float32 or logits.device != self.call.state.device:
             logits = logits.to(device=self.call.state.device, dtype=torch.float32)
         choose_tokens = self._choose_at_once if self.processors.score_only else self._choose_by_column
+        # Columns are looked at before a processor that may keep a state receives them.
+        if tree.nodes and not self.processors.score_only and bool(are_nan(logits)[list(active)].any()):
+            return None
         chosen, scores, logits_of = choose_tokens(tree, logits, active)
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row, (path, tokens) in chosen.items():
             emitted = self.call.state.count_until_end(row, tokens)
             if INVALID in tokens[:emitted]:  # a stopping criterion may come first: the next step chooses that token
                 emitted = tokens.index(INVALID)
+                if not emitted and tree.nodes:
+                    return None
                 if not emitted:
                     raise RuntimeError(INVALID_SCORES)
             result.paths[row], result.tokens[row] = path[: emitted - 1], tokens[:emitted]
@@ -153,7 +161,10 @@ class VerificationSession(ABC):
         """Choose the token after every node, then follow the choices down the tree."""
         scores = self.processors.score_processors(logits)
         steps = self._steps(tree, active) if self.call.do_sample else []
-        chosen = tree.read_with(self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch))
+        choices = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
+        if tree.nodes:  # on the device, so that the host waits once a step
+            choices = choices.masked_fill(are_nan(logits), INVALID)
+        chosen = tree.read_with(choices)
         draft_tokens, rows = tree.token_lists(), [row for row in range(tree.batch) if active[row]]
         paths = {row: accepted_path(draft_tokens[row], tree.parents[row], chosen[row]) for row in rows}
         return paths, scores, logits
@@ -292,6 +303,12 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
         np.argmax(scores.numpy(), axis=-1, out=tokens.numpy())
         return tokens
     return scores.argmax(dim=-1)
+
+
+def are_nan(logits: torch.Tensor) -> torch.Tensor:
+    """`[batch, slots]` whether logits `[batch, slots, vocab]` are NaN, as most of them are if the last state is."""
+    sample = logits[..., :: max(1, logits.shape[-1] // 16)]
+    return sample.isnan().float().mean(dim=-1) > 0.5
 
 
 def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
