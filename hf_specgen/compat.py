@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any, cast
 
@@ -206,6 +207,41 @@ def has_virtual_tokens(model: PreTrainedModel) -> bool:
     owner = getattr(cast(Any, model).prepare_inputs_for_generation, "__self__", None)
     active = getattr(owner, "active_peft_config", None)
     return bool(getattr(active, "is_prompt_learning", False))
+
+
+def uses_activated_lora(model: PreTrainedModel) -> bool:
+    """Whether a call has an activated LoRA (aLoRA) of PEFT, whose offsets count from the end of each pass."""
+    return any("alora_offsets" in keywords for _, _, keywords in _adapter_hooks(model))
+
+
+@contextmanager
+def adapter_hooks_removed(model: Any) -> Iterator[None]:
+    """Removes after an exception the hooks of `generate(adapter_names=…)`, which PEFT then leaves on the modules."""
+    try:
+        yield
+    except Exception:
+        for module, number, _ in list(_adapter_hooks(model)):
+            module._forward_pre_hooks.pop(number)
+            module._forward_pre_hooks_with_kwargs.pop(number, None)
+        raise
+
+
+def _adapter_hooks(model: Any) -> Iterator[tuple[Any, int, dict[str, Any]]]:
+    """Module, number and keywords of PEFT's hooks that give its layers the adapters of a call: partial functions."""
+    for module in model.modules():
+        for number, hook in module._forward_pre_hooks.items():
+            if isinstance(hook, partial) and hook.keywords.keys() & {"adapter_names", "alora_offsets"}:
+                yield module, number, hook.keywords
+
+
+def replaced_methods(model: PreTrainedModel) -> list[str]:
+    """The names of methods that plain decoding calls in each step, and that a class of a user has replaced.
+
+    Symbols: `GenerationMixin._sample` and `_update_model_kwargs_for_generation`.
+    """
+    names = ("_sample", "_update_model_kwargs_for_generation", "prepare_inputs_for_generation")
+    modules = {name: getattr(getattr(model, name), "__module__", "") for name in names}
+    return [name for name, module in modules.items() if module.partition(".")[0] not in ("transformers", "peft")]
 
 
 def uses_activation_checkpointing(model: PreTrainedModel) -> bool:

@@ -164,7 +164,7 @@ class DecodingLoop:
         for row, tokens in enumerate(state.generated):
             pending = target.first_positions[row] + len(tokens) - 1
             positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
-            most = min(state.remaining(row) - 1, positions)
+            most = min(state.remaining(row) - 1, positions, target.max_draft_tokens)
             limits.append(int(max(0, most)) if may_draft[row] else 0)
         return limits
 

@@ -19,6 +19,7 @@ from hf_specgen.targets.attention import grouped_attention
 from hf_specgen.targets.cache import RaggedCache, padded_width
 from hf_specgen.targets.graphs import CapturedFunctions
 from hf_specgen.targets.masks import StepLayout, StepMasks
+from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.tree import TreeStructure
 
 TEXT_WIDTH = 32
@@ -32,6 +33,13 @@ class PassOutput(NamedTuple):
 
     logits: torch.Tensor
     states: tuple[torch.Tensor, ...] = ()
+
+    def agrees(self, captured: PassOutput) -> bool:
+        """Whether the logits of a captured pass differ by rounding alone, if there is something to compare with."""
+        if not bool(self.logits.amax(dim=-1).isfinite().all()):
+            return True
+        differences = largest_differences(self.logits.flatten(0, 1), captured.logits.flatten(0, 1))
+        return is_rounding(differences, self.logits.dtype)
 
 
 def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:

@@ -30,6 +30,8 @@ from hf_specgen.targets.model_parts import (
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 """Implementations that take any mask. FlashAttention takes none: it verifies chains, of one row."""
+MIN_CAPACITY = 16
+"""Experts that take fewer tokens of a row in a pass leave no room for drafts."""
 MASKS_OF_KERNELS = {"full_attention", "sliding_attention"}
 """Kinds of attention that FlashAttention computes without a mask."""
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_TYPES, *INDEXED_TYPES, *WITHOUT_CACHE)
@@ -43,6 +45,9 @@ def check_model(model: PreTrainedModel) -> None:
         "first, or leave candidate_generator out": model.training and compat.uses_activation_checkpointing(model),
         "is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
         "call generate() without candidate_generator=": compat.has_virtual_tokens(model),
+        "is used with an activated LoRA (PEFT, alora_invocation_tokens), whose offsets count from the end of each pass "
+        "and so reach other tokens in a pass over several; disable that adapter, or call generate() without "
+        "candidate_generator=": compat.uses_activated_lora(model),
         "has parameters that are sharded over processes (FSDP, ZeRO-3), which must all run the same forward passes; "
         "leave candidate_generator out": compat.is_sharded(model),
     }
@@ -78,10 +83,23 @@ def check_architecture(model: PreTrainedModel) -> None:
         f"builds its local attention mask inside the layers{place}": (
             places_tokens and "local" in (getattr(config, "attention_layers", None) or ())
         ),
+        f"has experts that drop tokens where a pass has more than {pass_capacity(model)}, as in verification; set "
+        f"expert_capacity={MIN_CAPACITY} or more (NLLB-MoE: moe_eval_capacity_token_fraction=1.0), or call generate() "
+        "without candidate_generator=": pass_capacity(model) < MIN_CAPACITY,
         f"applies its sliding window in the cache and not in the attention mask{place}": is_masked_in_cache,
     }
     if problem := first_problem(model, problems):
         raise ValueError(problem)
+
+
+def pass_capacity(model: PreTrainedModel) -> float:
+    """How many tokens of a row an expert takes in a pass, in which it drops further ones; infinite without a limit."""
+    config = text_config(model)
+    fraction = getattr(config, "moe_eval_capacity_token_fraction", None)  # of the tokens of all rows, in NLLB-MoE
+    if fraction is not None:
+        return math.inf if fraction >= 1 and not model.training else 0
+    limit = getattr(config, "expert_capacity", None)
+    return math.inf if limit is None else int(limit)
 
 
 def check_length(model: PreTrainedModel, first_positions: Sequence[int], new_tokens: float) -> None:

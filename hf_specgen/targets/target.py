@@ -22,7 +22,7 @@ from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
 from hf_specgen.targets.passes import LevelPasses, ModelLevel, NewText, PassOutput, TreeInputs, TreePass, model_pass
 from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
-from hf_specgen.targets.support import is_rounding, largest_differences, last_position, slot_limit
+from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
 
 
@@ -34,6 +34,8 @@ class Target:
 
     reuses_drafter_states: bool = False
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
+    max_draft_tokens: float = float("inf")
+    """How many draft tokens of a row a pass can take, as some experts have a limited capacity."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
     has_common = False
@@ -78,6 +80,7 @@ class Target:
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
+        self.max_draft_tokens = pass_capacity(model) - 1 - MAX_ROW_SKEW
         self.batch = len(input_ids)
         self._layout = RowLayout(self.batch, self.last_position)
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
@@ -276,7 +279,7 @@ class Target:
             tokens.shape[1],
             mode=self._mode,
             eagerly=lambda: self._pass(self.model, self._arguments(tree, inputs, active, cached), self.cache),
-            agree=_agree,
+            agree=PassOutput.agrees,
             at_once=self._captures_at_once,
         )
         return output
@@ -396,11 +399,3 @@ class Target:
             return cache
         self._model_cache.self_attention_cache = cache
         return self._model_cache
-
-
-def _agree(eager: PassOutput, captured: PassOutput) -> bool:
-    """Whether logits `[batch, tokens, vocab]` differ by rounding alone, if there is something to compare with."""
-    if not bool(eager.logits.amax(dim=-1).isfinite().all()):
-        return True
-    differences = largest_differences(eager.logits.flatten(0, 1), captured.logits.flatten(0, 1))
-    return is_rounding(differences, eager.logits.dtype)

@@ -27,6 +27,7 @@ METHODS = [
     (GenerationMixin, "_prefill", "self input_ids generation_config model_kwargs"),
     (GenerationMixin, "_sample", "self input_ids logits_processor stopping_criteria generation_config model_kwargs"),
     (GenerationMixin, "_supports_logits_to_keep", "self"),
+    (GenerationMixin, "_update_model_kwargs_for_generation", "self outputs model_kwargs"),
     (GenerationMixin, "_optimize_model_for_decode", "self"),
     (GenerationMixin, "_get_logits_processor", "self generation_config"),
     (ContinuousBatchingManager, "_create_batch_processor", "self"),
@@ -50,6 +51,7 @@ PRIVATE = {
 OF_OTHER_LIBRARIES = {
     *("_compiled_call_impl", "_getframe", "_hf_hook", "_orig_mod", "_torchdynamo_orig_callable"),
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 }
 """Of Python, PyTorch and accelerate."""
 
