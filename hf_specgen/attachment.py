@@ -193,7 +193,8 @@ class Attachment:
             return original(model, *args, **kwargs)
         token = _running.set(_running.get() | {id(model)})
         try:
-            return self.of_thread(model)._generate(original, model, by_name(original, args, kwargs))
+            with compat.adapter_hooks_removed(model):
+                return self.of_thread(model)._generate(original, model, by_name(original, args, kwargs))
         finally:
             _running.reset(token)
 

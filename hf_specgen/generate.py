@@ -184,18 +184,19 @@ def generate_speculatively(
     """`model.generate(*args, **kwargs)` with the keywords of this package; called by the `generate` of `patch`."""
     generator = kwargs.pop("candidate_generator", None)
     method: Any = kwargs.get("custom_generate")
-    if generator is not None:
-        if method is not None:
-            raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
-        method = Speculation(Settings(generator, **settings_in(kwargs)))
-    kwargs = by_name(original, args, kwargs)
-    if reason := unsupported_argument(kwargs):
-        raise ValueError(reason)
-    if (streamer := kwargs.pop("streamer", None)) is not None:  # `generate` would not pass it on
-        if method.streamer is not None:
-            raise ValueError("both generate(streamer=…) and speculate(streamer=…) were given; leave one out")
-        method = Speculation(method.settings, streamer)
-    return run(original, model, kwargs, method)
+    with compat.adapter_hooks_removed(model):
+        if generator is not None:
+            if method is not None:
+                raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
+            method = Speculation(Settings(generator, **settings_in(kwargs)))
+        kwargs = by_name(original, args, kwargs)
+        if reason := unsupported_argument(kwargs):
+            raise ValueError(reason)
+        if (streamer := kwargs.pop("streamer", None)) is not None:  # `generate` would not pass it on
+            if method.streamer is not None:
+                raise ValueError("both generate(streamer=…) and speculate(streamer=…) were given; leave one out")
+            method = Speculation(method.settings, streamer)
+        return run(original, model, kwargs, method)
 
 
 def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method: Speculation) -> Any:
