@@ -26,7 +26,7 @@ from hf_specgen.monitoring import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.prepacked_weights import maybe_prepacked
 from hf_specgen.settings import CALL_SETTINGS, Settings, Verification, settings_in
-from hf_specgen.targets.inputs import check_cache
+from hf_specgen.targets.inputs import ROUTER_LOGITS, check_cache, check_step_arguments, without_router_loss
 from hf_specgen.targets.model_parts import decoder_argument
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
@@ -89,6 +89,7 @@ class Speculation:
         check_model(model)
         if problem := next(_problems(model, input_ids, generation_config, model_kwargs), ""):
             raise ValueError(problem)
+        check_step_arguments(model, input_ids, model_kwargs)
         settings, config = self.settings.for_model(model), generation_config
         candidates = settings.candidates
         if settings.prediction is not None and not candidates.uses_prediction:
@@ -294,6 +295,9 @@ def _problems(
     if config.output_attentions or config.output_hidden_states:
         yield "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
     mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
+    computes_loss = model_kwargs.get(ROUTER_LOGITS, bool(without_router_loss(model)))
+    if computes_loss and mask is not None and not bool(mask.all()):
+        yield "output_router_logits=True fails for padded prompts, in plain generate() too; give False"
     if mask is not None and mask.dim() == 2:
         columns, cached = mask.shape[1], 0 if cache is None else cache.get_seq_length()
         if columns not in (tokens, tokens + cached):  # plain `generate` takes more for those of generated tokens

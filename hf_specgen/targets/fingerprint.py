@@ -89,6 +89,16 @@ def changed_functions(module: nn.Module) -> Iterator[Any]:
         yield vars(module)["forward"]
 
 
+def treats_rows_alike(model: nn.Module) -> bool:
+    """Whether a model has no hook, replaced `forward` or class of a user, which may hold something for each row."""
+    for module in model.modules():
+        functions = (getattr(function, "func", function) for function in changed_functions(module))
+        is_changed = any(_package(getattr(function, "__module__", "")) != "accelerate" for function in functions)
+        if is_changed or _package(type(module).__module__) not in (*LIBRARIES, "bitsandbytes"):
+            return False
+    return not compat.global_hooks()
+
+
 def foreign_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
     """The hooks that are not this package's, whose own are registered during a pass."""
     package = _package(__name__)

@@ -16,10 +16,13 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.device_tree import DeviceTree, Frontier, PassTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
-from hf_specgen.targets.model_parts import decoder_argument, has_special_layers
+from hf_specgen.targets.fingerprint import treats_rows_alike
+from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, text_config
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
-OWN_ARGUMENTS = {"inputs_embeds", compat.CACHE, "logits_to_keep", "use_cache"}
+ROUTER_LOGITS = "output_router_logits"
+"""Makes a pass compute a loss from router logits, and from a 2-D mask that passes over drafts do not have."""
+OWN_ARGUMENTS = {"inputs_embeds", compat.CACHE, "logits_to_keep", "use_cache", ROUTER_LOGITS}
 """What the target passes itself, besides `TOKEN_ARGUMENTS` under the names that the decoder has for them."""
 TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "text", "moe_mm_token_type_ids": "text"}
 """Arguments with one value per token, and what generated tokens have: the last token's, or that of text (0)."""
@@ -30,12 +33,12 @@ T = TypeVar("T")
 
 
 def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that hold data beside the text: images, audio, token types."""
+    """The arguments of a call beside the text: images, audio, token types, and what a user's own class takes."""
     own = {*TOKEN_ARGUMENTS, *OWN_ARGUMENTS}
     return {
         name: value
         for name, value in model_kwargs.items()
-        if name not in own and (isinstance(value, torch.Tensor) or (isinstance(value, dict) and value))
+        if name not in own and value is not None and not (isinstance(value, dict) and not value)
     }
 
 
@@ -141,7 +144,7 @@ class CallInputs:
     ):
         self._model, self._input_ids, self._config, self._kwargs = model, input_ids, config, model_kwargs
         self._names = {name: decoder_argument(model, name) for name in TOKEN_ARGUMENTS}
-        self._takes_positions = takes_positions(model)
+        self._takes_positions, self._treats_rows_alike = takes_positions(model), treats_rows_alike(model)
         if "encoder_outputs" in model_kwargs:
             check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
         given, mask = (model_kwargs.get(self._names[name]) for name in ("position_ids", "attention_mask"))
@@ -176,7 +179,7 @@ class CallInputs:
 
     def is_text(self, cache: Any) -> bool:
         """Whether passes read text alone, at one position for each token, so that rows can be dropped and joined."""
-        return self._axes is None and not accompanying_inputs(self.others(cache, 1))
+        return self._axes is None and self._treats_rows_alike and not accompanying_inputs(self.others(cache, 1))
 
     @property
     def axes(self) -> torch.Tensor | None:
@@ -208,8 +211,15 @@ class CallInputs:
             prepare = cast(Any, self._model).prepare_inputs_for_generation
             prepared = prepare(self._input_ids[:, -1:], next_sequence_length=1, **kwargs)
             self._extra = {name: value for name, value in prepared.items() if name not in own and value is not None}
+            self._extra |= without_router_loss(self._model)
         types = {name: self._extra[name].expand(-1, tokens) for name in TOKEN_TYPES.keys() & self._extra.keys()}
         return {**self._extra, **types}
+
+
+def without_router_loss(model: PreTrainedModel) -> dict[str, bool]:
+    """The argument that switches the loss of `ROUTER_LOGITS` off, for a model whose config switches it on."""
+    is_on = getattr(text_config(model), ROUTER_LOGITS, False)
+    return {ROUTER_LOGITS: False} if is_on and ROUTER_LOGITS in inspect.signature(model.forward).parameters else {}
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
@@ -227,6 +237,26 @@ def check_cache(given: Any, model: str) -> None:
         raise ValueError(
             f"candidate_generator= makes the cache of an encoder-decoder model itself; leave {compat.CACHE} out, and "
             'cache_implementation, or give cache_implementation="dynamic"'
+        )
+
+
+def check_step_arguments(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Raise if a user's class may change arguments from step to step: a pass over a draft makes several steps."""
+    replaced = compat.replaced_methods(model)
+    if replaced == ["prepare_inputs_for_generation"]:  # harmless if several steps get the same
+        own = {*OWN_ARGUMENTS, *TOKEN_TYPES, *(decoder_argument(model, name) for name in TOKEN_ARGUMENTS)}
+        prepare, text = cast(Any, model).prepare_inputs_for_generation, input_ids.repeat(1, 1 + MAX_DRAFT_SLOTS)
+        texts = [text[:, : input_ids.shape[1] + new] for new in (1, 2, 3, 5, MAX_DRAFT_SLOTS)]
+        try:
+            steps = [prepare(text, next_sequence_length=1, **model_kwargs) for text in texts]
+        except Exception:
+            steps = []
+        if len({repr([(name, step[name]) for name in sorted({*step} - own)]) for step in steps}) == 1:
+            return
+    if replaced:
+        raise ValueError(
+            f"the class {type(model).__name__} has a {replaced[0]} of its own, which may change what a pass receives "
+            "from step to step, while one pass verifies several steps; call generate() without candidate_generator="
         )
 
 

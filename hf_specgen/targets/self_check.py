@@ -28,8 +28,8 @@ from hf_specgen import compat
 from hf_specgen.random_state import RandomOperations, global_generator
 from hf_specgen.targets.early_exit import EarlyExitTarget, divisible_layers
 from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
-from hf_specgen.targets.fingerprint import computation, foreign_hooks, function_state
-from hf_specgen.targets.inputs import accompanying_inputs
+from hf_specgen.targets.fingerprint import computation, foreign_hooks, function_state, treats_rows_alike
+from hf_specgen.targets.inputs import accompanying_inputs, without_router_loss
 from hf_specgen.targets.model_parts import is_causal_kernel, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import is_rounding, largest_differences, last_position
@@ -140,7 +140,8 @@ class SelfCheck:
         mask = model_kwargs.get("attention_mask")
         is_single = len(input_ids) == 1 and (mask is None or bool(mask.all()))
         reads = reads_encoder(self._model)
-        problem = None if reads else self._of_text(is_single)
+        rows = 2 if treats_rows_alike(self._model) else max(2, len(input_ids))
+        problem = None if reads else self._of_text(rows, is_single)
         inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
         if problem is not None or not (inputs or reads):
             return problem
@@ -148,12 +149,12 @@ class SelfCheck:
         key = (inputs, len(input_ids) > 1, *masks) if reads else (inputs,)
         return self._trial(key, lambda: (input_ids, config, model_kwargs))
 
-    def _of_text(self, is_single: bool) -> Problem | None:
+    def _of_text(self, rows: int, is_single: bool) -> Problem | None:
         """Of rows of different lengths; where they get other scores, of the single row that a call may have."""
         implementation = compat.attention_implementation(text_config(self._model))
         if is_causal_kernel(implementation):
             pair: Problem | None = Problem(f"{implementation} takes no mask, which rows of different lengths need")
-        elif pair := self._trial((2,), lambda: _text(self._model, 2)):
+        elif pair := self._trial((rows,), lambda: _text(self._model, rows)):
             pair = Problem(
                 f"rows of different lengths get other scores than in plain decoding ({pair.reason})", pair.cause
             )
@@ -195,15 +196,15 @@ class SelfCheck:
 
 
 def _text(model: PreTrainedModel, rows: int) -> Prompt:
-    """Two rows of text, of which one is padded, or one row without padding."""
-    input_ids = _prompt(model)[:rows]
+    """Rows of text, of which the first is padded, or one row without padding."""
+    input_ids = _prompt(model).repeat(-(-rows // 2), 1)[:rows]
     mask = torch.ones_like(input_ids)
     if rows > 1:
         mask[0, : min(2, input_ids.shape[1] - 1)] = 0
     saved = getattr(model.generation_config, "min_new_tokens", None)
     minimum = "min_length" if saved is None else "min_new_tokens"  # Transformers warns of both
     settings = {"max_new_tokens": STEPS, minimum: 0, "num_return_sequences": 1, "do_sample": False}
-    settings |= {"use_cache": True, "pad_token_id": 0}
+    settings |= {"use_cache": True, "pad_token_id": 0, **without_router_loss(model)}
     prepared = compat.prepared_call(model, input_ids=input_ids, attention_mask=mask, **settings)
     prepared[2].pop(compat.CACHE, None)
     return prepared
