@@ -144,10 +144,7 @@ class Target:
 
     def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """Repeat the last pass without its draft, whose states are not finite, and erase them: `[batch, 1, vocab]`."""
-        if self._replays is None:
-            self.cache.set_lengths(self._starts)
-        else:
-            self.commit([None] * self.batch)
+        self.cache.set_lengths(self._starts) if self._replays is None else self.commit([None] * self.batch)
         self.cache.erase_rejected()
         return self.forward(DraftTree.empty(len(pending)), pending, active)
 

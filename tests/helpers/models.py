@@ -96,6 +96,7 @@ def recorded_inputs(module: Any, measure: Callable[[torch.Tensor], Any] = torch.
     def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         read.append(measure(args[0] if args else kwargs["input_ids" if "input_ids" in kwargs else "hidden_states"]))
 
+    record.__module__ = "hf_specgen"  # as a user's hook it would keep ended rows in the batch
     handle = module.register_forward_pre_hook(record, with_kwargs=True)
     try:
         yield read
