@@ -1,13 +1,18 @@
 """How a case asks for speculation, and what is broken, switched or limited as long as a call runs."""
 
 import contextlib
+import copy
+import io
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from hf_specgen import Call, Candidates, DraftSession, DraftTree, SpeculationMonitor, attached, speculate
 from tests.fuzz import strategies
@@ -15,6 +20,7 @@ from tests.fuzz.cases import Case
 from tests.fuzz.checks import Hang
 from tests.fuzz.settings import Fault, Interrupt
 
+T = TypeVar("T")
 SECONDS_PER_CALL = 60
 """No call of a case takes a second on an idle machine."""
 SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -123,7 +129,10 @@ def modes(case: Case, model: Any, draft: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def time_limit() -> Iterator[None]:
-    """Raise `Hang` after `SECONDS_PER_CALL`."""
+    """Raise `Hang` after `SECONDS_PER_CALL`; in other threads than the main one, `in_threads` limits the time."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def stop(*_: Any) -> None:
         raise Hang(f"no end after {SECONDS_PER_CALL} s")
@@ -135,6 +144,63 @@ def time_limit() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def in_threads(count: int, make_call: Callable[[], T]) -> list[T]:
+    """What the same call returns in several threads that make it at the same time."""
+    results: list[T] = []
+    start = threading.Barrier(count)
+
+    def work() -> None:
+        start.wait()
+        results.append(make_call())
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + SECONDS_PER_CALL
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        raise Hang(f"{count} threads: no end after {SECONDS_PER_CALL} s")
+    return results
+
+
+@contextlib.contextmanager
+def drawing_thread(draws: bool) -> Iterator[None]:
+    """Another thread draws from the global random generator, as a data loader does."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.wait(0.0002):
+            torch.rand(1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    if draws:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if draws:
+            thread.join()
+
+
+def _saved_cache(cache: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+CACHE_USES: dict[str, Callable[[Any], Any]] = {
+    "saved": _saved_cache,
+    "copied": copy.deepcopy,
+    "tensors": lambda cache: DynamicCache([(layer.keys, layer.values) for layer in cache.layers]),
+    "iterated": lambda cache: DynamicCache([(layer[0], layer[1]) for layer in cache]),
+}
+OF_KEYS = ("tensors", "iterated")
+"""Those that keep keys and values alone, without windows and states."""
 
 
 @contextlib.contextmanager
