@@ -22,6 +22,8 @@ from tests.fuzz.situations import LORA
 
 STRENGTH = 1.0
 """Standard deviation of the vectors that steer a layer, whose states are about as large."""
+LATER = 5
+"""More steps than the self-check takes."""
 
 
 @dataclass
@@ -94,9 +96,10 @@ Steering = Callable[[torch.Tensor], torch.Tensor]
 
 def _steering(case: Case, where: str, stage: int) -> Steering:
     """Adds a vector to states `[..., rows, tokens, hidden]`."""
-    rows = len(case.lengths) * case.num_return_sequences
+    rows, passes = len(case.lengths) * case.num_return_sequences, 0
 
     def steer(states: torch.Tensor) -> torch.Tensor:
+        nonlocal passes
         generator = torch.Generator().manual_seed(case.seed + stage)
         vectors = STRENGTH * torch.randn(rows, 1, states.shape[-1], generator=generator).to(states)
         tokens = states.shape[-2]
@@ -104,6 +107,9 @@ def _steering(case: Case, where: str, stage: int) -> Steering:
             return torch.cat([states[..., :-1, :], states[..., -1:, :] + vectors[0]], dim=-2)
         if where in ("decoding", "prompt"):
             return states + vectors[0] if (tokens == 1) == (where == "decoding") else states
+        if where == "later":
+            passes = passes + 1 if tokens == 1 else 0  # the prompt begins a text
+            return states + vectors[0] if passes > LATER else states
         if where == "rows":
             return states + vectors[: states.shape[-3]]
         return states + (vectors if where == "exact_rows" else vectors[0])

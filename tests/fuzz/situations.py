@@ -18,8 +18,9 @@ NETWORKS = ("draft", "draft_other", "medusa", "medusa_auto", "eagle1", "eagle3",
 """Strategies whose drafter gives scores, for any target."""
 HOOKED = ("hook", "pre_hook", "forward")
 """How a layer is steered: hooks, or a replaced attribute `forward`."""
-STEERING = ("last", "decoding", "prompt", "all", "rows", "exact_rows")
-"""Where a vector is added: the last position, passes of one token or of more, all positions; or one for each row."""
+STEERING = ("last", "decoding", "prompt", "later", "all", "rows", "exact_rows")
+"""Where a vector is added: the last position, passes of one token or of more, passes of one token after `LATER` others,
+all positions; or one for each row."""
 LORA = ("lora", "lora_rows", "activated_lora")
 HALF = ("autocast", "prepared")
 """Interventions after which the model computes in half precision."""
