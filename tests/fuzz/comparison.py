@@ -243,7 +243,7 @@ class Comparison:
         return True
 
     def _check_whole_model(self) -> None:
-        """A first call, in which the package finds out what the model can do: not while its logits are broken."""
+        """A first call, in which the package finds out what the model can do: not while it is broken on purpose."""
         with contextlib.suppress(*checks.REFUSALS):
             self.model.generate(
                 torch.tensor([[5, 6]], device=device()), max_new_tokens=1, candidate_generator=self.candidates
@@ -329,7 +329,7 @@ class Comparison:
         case = self.case
         fault = (Interrupt if case.interrupt else Fault)("on purpose")
         held = checks.slots(cache)
-        with fault_in(case, fault, self.model, self.candidates):
+        with fault_in(case, fault, self.model, self.candidates, self._check_whole_model):
             ours = self._speculate(inputs, ends, cache, fault)[0]
         if ours.error is not fault:
             if ours.error is not None and not ours.is_refusal:

@@ -6,6 +6,7 @@ import io
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from unittest import mock
@@ -84,28 +85,37 @@ def raise_in_drafter(candidates: Candidates, call: int, error: BaseException) ->
 
 
 @contextlib.contextmanager
-def fault_in(case: Case, fault: Fault | Interrupt, model: Any, candidates: Any) -> Iterator[None]:
+def fault_in(
+    case: Case, fault: Fault | Interrupt, model: Any, candidates: Any, check_model: Callable[[], None]
+) -> Iterator[None]:
     """Faults that are not raised by an argument of `generate`."""
     if case.fault == "drafter" and case.strategy != "native":
         with raise_in_drafter(candidates, case.fault_call, fault):
             yield
         return
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == case.fault_call:
-            raise fault
-
+    if case.fault != "model":
+        yield
+        return
+    calls = Calls(case.fault_call, fault)
     # Where the logits are made: the cache has been written to by then.
     module = model.get_output_embeddings() or model
-    handle = module.register_forward_pre_hook(count) if case.fault == "model" else None
-    try:
+    with module.register_forward_pre_hook(calls.count):
+        check_model()  # which the hook has changed
+        calls.is_armed.set()
         yield
-    finally:
-        if handle is not None:
-            handle.remove()
+
+
+class Calls:
+    """Raises an exception in the n-th call after it is armed; its state is no setting of the model that it hooks."""
+
+    def __init__(self, call: int, error: BaseException):
+        self.is_armed, self._remaining, self._error = threading.Event(), deque(range(call)), error
+
+    def count(self, *_: Any) -> None:
+        if self.is_armed.is_set() and self._remaining:
+            self._remaining.pop()
+            if not self._remaining:
+                raise self._error
 
 
 @contextlib.contextmanager

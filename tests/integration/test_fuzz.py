@@ -142,10 +142,14 @@ ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "gptj", "qwen3_moe", "lla
 MAX_CASES_PER_MUTATION = 60
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
+USUAL: dict[str, Any] = {
+    **{"intervention": "", "drafter_fault": "", "threads": 1, "other_thread": False},
+    **{"saved_settings": False, "cache_use": ""},
+}
 STEERED: dict[str, Any] = {
     **{"architecture": "llama", "strategy": "oracle", "accuracy": 0.9, "do_sample": False, "turns": 1, "fault": ""},
-    **{"broken_logits": "", "return_dict": True, "num_return_sequences": 1, "drafter_fault": "", "intervention": ""},
-    **{"criteria": (), "processors": (), "options": (), "verification": "exact", "cache_use": "", "threads": 1},
+    **{"broken_logits": "", "return_dict": True, "num_return_sequences": 1, "verification": "exact"},
+    **{"criteria": (), "processors": (), "options": ()},
 }
 # What a mutation needs to show, where cases drawn at random seldom have it.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -190,7 +194,7 @@ def forgotten_models() -> None:
 def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
     """Would catch: a comparison that cannot fail."""
     for number in range(MAX_CASES_PER_MUTATION):
-        case = replace(draw(f"mutations:{number}", ARCHITECTURES), **NEEDED.get(mutation, {}))
+        case = replace(draw(f"mutations:{number}", ARCHITECTURES), **(USUAL | NEEDED.get(mutation, {})))
         with MUTATIONS[mutation]():
             outcome = run_safely(case)
         if outcome.status == "different":
