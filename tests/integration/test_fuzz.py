@@ -12,7 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_specgen import decoding
 from hf_specgen.call import GenerationState
+from hf_specgen.candidates import captured_levels
 from hf_specgen.targets import self_check
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
@@ -96,9 +98,10 @@ def _layers_stay_replaced(self: Any, indices: range, states: Any = None) -> Iter
         self._layers[index] = layer
 
 
-def _keep_the_first_result(self: Any, key: Any, trial: Any) -> Any:
+def _keep_the_first_result(self: Any, *arguments: Any) -> Any:
     """A refusal stays after its cause is gone."""
     if "first" not in vars(self):
+        *_, trial = arguments
         vars(self)["first"] = trial()
     return vars(self)["first"]
 
@@ -131,6 +134,8 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "refusal stays": (self_check.Results, "find", _keep_the_first_result),
     "wrong positions in half precision": (RowLayout, "positions", _positions_off_by_one),
     "state shared by threads": (GenerationState, "append", _token_of_another_thread),
+    "ids of drafts not checked": (decoding, "checked_draft", lambda draft, *_: draft),
+    "scores of drafts not checked": (captured_levels, "finite", lambda scores: scores),
 }
 MUTATIONS = {name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()}
 """Each makes a context in which the package has that fault."""
@@ -166,6 +171,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "refusal stays": STEERED | {"intervention": "pre_hook last", "changed_first": True},
     "wrong positions in half precision": STEERED | {"intervention": "autocast", "output_scores": True},
     "state shared by threads": STEERED | {"threads": 3},
+    "ids of drafts not checked": STEERED | {"drafter_fault": "large_id"},
+    "scores of drafts not checked": STEERED | {"strategy": "draft", "drafter_fault": "nan"},
 }
 
 
