@@ -142,7 +142,8 @@ def minimal(outcome: Outcome) -> Outcome:
 
 def _summary(outcome: Outcome) -> str:
     """What differs, and the line that repeats it."""
-    lines = [f"{outcome.status}{': ' + outcome.reason if outcome.reason else ''}"]
+    reason = outcome.reason.partition("\n")[0]
+    lines = [f"{outcome.status}{': ' + reason if reason else ''}"]
     lines += [f"  {difference.kind}: {difference.detail}" for difference in outcome.differences]
     lines += [f"  drafted {outcome.drafted}, accepted {outcome.accepted}"]
     return "\n".join([*lines, f"  python -m tests.fuzz --case '{outcome.case.to_json()}'"])
