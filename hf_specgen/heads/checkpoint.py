@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -93,21 +101,47 @@ class Source:
         return self.path_or_id + (f"/{self.subfolder}" if self.subfolder else "") + revision
 
     def file(self, name: str) -> Path | None:
-        """The local path of a file, downloaded if necessary; None if there is no such file, or it cannot be reached."""
+        """The local path of a file, downloaded if necessary; None if there is no such file.
+
+        Without a network it is that of the cached revision.
+        """
         folder = Path(self.path_or_id)
         if folder.is_dir():
             path = folder / (self.subfolder or "") / name
             return path if path.is_file() else None
         check_source(self.path_or_id)
         options = {field: getattr(self, field) for field in ("subfolder", "revision", "token", "cache_dir")}
+        inside = f"{self.subfolder}/{name}" if self.subfolder else name
         try:
+            cached = try_to_load_from_cache(self.path_or_id, inside, self.cache_dir, self.revision)
+            if not (isinstance(cached, str) or constants.HF_HUB_OFFLINE):
+                # One request that is not repeated: without a network the download tries for half a minute.
+                get_hf_file_metadata(hf_hub_url(self.path_or_id, inside, revision=self.revision), token=self.token)
             return Path(hf_hub_download(self.path_or_id, name, **options))
         except GatedRepoError:
             raise
         except (HFValidationError, RepositoryNotFoundError):
             raise FileNotFoundError(f"{self.path_or_id} is neither a folder nor a repository of the Hub") from None
+        except LocalEntryNotFoundError:
+            self._cached_folder()
+            return None
         except EntryNotFoundError:
             return None
+        except Exception as error:  # every HTTP library has its own type for "no connection"
+            if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+                raise
+            found = self._cached_folder(f" ({first_line(error)})") / inside
+            return found if found.is_file() else None
+
+    def _cached_folder(self, reason: str = "") -> Path:
+        """The cached revision; raises `FileNotFoundError`, with the reason why the Hub was not asked, without one."""
+        where: Any = {"revision": self.revision, "cache_dir": self.cache_dir}
+        try:
+            return Path(snapshot_download(self.path_or_id, local_files_only=True, **where))
+        except LocalEntryNotFoundError:
+            hint = offline_hint(self.path_or_id)
+            message = f"{self} is not in the local cache, and the Hub cannot be reached{reason}{hint}"
+            raise FileNotFoundError(message) from None
 
     def inside(self, folder: str) -> Source:
         """A folder of the checkpoint."""
