@@ -77,4 +77,6 @@ def serve(context: typer.Context) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    from hf_specgen.cli import main as checked
+
+    checked()
