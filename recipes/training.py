@@ -112,8 +112,14 @@ def check_arguments(args: Arguments) -> None:
             raise ValueError(
                 f"{folder} has a run with {changed}; resume it with the same settings, or give another --output"
             )
-    elif not (args.resume or args.overwrite or args.dry_run or args.simulate):
-        if checkpoint or any((folder / name).exists() for name in RESULTS):
+    elif not (args.overwrite or args.dry_run or args.simulate):
+        has_result = any((folder / name).exists() for name in RESULTS)
+        if args.resume and has_result and not checkpoint:
+            raise ValueError(
+                f"{folder} holds a finished result without a checkpoint to resume from; replace it with --overwrite "
+                "true, or give another --output"
+            )
+        if not args.resume and (checkpoint or has_result):
             raise ValueError(
                 f"{folder} holds an earlier run: continue it with --resume true, replace it with --overwrite true, or "
                 "give another --output"
