@@ -286,7 +286,7 @@ def test_keyword_is_installed_whichever_module_is_imported_first_and_costs_littl
 
 
 def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: restoring the original over a tracer that was put around our function later (defect B16)."""
+    """Would catch: restoring the original over a tracer that was put around our function later."""
     traced: list[str] = []
 
     def original(self: Any, *args: Any, **kwargs: Any) -> str:
