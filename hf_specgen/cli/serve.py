@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
-from functools import partial
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -36,7 +37,9 @@ NEVER_BATCHED = ("seed", "stop", "frequency_penalty", "logit_bias")
 BATCHED = ("max_new_tokens", "eos_token_id")
 """Settings in which requests of continuous batching may differ."""
 NOT_BATCHED = "leave it out, or start the server without --continuous-batching"
-_body: ContextVar[dict[str, Any]] = ContextVar("hf_specgen_request_body")
+NEUTRAL_AT_ONE = ("temperature", "top_p", "repetition_penalty")
+"""Settings of which 1 does the same as no value."""
+_body: ContextVar[Mapping[str, Any]] = ContextVar("hf_specgen_request_body", default=MappingProxyType({}))
 """The request that is handled."""
 log = partial(typer.echo, err=True)
 
@@ -48,9 +51,8 @@ class ServedCalls(Attachment):
         body = _body.get()
         if body.get("seed") is not None:
             torch.manual_seed(body["seed"])  # in the thread that generates: no other request draws in between
-        # Transformers' server ignores both for models that are greedy by default.
-        if body.get("top_p") if body.get("temperature") is None else body["temperature"]:
-            kwargs["generation_config"].do_sample = True
+        if "generation_config" in kwargs:
+            _set_sampling(kwargs["generation_config"])
         return super().generate(original, model, args, kwargs)
 
     def add(self, statistics: Statistics) -> None:
@@ -76,9 +78,13 @@ class BatchedRequests(CBGenerateManager):
     first: dict[str, Any] | None = None
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        if never := [name for name in NEVER_BATCHED if _body.get().get(name) is not None]:
+        body = _body.get()
+        if never := [name for name in NEVER_BATCHED if body.get(name) or (name == "seed" and body.get(name) == 0)]:
             raise Refusal(f"continuous batching does not obey {', '.join(never)}", NOT_BATCHED)
+        _set_sampling(gen_config)
         asked = {name: value for name, value in gen_config.to_dict().items() if name not in BATCHED}
+        asked |= {name: None for name in NEUTRAL_AT_ONE if asked.get(name) == 1}
+        asked["do_sample"] = bool(asked["do_sample"])
         if self.first is None:
             super().init_cb(model, gen_config)
             self.first = asked
@@ -86,6 +92,13 @@ class BatchedRequests(CBGenerateManager):
             if value != self.first.get(name):
                 first = f"{name}={self.first.get(name)!r} of the first request"
                 raise Refusal(f"continuous batching samples all requests with {first}, not {value!r}", NOT_BATCHED)
+
+
+def _set_sampling(gen_config: Any) -> None:
+    """Sample for a temperature above 0, or top_p alone, which Transformers' server ignores for greedy models."""
+    temperature, top_p = _body.get().get("temperature"), _body.get().get("top_p")
+    if temperature or (temperature is None and top_p is not None):
+        gen_config.do_sample = True
 
 
 class Refusal(ValueError):
@@ -201,6 +214,7 @@ def serve(
         os._exit(0)  # the threads that generate would keep the process alive, or abort it while it ends
 
 
+@cache
 def command() -> typer.Typer:
     """`serve` as a program, with the options of `transformers serve`."""
     ours = [option for name, option in inspect.signature(serve, eval_str=True).parameters.items() if name != "options"]
