@@ -27,7 +27,7 @@ from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE, Strategy
-from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
+from hf_specgen.heads.checkpoint import Source, first_line, open_checkpoint, source_errors
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.targets.support import check_model
@@ -105,7 +105,7 @@ def draft_model(target: PreTrainedModel, draft: PreTrainedModel) -> list[Finding
         a, b = map(load_tokenizer, names)
     except Exception as error:  # damaged files and missing packages raise errors of many types
         same = len({one.config.get_text_config().vocab_size for one in (target, draft)}) == 1
-        found, meaning = f"cannot be loaded: {error}", "not compared; give folders that hold the tokenizers"
+        found, meaning = f"cannot be loaded: {first_line(error)}", "not compared; give folders that hold the tokenizers"
         return [size, Finding("tokenizers", WARNING if same else BAD, found, meaning)]
     if a.get_vocab() != b.get_vocab():
         shared = shared_ids(*names)

@@ -66,8 +66,8 @@ def show(settings: GenerateSettings) -> None:
     speed = sum(counts) / max(perf_counter() - begin, 1e-9)
     processes.print(f"{settings.output}: this process: {sum(counts)} tokens, {speed:.1f} tokens/s")
     if not settings.plain and strategy.speculation is not None:
-        processes.print(strategy.speculation.summary())
-        processes.print(explanation(strategy.speculation, settings.batch_size))
+        lines = [strategy.speculation.summary(), explanation(strategy.speculation, settings.batch_size)]
+        processes.print("\n".join(filter(None, lines)))
 
 
 def explanation(counts: Statistics, rows: int) -> str:

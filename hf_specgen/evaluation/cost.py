@@ -47,7 +47,7 @@ def measure_cost_curve(
     times: dict[int, list[float]] = {q: [] for q in queries}
     with torch.no_grad():
         target = prefilled_target(model, tokens)
-        for repeat in tqdm(range(repeats + 1), f"{batch} rows", disable=not progress_bar, unit="round"):
+        for repeat in tqdm(range(repeats + 1), f"batch size {batch}", disable=not progress_bar, unit="round"):
             for q in queries:
                 seconds = time_pass(target, tokens[:, 0].tolist(), q)
                 if repeat:

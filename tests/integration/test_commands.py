@@ -146,7 +146,7 @@ def test_tune_writes_a_latency_file_that_a_policy_reads(folder: Path, tmp_path: 
     latency, heads = str(tmp_path / "latency.json"), str(tmp_path / "heads")
     options = ["--heads", heads, "--context", "40", "--device", "cpu", "--latency", latency]
     printed = run("tune", str(folder / "target"), *options)
-    assert "1 rows: 100%" in printed, "without a progress bar"
+    assert "batch size 1: 100%" in printed, "without a progress bar"
     assert "T(8)" in printed and f"AdaptiveDepth(latency='{latency}')" in printed.replace(" ", "")  # long lines wrap
     (one,) = LatencyModel.load(latency).buckets
     assert (one.target.batch, one.target.context) == (1, 40) and "medusa" in one.drafters
