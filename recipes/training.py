@@ -39,7 +39,7 @@ from generate_answers import Numbered, answer_rows, completions
 from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates, __version__
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.counters import Statistics
-from hf_specgen.heads.checkpoint import source_errors
+from hf_specgen.heads.source import source_errors
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 
 RUN = "run.json"  # file in the output folder: the arguments that decide the result

@@ -27,9 +27,10 @@ from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE, Strategy
-from hf_specgen.heads.checkpoint import Source, first_line, open_checkpoint, source_errors
+from hf_specgen.heads.checkpoint import open_checkpoint
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import has_mtp_layers
+from hf_specgen.heads.source import Source, first_line, source_errors
 from hf_specgen.targets.support import check_model
 
 PROMPTS = (

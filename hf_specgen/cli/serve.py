@@ -28,7 +28,7 @@ from hf_specgen.candidates import Candidates
 from hf_specgen.cli.settings import Drafts, Revision, errors
 from hf_specgen.counters import Statistics
 from hf_specgen.evaluation.workloads import checkpoint, chosen_strategy, from_pretrained
-from hf_specgen.heads.checkpoint import source_errors
+from hf_specgen.heads.source import source_errors
 from hf_specgen.monitoring import count_in_prometheus, prometheus_counters
 from hf_specgen.settings import Settings
 

@@ -34,7 +34,7 @@ from hf_specgen.candidates import (
 )
 from hf_specgen.candidates.combined import AUTO
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.heads.checkpoint import Source, source_errors
+from hf_specgen.heads.source import Source, source_errors
 
 
 def _assets() -> Path:

@@ -20,8 +20,8 @@ from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head
-from hf_specgen.heads.checkpoint import Source
 from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.source import Source
 from tests.helpers import prompts, tiny_model
 from tests.helpers.cli import run
 from tests.helpers.head_fixtures import FIXTURES

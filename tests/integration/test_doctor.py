@@ -19,7 +19,7 @@ from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
-from hf_specgen.heads.checkpoint import Source
+from hf_specgen.heads.source import Source
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
 from tests.helpers.head_fixtures import FIXTURES

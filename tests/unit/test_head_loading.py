@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_specgen import AutoCandidates, EagleCandidates, MedusaCandidates
 from hf_specgen.evaluation.workloads import EMBEDDED_ADAPTER, EMBEDDED_HEADS
 from hf_specgen.heads import checkpoint, load_exit_head
-from hf_specgen.heads.checkpoint import source_errors
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.exit_head import exit_layer_of
 from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import load_mtp
+from hf_specgen.heads.source import source_errors
 from tests.helpers import fresh_model, prompts
 from tests.helpers.head_fixtures import small_eagle
 from tests.helpers.medusa import random_heads
@@ -112,7 +112,7 @@ def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: An
             raise EntryNotFoundError("404")
         return str(folder / name)
 
-    monkeypatch.setattr(checkpoint, "hf_hub_download", download)
+    monkeypatch.setattr("hf_specgen.heads.source.hf_hub_download", download)
     where: dict[str, Any] = {"revision": "v2", "token": "t", "subfolder": "draft", "cache_dir": "/cache"}
     assert isinstance(load_head("org/head", **where), Eagle3Head)
     assert requests and all(entry == ("org/head", where) for entry in requests)
