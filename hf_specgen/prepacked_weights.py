@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -154,10 +154,10 @@ def _is_faster(layers: Sequence[_PrepackedLayer]) -> bool:
     for _ in range(4):
         for tokens, is_prepacked in best:
             x = torch.linspace(-1, 1, tokens * weight.shape[1], dtype=weight.dtype).view(tokens, -1)
-            began = perf_counter()
+            began = time.perf_counter()
             for layer in layers:
                 layer.multiply(x) if is_prepacked else type(layer.module).forward(layer.module, x)
-            best[tokens, is_prepacked] = min(best[tokens, is_prepacked], perf_counter() - began)
+            best[tokens, is_prepacked] = min(best[tokens, is_prepacked], time.perf_counter() - began)
     ordinary, ours = (sum(best[tokens, is_prepacked] for tokens in TOKENS) for is_prepacked in (False, True))
     expected = type(layers[0].module).forward(layers[0].module, x).float()
     is_same = (layers[0].multiply(x).float() - expected).norm() <= 0.02 * expected.norm()

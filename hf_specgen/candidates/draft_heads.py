@@ -44,7 +44,7 @@ from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
 from hf_specgen.heads.mtp import LayeredRunner, MTPHead, load_mtp
 from hf_specgen.heads.path_head import PathHead, PathRunner
 from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
-from hf_specgen.targets.graphs import GRAPH_DEVICES
+from hf_specgen.targets.graphs import CAPTURES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
@@ -133,7 +133,7 @@ class HeadCandidates(PretrainedCandidates):
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         """The session of a call."""
         device = next(bound.head.parameters()).device.type
-        captures = isinstance(bound.head, Eagle1Head | Eagle3Head) and device in GRAPH_DEVICES
+        captures = isinstance(bound.head, Eagle1Head | Eagle3Head) and device in CAPTURES
         captures = captures and not torch.is_autocast_enabled(device)
         runner = EagleRunner(bound, call.state.batch, call.compiled if captures else False)
         return EagleSession(call, target, runner, self.k, self.tree, self.window(call, bound))

@@ -15,7 +15,6 @@ from functools import cache
 from itertools import cycle
 from math import inf, sqrt
 from statistics import median
-from time import perf_counter, thread_time
 from typing import Any, TypeVar, cast
 
 import torch
@@ -113,7 +112,7 @@ def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
     On a CPU they are the thread's own, which other processes do not prolong.
     """
     tree = DraftTree.chains([[token] * (queries - 1) for token in pending])
-    clock = thread_clock() if target.device.type == "cpu" else perf_counter
+    clock = thread_clock() if target.device.type == "cpu" else time.perf_counter
     wait(target.device)
     begin = clock()
     target.forward(tree, pending)
@@ -125,7 +124,7 @@ def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
 
 def thread_clock() -> Callable[[], float]:
     """The time in which the thread ran; wall time where that advances in coarse steps, as on Windows."""
-    return perf_counter if _is_coarse() else thread_time
+    return time.perf_counter if _is_coarse() else time.thread_time
 
 
 @cache

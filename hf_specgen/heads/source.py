@@ -9,15 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
-from huggingface_hub import (
-    constants,
-    get_hf_file_metadata,
-    hf_hub_download,
-    hf_hub_url,
-    snapshot_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -95,11 +89,13 @@ class Source:
         options = {field: getattr(self, field) for field in ("subfolder", "revision", "token", "cache_dir")}
         inside = f"{self.subfolder}/{name}" if self.subfolder else name
         try:
-            cached = try_to_load_from_cache(self.path_or_id, inside, self.cache_dir, self.revision)
+            cached = huggingface_hub.try_to_load_from_cache(self.path_or_id, inside, self.cache_dir, self.revision)
             if not (isinstance(cached, str) or constants.HF_HUB_OFFLINE):
                 # One request that is not repeated: without a network the download tries for half a minute.
-                get_hf_file_metadata(hf_hub_url(self.path_or_id, inside, revision=self.revision), token=self.token)
-            return Path(hf_hub_download(self.path_or_id, name, **options))
+                huggingface_hub.get_hf_file_metadata(
+                    huggingface_hub.hf_hub_url(self.path_or_id, inside, revision=self.revision), token=self.token
+                )
+            return Path(huggingface_hub.hf_hub_download(self.path_or_id, name, **options))
         except GatedRepoError:
             raise
         except (HFValidationError, RepositoryNotFoundError):
@@ -119,7 +115,7 @@ class Source:
         """The cached revision; raises `FileNotFoundError`, with the reason why the Hub was not asked, without one."""
         where: Any = {"revision": self.revision, "cache_dir": self.cache_dir}
         try:
-            return Path(snapshot_download(self.path_or_id, local_files_only=True, **where))
+            return Path(huggingface_hub.snapshot_download(self.path_or_id, local_files_only=True, **where))
         except LocalEntryNotFoundError:
             hint = offline_hint(self.path_or_id)
             message = f"{self} is not in the local cache, and the Hub cannot be reached{reason}{hint}"
@@ -137,7 +133,7 @@ class Source:
                 return name
             patterns = [*DOWNLOAD_PATTERNS, *(["*.py"] if self.trust_remote_code else [])]
             try:
-                name = snapshot_download(
+                name = huggingface_hub.snapshot_download(
                     name,
                     revision=self.revision,
                     token=self.token,

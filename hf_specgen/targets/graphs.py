@@ -27,8 +27,6 @@ from hf_specgen.targets.fingerprint import graph_fingerprint
 from hf_specgen.targets.lasting_buffers import BufferSet, GraphBuffers, StepCache, StepLayer
 
 logger = logging.getLogger("hf_specgen")
-GRAPH_DEVICES = ("cuda",)
-"""Where functions are captured."""
 EAGER_PASSES = 4
 """With compile="auto" a shape is captured when it is used once more than this, so that short calls capture nothing. A
 capture costs as much time as four or five replays save."""
@@ -107,6 +105,10 @@ def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], N
     return graph.replay, outputs
 
 
+CAPTURES: dict[str, Callable[[Callable[[], Any], GraphMemory], tuple[Callable[[], None], Any]]] = {"cuda": capture}
+"""How a function is captured on each type of device that has graphs."""
+
+
 def _repair(memory: GraphMemory) -> None:
     """After a failed capture, which leaves the random generator and the allocator of the device capturing."""
     assert memory.stream is not None and memory.pool is not None
@@ -127,7 +129,7 @@ class _Graph:
         self._inputs = list(_leaves(static))
         with memory.lock:
             memory.wait()
-            self._replay, self._outputs = capture(lambda: run(static), memory)
+            self._replay, self._outputs = CAPTURES[memory.device.type](lambda: run(static), memory)
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         """The outputs for other inputs, copied: the next replay of any graph of this memory overwrites them."""

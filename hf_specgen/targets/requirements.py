@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.early_exit import EarlyExitTarget
-from hf_specgen.targets.graphs import GRAPH_DEVICES
+from hf_specgen.targets.graphs import CAPTURES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.inputs import accompanying_inputs
 from hf_specgen.targets.model_parts import has_special_layers, layer_kinds, text_config
@@ -73,7 +73,7 @@ def make_target(
     compile: Compile = False,
 ) -> Target:
     """The target of one call, with captured passes as `compile` says; raises if it cannot be made."""
-    is_possible = compile == "graphs" or (compile == "auto" and compat.input_device(model).type in GRAPH_DEVICES)
+    is_possible = compile == "graphs" or (compile == "auto" and compat.input_device(model).type in CAPTURES)
     graphs: Compile = compile if is_possible else False
     if graphs and (problem := _capture_problem(requirements, model, config, model_kwargs, graphs)) is not None:
         if graphs == "graphs":
@@ -105,7 +105,7 @@ def _capture_problem(
     window = config.sliding_window if "sliding_attention" in layer_kinds(config) else 0
     is_long = generation.max_length is None or generation.max_length > 2 * window
     problems = {
-        f"is on {device!r}, and CUDA graphs need a GPU": device not in GRAPH_DEVICES,
+        f"is on {device!r}, and CUDA graphs need a GPU": device not in CAPTURES,
         "reads an encoder, and passes of decoder-only models are captured": "encoder_outputs" in model_kwargs,
         "runs a part of its layers (layer skip), and whole passes are captured": requirements.exit_layer is not None,
         "is compiled already, and a pass is captured of a model that is not": compat.has_compiled_parts(model),

@@ -76,6 +76,7 @@ def test_captured_target_and_eagle_head_same_tokens(embedded: Any, batch: int, m
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text", "gpt2", "qwen3", "phi3", "mixtral"])
 def test_captured_architecture_same_tokens_or_refusal(architecture: str) -> None:
+    """Would catch: other tokens, or an error of CUDA, where an architecture cannot be captured."""
     model = fresh_model(architecture).to("cuda")
     try:
         statistics = same_tokens(model, inputs(2), NgramCandidates(k=4), compile="graphs")
@@ -110,6 +111,7 @@ def test_failed_capture_goes_on_eagerly_by_default(caplog: pytest.LogCaptureFixt
 
 
 def test_adapter_that_is_switched_off_is_not_replayed() -> None:
+    """Would catch: a graph that was captured with an adapter, replayed after it was switched off."""
     model = fresh_model("llama").to("cuda")
     model.add_adapter(LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     model.eval()
@@ -120,6 +122,7 @@ def test_adapter_that_is_switched_off_is_not_replayed() -> None:
 
 
 def test_captured_target_in_two_threads_same_tokens(target: Any) -> None:
+    """Would catch: two calls that replay one graph at the same time, each with the other's inputs."""
     expected = [target.generate(**inputs(1, length), max_new_tokens=24).tolist() for length in (9, 14)]
     candidates = NgramCandidates(k=4)
 
@@ -133,6 +136,7 @@ def test_captured_target_in_two_threads_same_tokens(target: Any) -> None:
 
 
 def test_cache_of_a_captured_call_is_not_overwritten_by_the_next(target: Any) -> None:
+    """Would catch: a returned cache whose buffers the next captured call uses again."""
     arguments: dict[str, Any] = {"max_new_tokens": 12, "candidate_generator": NgramCandidates(k=4), "compile": "graphs"}
     first = target.generate(**inputs(1), **arguments, return_dict_in_generate=True)
     before = [layer.keys.clone() for layer in first[CACHE].layers]
@@ -142,6 +146,7 @@ def test_cache_of_a_captured_call_is_not_overwritten_by_the_next(target: Any) ->
 
 
 def test_step_without_cudnn_attention_and_setting_restored(target: Any) -> None:
+    """Would catch: steps that wait for plans of cuDNN, or a setting of the process that stays changed."""
     seen: list[bool] = []
     before = torch.backends.cuda.cudnn_sdp_enabled()
     hook = target.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))

@@ -26,6 +26,7 @@ def test_random_cases_equal_plain_generate() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "qwen3", "gpt2", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("mode", SAMPLING)
 def test_architecture_on_cuda_same_tokens(architecture: str, mode: str) -> None:
+    """Would catch: masks, positions or noise that a kernel of the GPU reads otherwise than one of the CPU."""
     candidates = DraftModelCandidates(draft(architecture), k=3, tree=6)
     assert same_tokens(model(architecture), inputs(3), candidates, **SAMPLING[mode]).drafted > 0
 
@@ -37,6 +38,7 @@ def test_draft_on_the_cpu_same_tokens() -> None:
 
 
 def test_offloaded_target_same_tokens() -> None:
+    """Would catch: tensors on the device of the weights, which is not that of the passes."""
     from accelerate import cpu_offload
 
     target = cpu_offload(fresh_model("llama"), execution_device=torch.device("cuda"))
@@ -58,6 +60,7 @@ def test_target_on_two_devices_same_tokens() -> None:
 
 
 def test_quantized_draft_on_cuda_same_tokens() -> None:
+    """Would catch: weights of a quantised draft model that are read as ordinary ones."""
     pytest.importorskip("torchao")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -94,6 +97,7 @@ def strategy(name: str, target: Any) -> Candidates:
 @pytest.mark.parametrize("name", ["n-grams", "draft model", "layer skip", "medusa"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_flash_attention_same_tokens(name: str, batch: int) -> None:
+    """Would catch: a mask or several branches given to a kernel that takes neither."""
     target = with_attention(FLASH, dtype=torch.bfloat16)
     assert same_tokens(target, inputs(batch), strategy(name, target)).drafted > 0
 
@@ -101,6 +105,7 @@ def test_flash_attention_same_tokens(name: str, batch: int) -> None:
 @pytest.mark.parametrize("mode", SAMPLING)
 @pytest.mark.parametrize("name", ["n-grams", "draft model"])
 def test_flex_attention_same_tokens(name: str, mode: str) -> None:
+    """Would catch: a boolean mask given to a kernel that takes a block mask."""
     target = with_attention("flex_attention")
     assert same_tokens(target, inputs(2), strategy(name, target), **SAMPLING[mode]).drafted > 0
 

@@ -1,16 +1,15 @@
 """Stands in for CUDA graphs on a CPU."""
 
-import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specgen.candidates import draft_heads
-from hf_specgen.targets import graphs, requirements
+from hf_specgen.targets.graphs import CAPTURES
+from tests.helpers.models import width
 
 FORBIDDEN = (
     "aten._local_scalar_dense",
@@ -23,13 +22,29 @@ FORBIDDEN = (
 """Operations that a CUDA graph cannot hold: the host would read a tensor, or make one from its own data."""
 
 
-class CaptureRules(TorchDispatchMode):
-    """Raises as a capture does."""
+class CapturedRun(TorchDispatchMode):
+    """A run of a captured function, which raises as a capture does."""
+
+    current: ClassVar["CapturedRun | None"] = None
+    """The run that goes on, if any."""
+
+    def __enter__(self) -> Self:
+        CapturedRun.current = self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        CapturedRun.current = None
+        super().__exit__(*exception)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(function).startswith(FORBIDDEN):
             raise RuntimeError(f"{function}: operation not permitted when stream is capturing")
         return function(*args, **(kwargs or {}))
+
+
+def is_capturing() -> bool:
+    """Whether a captured function runs, as `torch.cuda.is_current_stream_capturing` and its replays would say."""
+    return CapturedRun.current is not None
 
 
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -38,12 +53,12 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def capture(run: Any, memory: Any) -> Any:
         run()  # as before a real capture, constants are made
-        with CaptureRules():
+        with CapturedRun():
             outputs = run()
         found.append(outputs)
 
         def replay() -> None:
-            with CaptureRules():
+            with CapturedRun():
                 new = run()
             for own, value in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(new), strict=True):
                 if isinstance(own, torch.Tensor):
@@ -51,28 +66,41 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return replay, outputs
 
-    monkeypatch.setattr(graphs, "capture", capture)
-    for module in (requirements, draft_heads):
-        monkeypatch.setattr(module, "GRAPH_DEVICES", ("cpu",))
+    monkeypatch.setitem(CAPTURES, "cpu", capture)
     return found
 
 
 def failing_captures(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> list[Any]:
-    """Captures fail, as CUDA's do after some work, if `fails` is true of their number; returns the memories of all."""
-    stand_in, memories = graphs.capture, list[Any]()
+    """Captures fail, as CUDA's do after some work, if `fails` is true of their number; returns the memories of all.
+
+    `fails` is called when the function has run.
+    """
+    stand_in, memories = CAPTURES["cpu"], list[Any]()
 
     def capture(run: Any, memory: Any) -> Any:
         memories.append(memory)
+        with CapturedRun():
+            run()  # what was written before the failure must not stay
         if not fails(len(memories)):
             return stand_in(run, memory)
-        run()  # what was written before the failure must not stay
         memory.is_broken = True
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setitem(CAPTURES, "cpu", capture)
     return memories
 
 
-def is_running(file: str) -> bool:
-    """Whether a function of this file is being called."""
-    return any(file in frame.filename for frame in traceback.extract_stack())
+def captured_passes(module: Any) -> list[list[int]]:
+    """For each run of a captured function that runs a module, how many tokens each of its passes reads."""
+    runs, last = list[list[int]](), [CapturedRun.current]
+
+    def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if CapturedRun.current is None:
+            return
+        if CapturedRun.current is not last[0]:
+            runs.append([])
+            last[0] = CapturedRun.current
+        runs[-1].append(width(args[0] if args else kwargs["input_ids"]))
+
+    module.register_forward_pre_hook(record, with_kwargs=True)
+    return runs

@@ -16,10 +16,11 @@ from datasets.fingerprint import Hasher
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, StaticCache
+from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import LogitsProcessor
 
 import hf_specgen
-from hf_specgen import CombinedCandidates, NgramCandidates, RecyclingCandidates, SpeculationMonitor, compat, speculate
+from hf_specgen import CombinedCandidates, NgramCandidates, RecyclingCandidates, SpeculationMonitor, speculate
 from hf_specgen.compat import CACHE
 from tests.helpers import RecordingStreamer, fresh_model, prompts, tiny_model
 
@@ -50,6 +51,7 @@ def generate(model: Any, batch: int = 2, **arguments: Any) -> Any:
 @pytest.mark.parametrize("strategy", ["auto", NgramCandidates(k=4), CombinedCandidates([NgramCandidates()])])
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
 def test_generate_of_an_attached_model_same_tokens_and_statistics(model: Any, strategy: Any, sampling: dict) -> None:
+    """Would catch: other tokens than plain decoding's, or calls that are counted twice or not at all."""
     expected = generate(model, **sampling)
     assert hf_specgen.attach(model, strategy) is model
     for calls in (1, 2):
@@ -72,6 +74,7 @@ def test_totals_are_the_sums_of_the_calls(model: Any) -> None:
 
 
 def test_detach_restores_plain_generation(model: Any) -> None:
+    """Would catch: an attribute or a setting that stays on the model, or statistics of nothing."""
     before = dict(vars(model))
     config = model.config.to_dict(), model.generation_config.to_dict()
     hf_specgen.detach(hf_specgen.attach(model, "auto"))
@@ -82,6 +85,7 @@ def test_detach_restores_plain_generation(model: Any) -> None:
 
 
 def test_attached_block_restores_what_was_attached_before(model: Any) -> None:
+    """Would catch: a block that fails and keeps its strategy, or whose calls count for the outer one."""
     hf_specgen.attach(model, NgramCandidates(k=2))
     generate(model)
     with pytest.raises(KeyError), hf_specgen.attached(model, NgramCandidates(k=8), strict=True) as totals:
@@ -93,6 +97,7 @@ def test_attached_block_restores_what_was_attached_before(model: Any) -> None:
 
 
 def test_keyword_of_a_call_takes_precedence(model: Any) -> None:
+    """Would catch: the attached strategy used in spite of the call's own, or of None."""
     hf_specgen.attach(model, NgramCandidates(k=4))
     own = NgramCandidates(k=3)
     expected = generate(model, candidate_generator=None)
@@ -132,6 +137,7 @@ WRAPPERS: dict[str, Any] = {"LoRA": with_lora, "compiled": lambda model: torch.c
 
 @pytest.mark.parametrize("kind", [*COPIES, *WRAPPERS])
 def test_wrapped_or_copied_model_still_speculates(model: Any, kind: str) -> None:
+    """Would catch: a wrapper or copy that generates plainly, warns, or loses its statistics."""
     hf_specgen.attach(model, "auto", monitor=SpeculationMonitor(prometheus=False))
     wrapped = {**COPIES, **WRAPPERS}[kind](model)
     with warnings.catch_warnings():
@@ -165,6 +171,7 @@ def test_used_strategy_with_a_memory_can_be_pickled_with_the_model(model: Any, m
 
 
 def test_distributed_data_parallel_keeps_the_strategy(model: Any) -> None:
+    """Would catch: a strategy that is looked for at the wrapper, or that stays after `detach` of the wrapper."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = DistributedDataParallel(hf_specgen.attach(model, NgramCandidates()))
@@ -180,9 +187,14 @@ def test_model_whose_parameters_are_sharded_falls_back(model: Any, monkeypatch: 
     """Would catch: processes that wait for each other forever, since `generate` does not pass `synced_gpus` on."""
     expected = generate(model)
     hf_specgen.attach(model, NgramCandidates())
-    monkeypatch.setattr(compat, "is_sharded", lambda model: True)
-    with pytest.warns(UserWarning, match="sharded over processes"):
-        assert torch.equal(generate(model), expected)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:  # what `generate` of Transformers asks for
+        monkeypatch.setattr(generation_utils, "_get_torch_distributed_world_size", lambda: 2)
+        monkeypatch.setattr(generation_utils, "is_fsdp_managed_module", lambda module: True)
+        with pytest.warns(UserWarning, match="sharded over processes"):
+            assert torch.equal(generate(model), expected)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> None:
@@ -199,6 +211,7 @@ def test_deep_copy_counts_its_own_calls_and_shares_the_strategy(model: Any) -> N
 
 
 def test_saved_checkpoint_does_not_contain_the_strategy(model: Any, tmp_path: Any) -> None:
+    """Would catch: a checkpoint that cannot be loaded without this package."""
     hf_specgen.attach(model, NgramCandidates()).save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).generate(**prompts(1), max_new_tokens=2).shape == (1, 14)
     assert not any("specgen" in file.read_text() for file in tmp_path.glob("*.json"))
@@ -221,6 +234,7 @@ PLAIN_CALLS: list[tuple[Callable[[], dict[str, Any]], str]] = [
 def test_call_that_cannot_speculate_is_plain_with_one_warning_or_raises_if_strict(
     model: Any, make: Callable[[], dict[str, Any]], reason: str
 ) -> None:
+    """Would catch: a refusal where a plain call is right, a warning in every call, or none."""
     with hf_specgen.attached(model, NgramCandidates(), strict=True), pytest.raises(ValueError, match=reason):
         generate(model, 1, **make())
     expected = generate(model, 1, **make())
@@ -252,6 +266,7 @@ def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) ->
 
 
 def test_reasons_that_differ_in_a_number_warn_once(model: Any) -> None:
+    """Would catch: a warning for each value of an argument."""
     hf_specgen.attach(model, NgramCandidates())
     with pytest.warns(UserWarning, match="instead of 2") as caught:
         generate(model, 1, num_beams=2)
@@ -395,6 +410,7 @@ def test_overlapping_blocks_of_two_threads_leave_the_model_detached(model: Any) 
 
 
 def test_strategy_in_a_generation_config_raises_and_names_attach(model: Any) -> None:
+    """Would catch: a strategy that Transformers ignores without a word."""
     config = GenerationConfig(candidate_generator=NgramCandidates(), max_new_tokens=4)
     with pytest.raises(ValueError, match=r"call hf_specgen\.attach\(model"):
         model.generate(**prompts(1), generation_config=config)

@@ -105,6 +105,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("make", "error", "words"), CONSTRUCTORS)
 def test_constructor_of_bad_value_raises(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    """Would catch: a bad value that fails in the first call only, or an error without the argument and its value."""
     with pytest.raises(error, match=re.escape(words)):
         make()
 
@@ -161,6 +162,7 @@ def test_setting_of_bad_value_raises(settings: dict[str, Any], error: Any, words
     ],
 )
 def test_attach_of_bad_value_raises_and_leaves_the_model(arguments: dict, error: Any, words: str) -> None:
+    """Would catch: a strategy that is attached in spite of the error."""
     model = fresh_model("llama", num_hidden_layers=2)
     before = dict(vars(model))
     with pytest.raises(error, match=re.escape(words)):
@@ -244,6 +246,7 @@ INPUTS: list[tuple[Callable[[], dict[str, Any]], str]] = [
 
 @pytest.mark.parametrize(("given", "words"), [*CALLS, *INPUTS], ids=[words[:40] for _, words in [*CALLS, *INPUTS]])
 def test_generate_unsupported_argument_or_input_raises(given: Any, words: str) -> None:
+    """Would catch: an argument that is ignored, or an error from the inside of a step."""
     arguments = {"max_new_tokens": 4, **(given() if callable(given) else {**prompts(1), **given})}
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(words)):
         tiny_model("llama").generate(**{"candidate_generator": NgramCandidates(), **arguments})
@@ -329,12 +332,14 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("architecture", "make", "words"), MISMATCHES)
 def test_strategy_that_does_not_fit_the_target_raises(architecture: str, make: Callable[[], Any], words: str) -> None:
+    """Would catch: an error of shapes from the inside of the drafter in place of the reason."""
     target = stateful_model(architecture) if architecture in STATEFUL else tiny_model(architecture)
     with pytest.raises(ValueError, match=words):
         target.generate(**prompts(1), max_new_tokens=4, candidate_generator=make())
 
 
 def test_generate_attention_without_tree_mask_raises() -> None:
+    """Would catch: a kernel that ignores the tree's mask, so that siblings see each other."""
     model = fresh_model("llama")
     model.config._attn_implementation = "own_kernel"
     with pytest.raises(ValueError, match="load the model with attn_implementation='sdpa' or 'eager'"):

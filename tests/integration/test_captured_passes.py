@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from hf_specgen import DraftModelCandidates, EagleCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
-from hf_specgen.candidates import autoregressive, growth
 from hf_specgen.compat import CACHE
 from hf_specgen.evaluation import workloads
 from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.runner import EagleRunner
-from hf_specgen.targets import graphs, lasting_buffers, target
-from hf_specgen.targets.lasting_buffers import StepLayer
+from hf_specgen.targets.graphs import EAGER_PASSES
+from hf_specgen.targets.lasting_buffers import CAPACITY_BLOCK
+from hf_specgen.targets.passes import TEXT_WIDTH
 from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
-from tests.helpers.captures import failing_captures, graphs_on_cpu, is_running
+from tests.helpers.calls import with_sessions
+from tests.helpers.captures import captured_passes, failing_captures, graphs_on_cpu, is_capturing
 from tests.helpers.comparison import plain_output
-from tests.helpers.head_fixtures import FIXTURES, steered
-from tests.helpers.models import fresh_model, stateful_model
+from tests.helpers.head_fixtures import FIXTURES, small_eagle, steered
+from tests.helpers.models import fresh_model, small_llama, stateful_model
 
 
 @pytest.fixture
@@ -53,18 +53,16 @@ def test_captured_target_returns_cache_for_next_turn(captures: list[Any]) -> Non
     assert torch.equal(second.sequences, model.generate(longer, max_new_tokens=8))
 
 
-def test_captured_pass_with_other_logits_refused(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_pass_with_other_logits_refused(captures: list[Any]) -> None:
     """Would catch: a graph with wrong results that is used all the same."""
-    forward = target.model_pass
 
-    def wrong(model: Any, arguments: Any, cache: Any) -> Any:
-        output = forward(model, arguments, cache)
-        is_captured = isinstance(cache.layers[0], StepLayer)
-        return output._replace(logits=output.logits + is_captured * torch.linspace(0, 1, output.logits.shape[-1]))
+    def other_if_captured(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits + is_capturing() * torch.linspace(0, 1, logits.shape[-1])
 
-    monkeypatch.setattr(target, "model_pass", wrong)
+    model = small()
+    model.lm_head.register_forward_hook(other_if_captured)
     with pytest.raises(ValueError, match=r'LlamaForCausalLM cannot .* differ .* leave compile="graphs" out'):
-        small().generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile="graphs")
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=NgramCandidates(k=3), compile="graphs")
 
 
 def already_compiled() -> Any:
@@ -141,7 +139,7 @@ def test_auto_captures_after_the_first_passes_or_goes_on_eagerly(
 ) -> None:
     """Would catch: captures for a short call, and a call that ends with an error of CUDA."""
     model, tried = small(), failing_captures(monkeypatch, lambda _: fails)
-    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=graphs.EAGER_PASSES)
+    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=EAGER_PASSES)
     assert not tried
     for _ in range(3):
         same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=40)
@@ -150,6 +148,7 @@ def test_auto_captures_after_the_first_passes_or_goes_on_eagerly(
 
 
 def test_auto_without_a_gpu_or_with_a_model_that_cannot_be_captured_runs_eagerly(monkeypatch: Any, caplog: Any) -> None:
+    """Would catch: a default that fails or warns where there are no graphs, or whose reason is told in every call."""
     same_tokens(small(), prompts(1), NgramCandidates(k=3), compile="auto")
     assert "no CUDA graphs" not in caplog.text
     captures = graphs_on_cpu(monkeypatch)
@@ -163,25 +162,28 @@ def test_auto_without_a_gpu_or_with_a_model_that_cannot_be_captured_runs_eagerly
 
 
 def test_auto_captures_no_long_texts_of_models_with_sliding_windows(
-    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    captures: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Would catch: layers with a window that keep the whole text, many times the memory of plain decoding."""
-    monkeypatch.setattr(graphs, "EAGER_PASSES", 0)
     caplog.set_level("INFO", logger="hf_specgen")
     model = small("mistral", sliding_window=16)
     same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=40)
     assert not captures and "MistralForCausalLM has sliding windows" in caplog.text
-    same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=10)
+    for _ in range(3):  # more passes of a shape than run eagerly
+        same_tokens(model, prompts(1), NgramCandidates(k=3), compile="auto", max_new_tokens=10)
     assert captures
 
 
 def test_auto_without_memory_for_buffers_goes_on_eagerly(captures: list[Any], monkeypatch: Any, caplog: Any) -> None:
     """Would catch: a call that ends because a set of buffers does not fit beside the model."""
+    zeros = torch.zeros
 
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def full(*shape: Any, **options: Any) -> torch.Tensor:
+        if CAPACITY_BLOCK in shape:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(*shape, **options)
 
-    monkeypatch.setattr(lasting_buffers, "_static", full)
+    monkeypatch.setattr(torch, "zeros", full)
     model = small()
     same_tokens(model, prompts(2), NgramCandidates(k=3), compile="auto")
     assert not captures and caplog.text.count("it runs eagerly") == 1
@@ -246,47 +248,56 @@ def test_captured_levels_same_drafts(
     drafter: str, shape: Any, sampling: str, captures: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch: slots, masks, positions, states or noise of another level in a captured function over several."""
-    monkeypatch.setattr(growth, "LEVELS_PER_READ", 4)
-    monkeypatch.setattr(growth, "reads_are_free", lambda tokens: False)
-    made, grow = [], autoregressive.grow_captured
-
-    def counted(*arguments: Any) -> Any:
-        made.append((grow(*arguments), arguments[4].text))
-        return made[-1][0]
-
-    monkeypatch.setattr(autoregressive, "grow_captured", counted)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a GPU, a read by the host waits
     if drafter == "EAGLE-3":
         target, tokenizer = workloads.load()
         inputs = tokenizer(["def add(a, b):", "The three of them went"], return_tensors="pt", padding=True)
     else:
         target, inputs = small({"draft model": "llama"}.get(drafter, drafter), 2), prompts(2, 9)
+    runs = list[list[list[int]]]()
 
     def drafts(mode: Any) -> Any:
         if drafter == "EAGLE-3":
-            candidates: Any = EagleCandidates(str(workloads.EMBEDDED_EAGLE), **shape)
+            head = load_head(workloads.EMBEDDED_EAGLE)
+            runs.append(captured_passes(head))
+            candidates: Any = EagleCandidates(head, **shape)
         else:
-            candidates = DraftModelCandidates(perturbed_copy(target, 0.02), compile=mode, **shape)
+            draft = perturbed_copy(target, 0.02)
+            candidates = DraftModelCandidates(draft, compile=mode, **shape)
+            runs.append(captured_passes(draft))
         torch.manual_seed(11)
         arguments = {"max_new_tokens": 20, "return_dict_in_generate": True, **SAMPLING[sampling]}
         output = target.generate(**inputs, candidate_generator=candidates, compile=mode, **arguments)
         return output.sequences.tolist(), output.speculation.rows
 
     eager = drafts(False)
-    assert not made and drafts("graphs") == eager
-    texts = [text for drafted, text in made if drafted is not None]
-    assert len(texts) >= 2 and any(step.accepted for row in eager[1] for step in row)
-    assert any(text is not None for text in texts), "none began with new text"
+    assert drafts("graphs") == eager and any(step.accepted for row in eager[1] for step in row)
+    of_eager_call, of_several = runs[0], [passes for passes in runs[1] if len(passes) > 1]
+    assert not of_eager_call and len(of_several) >= 4, "each function is captured once and replayed"
+    assert any(passes[0] == TEXT_WIDTH for passes in of_several), "none began with new text"
+
+
+def taken(runs: list[list[int]]) -> list[list[int]]:
+    """The recorded runs, which are then forgotten."""
+    found = list(runs)
+    runs.clear()
+    return found
 
 
 def test_levels_that_cannot_be_captured_leave_captured_passes(captures: list[Any], monkeypatch: Any) -> None:
     """Would catch: a failed capture of several levels after which not even single passes are captured."""
-    failing_captures(monkeypatch, lambda _: is_running("captured_levels.py"))
-    candidates = EagleCandidates(load_head(EAGLE1.head_folder), **TREE)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    head, failed = load_head(EAGLE1.head_folder), list[bool]()
+    runs = captured_passes(head)
+    failing_captures(monkeypatch, lambda _: failed.append(any(len(one) > 1 for one in taken(runs))) or failed[-1])
+    candidates = EagleCandidates(head, **TREE)
     assert_same_tokens(EAGLE1.target, prompts(1), candidates, compile="graphs", max_new_tokens=16)
+    assert any(failed)
     assert any(isinstance(one, HeadOutput) for one in captures)
 
 
 def test_captured_levels_do_not_keep_a_head(captures: list[Any]) -> None:
+    """Would catch: a head that stays in memory as long as its graphs are kept, and they as long as the head."""
     own = load_head(EAGLE1.head_folder)
     settings: Any = {"candidate_generator": EagleCandidates(own, **TREE), "compile": "graphs", "max_new_tokens": 9}
     EAGLE1.target.generate(**prompts(1), **settings)
@@ -299,38 +310,50 @@ def test_captured_levels_do_not_keep_a_head(captures: list[Any]) -> None:
 
 
 def test_captured_head_of_another_format_same_drafts(captures: list[Any]) -> None:
+    """Would catch: logits of a draft vocabulary taken for those of all tokens in a captured function."""
     arguments: Any = (load_head(EAGLE3.head_folder), prompts(1), {"k": 3, "tree": 6}, EAGLE3.target)
     eager = steps(*arguments, max_new_tokens=6)
     assert steps(*arguments, max_new_tokens=6, compile="graphs") == eager
 
 
-def test_captured_text_leaves_the_states_of_an_eager_pass(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_text_leaves_the_states_of_an_eager_pass(captures: list[Any]) -> None:
     """Would catch: states for the next pass in place of those for the output matrix."""
-    kept: list[Any] = []
-    for method in (EagleRunner._keep_last, EagleRunner.after_text):
+    last: list[Any] = []
 
-        def recorded(runner: Any, *results: Any, method: Any = method) -> None:
-            method(runner, *results)
-            kept.append(runner.last)
+    def record(session: Any) -> None:
+        draft = session.draft
 
-        monkeypatch.setattr(EagleRunner, method.__name__, recorded)
-    arguments: Any = (load_head(EAGLE3.head_folder), prompts(1), {"k": 3}, EAGLE3.target)
+        def recorded(max_depths: Any) -> Any:
+            tree = draft(max_depths)
+            last.append(session.runner.last)
+            return tree
+
+        session.draft = recorded
+
+    head = load_head(EAGLE3.head_folder)
+    runs = captured_passes(head)
     for mode in (False, "graphs"):
-        steps(*arguments, max_new_tokens=12, compile=mode)
-    eager, captured = kept[: len(kept) // 2], kept[len(kept) // 2 :]
-    assert all(not torch.equal(*one) for one in eager)
+        arguments = {"candidate_generator": with_sessions(EagleCandidates(head, k=3), record), "compile": mode}
+        EAGLE3.target.generate(**prompts(1), max_new_tokens=12, **arguments)
+    eager, captured = last[: len(last) // 2], last[len(last) // 2 :]
+    assert any(passes[0] == TEXT_WIDTH for passes in runs) and all(not torch.equal(*one) for one in eager)
     torch.testing.assert_close(captured, eager)
 
 
 @pytest.mark.parametrize("setting", [{"eta_cutoff": 0.01}, {"top_h": 0.4}], ids=str)
 def test_processors_that_read_scores_keep_levels_from_being_captured(
-    setting: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
+    setting: Any, captures: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Would catch: a capture that fails in every call, as PyTorch's distributions check their arguments on the host."""
-    monkeypatch.setattr(autoregressive, "grow_captured", lambda *_: pytest.fail("levels were captured"))
+    caplog.set_level("INFO", logger="hf_specgen")
     target = small(layers=2)
-    candidates = DraftModelCandidates(perturbed_copy(target, 0.02), k=3, compile="graphs")
-    same_tokens(target, prompts(1), candidates, **SAMPLING["sampled"], **setting)
+    draft = perturbed_copy(target, 0.02)
+    runs = captured_passes(draft)
+    same_tokens(
+        target, prompts(1), DraftModelCandidates(draft, k=3, compile="graphs"), **SAMPLING["sampled"], **setting
+    )
+    assert runs and all(len(passes) == 1 for passes in runs)
+    assert "cannot be captured" not in caplog.text
 
 
 def test_captured_head_in_later_calls_uses_the_same_graphs(captures: list[Any]) -> None:
@@ -343,25 +366,27 @@ def test_captured_head_in_later_calls_uses_the_same_graphs(captures: list[Any]) 
     assert 0 < len(captures) <= before + 2  # a width that the first call did not need
 
 
-def test_captured_head_of_a_text_that_outgrows_its_buffers_same_drafts(
-    head: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hf_specgen.targets.lasting_buffers.CAPACITY_BLOCK", 8)
-    eager = steps(head, prompts(2), TREE, max_new_tokens=40)
-    assert steps(head, prompts(2), TREE, max_new_tokens=40, compile="graphs") == eager
+def test_captured_head_of_a_text_that_outgrows_its_buffers_same_drafts(captures: list[Any]) -> None:
+    """Would catch: slots of the smaller buffers that a graph still reads, or text that is lost where they grow."""
+    target, head = small_llama(40, 0, num_hidden_layers=8), small_eagle()
+    inputs = {"input_ids": torch.randint(1, 40, (1, CAPACITY_BLOCK - 70), generator=torch.Generator().manual_seed(1))}
+    eager = steps(head, inputs, TREE, target, max_new_tokens=90)
+    before = len(captures)
+    assert steps(head, inputs, TREE, target, max_new_tokens=90, compile="graphs") == eager
+    assert len(captures) > before and len(eager[0][0]) > CAPACITY_BLOCK
 
 
 def test_head_that_cannot_be_captured_runs_eagerly(
-    head: Any, captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Would catch: a call that ends with an error of CUDA because its drafter cannot be captured."""
-    eager = steps(head, prompts(2), TREE, max_new_tokens=20)
-    failing_captures(monkeypatch, lambda _: is_running("heads/runner.py"))  # in a pass of the head
-    monkeypatch.setattr(graphs, "EAGER_PASSES", 0)
-    assert steps(head, prompts(2), TREE, max_new_tokens=20, compile="auto") == eager
+    head = load_head(EAGLE1.head_folder)
+    eager, runs = steps(head, prompts(2), TREE, max_new_tokens=40), captured_passes(head)
+    failing_captures(monkeypatch, lambda _: bool(taken(runs)))  # where the function runs the head
+    assert steps(head, prompts(2), TREE, max_new_tokens=40, compile="auto") == eager
     assert caplog.text.count("; it runs eagerly") == 1
     with pytest.raises(ValueError, match='leave compile="graphs" out'):
-        steps(load_head(EAGLE1.head_folder), prompts(2), TREE, max_new_tokens=20, compile="graphs")
+        steps(head, prompts(2), TREE, max_new_tokens=20, compile="graphs")
 
 
 def test_captured_call_under_autocast_refused(head: Any, captures: list[Any]) -> None:

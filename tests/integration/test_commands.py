@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin
+from huggingface_hub import HfApi
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedTokenizerBase
 from transformers.cli.serve import Serve
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, __version__
@@ -71,12 +72,14 @@ BAD_INPUT = [
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Would catch: a traceback, or a message that does not name the option or its value."""
     monkeypatch.chdir(tmp_path)
     output = run(*arguments, exit_code=2)
     assert message in output and "Traceback" not in output
 
 
 def test_chat_template_that_raises_is_named(tmp_path: Path) -> None:
+    """Would catch: an error of Jinja without the name of the model whose template it is."""
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
@@ -110,6 +113,7 @@ def test_generate_explanation_names_why_little_was_gained() -> None:
 
 
 def test_version_is_printed() -> None:
+    """Would catch: a version of another package, or an import that fails before it."""
     assert run("--version") == f"hf-specgen {__version__}"
 
 
@@ -122,6 +126,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     ("name", "to"), [("eagle3_original", "sglang"), ("speculators_dflash_full", "vllm"), ("eagle1_original", "eagle")]
 )
 def test_export_command_writes_a_head_that_loads_alike(name: str, to: str, tmp_path: Path) -> None:
+    """Would catch: tensors that are lost or renamed on the way to another program and back."""
     source = str(FIXTURES[name].head_folder)
     run("export", source, "--to", to, "--output", str(tmp_path / "out"))
     ours: dict[str, Any] = load_head(source).state_dict()
@@ -133,6 +138,7 @@ def test_export_command_writes_a_head_that_loads_alike(name: str, to: str, tmp_p
 
 
 def test_measure_latency_has_the_drafters_that_run_a_network() -> None:
+    """Would catch: n-grams timed as a network, a drafter left out, or one bucket for all numbers of rows."""
     model = tiny_model("llama")
     latency = measure_latency(model, [NgramCandidates(), DraftModelCandidates(model, k=3)], rows=[1, 2], context=30)
     assert [(one.target.batch, one.target.context) for one in latency.buckets] == [(1, 30), (2, 30)]
@@ -141,6 +147,7 @@ def test_measure_latency_has_the_drafters_that_run_a_network() -> None:
 
 
 def test_tune_writes_a_latency_file_that_a_policy_reads(folder: Path, tmp_path: Path) -> None:
+    """Would catch: a file that no policy reads, or latencies of other sizes than those asked for."""
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     save_head(random_heads(model, num_heads=2), tmp_path / "heads")
     latency, heads = str(tmp_path / "latency.json"), str(tmp_path / "heads")
@@ -166,28 +173,24 @@ def repo(name: str, parameters: int | None, tags: tuple[str, ...] = (), download
     return SimpleNamespace(id=name, safetensors=safetensors, tags=list(tags), downloads=downloads, config=config)
 
 
-class Hub:
-    """Stands in for `HfApi`."""
-
-    def model_info(self, name: str, **_: Any) -> Any:
-        return repo(name, 8_000)
-
-    def list_models(self, *, filter: str, author: str = "", **_: Any) -> list[Any]:
-        if author:
-            return [repo("org/target-8B", 8_000), repo("org/target-4B", 4_000), repo("org/target-0.6B", 600)]
-        assert filter == "base_model:org/target-8B"
-        return [
-            repo("a/target-8B-medusa", 800),
-            repo("b/target-8B-finetuned", 8_000),
-            repo("c/target-8B-speculator.eagle3", 400, downloads=9),
-            repo("d/target-8B-EAGLE", None, downloads=99),
-            repo("e/target_8B_head", 300, ("dflash", "base_model:org/eagle")),
-        ]
+def listed(_: HfApi, *, filter: str, author: str = "", **__: Any) -> list[Any]:
+    """What the Hub lists of an author, and of models with this base model."""
+    if author:
+        return [repo("org/target-8B", 8_000), repo("org/target-4B", 4_000), repo("org/target-0.6B", 600)]
+    assert filter == "base_model:org/target-8B"
+    return [
+        repo("a/target-8B-medusa", 800),
+        repo("b/target-8B-finetuned", 8_000),
+        repo("c/target-8B-speculator.eagle3", 400, downloads=9),
+        repo("d/target-8B-EAGLE", None, downloads=99),
+        repo("e/target_8B_head", 300, ("dflash", "base_model:org/eagle")),
+    ]
 
 
 def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: fine-tuned models listed as drafts, formats read from the names of base models."""
-    monkeypatch.setattr(checkpoints, "HfApi", Hub)
+    monkeypatch.setattr(HfApi, "model_info", lambda api, name, **_: repo(name, 8_000))
+    monkeypatch.setattr(HfApi, "list_models", listed)
     found = checkpoints.best_first(checkpoints.on_hub(Source("org/target-8B"), 10))
     assert [(one.name[0], one.kind, one.size) for one in found] == [
         ("c", "EAGLE", 0.05),
@@ -199,22 +202,42 @@ def test_found_on_the_hub_by_base_model_and_family_best_format_first(monkeypatch
     printed = run("find", "org/target-8B", "--limit", "3")
     assert "5.0%" in printed and "target-8B-medusa" not in printed
     assert "hf-specgen doctor org/target-8B --draft c/target-8B-speculator.eagle3" in printed
-    monkeypatch.setattr(checkpoints, "on_hub", lambda *_: [])
+    monkeypatch.setattr(HfApi, "list_models", lambda *_, **__: [])
     assert "nothing was found" in run("find", "org/target-8B", exit_code=1)
 
 
-def test_found_in_the_cache_are_checkpoints_that_fit_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def cached(cache: Path, name: str, files: Path, revision: str = "main") -> None:
+    """Add a checkpoint to a cache of the Hub."""
+    folder, commit = cache / f"models--org--{name}", "0123456789" * 4
+    (folder / "snapshots").mkdir(parents=True)
+    (folder / "snapshots" / commit).symlink_to(files)
+    (folder / "refs").mkdir()
+    (folder / "refs" / revision).write_text(commit)
+
+
+def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the Hub's client read this cache."""
+    for module in ("constants", "utils._cache_manager"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
+
+
+def test_found_in_the_cache_are_checkpoints_that_fit_the_target(tmp_path: Path, monkeypatch: Any) -> None:
     """Would catch: heads of another target, draft models of half its size, folders that hold neither."""
-    other_head, neither = HEAD_FIXTURES / "eagle3_original" / "head", Path(__file__).parent
-    names = [REFERENCE_LM, EAGLE_HEAD, DRAFT_LM, other_head, neither]
-    repos = [SimpleNamespace(repo_id=str(name), repo_type="model") for name in names]
-    monkeypatch.setattr(checkpoints, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
-    assert [one.kind for one in checkpoints.in_cache(Source(str(REFERENCE_LM)))] == ["EAGLE"]
-    monkeypatch.setattr(checkpoints, "MAX_RATIO", 0.9)
-    monkeypatch.setattr(checkpoints, "HfApi", lambda: pytest.fail("a folder was looked up on the Hub"))
+    small, neither = small_llama(8192, 0), tmp_path / "texts"
+    small.save_pretrained(tmp_path / "small")
+    for file in REFERENCE_LM.glob("*token*"):
+        shutil.copy(file, tmp_path / "small")
+    neither.mkdir()
+    (neither / "README.md").touch()
+    other_head = HEAD_FIXTURES / "eagle3_original" / "head"
+    checkpoints = {"eagle": EAGLE_HEAD, "half": DRAFT_LM, "other": other_head, "neither": neither}
+    for name, files in {**checkpoints, "small": tmp_path / "small", "target": REFERENCE_LM}.items():
+        cached(tmp_path / "hub", name, Path(files))
+    use_cache(tmp_path / "hub", monkeypatch)
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: pytest.fail("a folder was looked up on the Hub"))
     printed = run("find", str(REFERENCE_LM))
     assert "is a folder: looking in the local cache" in printed and "Hub" not in printed
-    assert printed.endswith(f"--draft {EAGLE_HEAD} --draft {DRAFT_LM}")
+    assert printed.endswith(f"hf-specgen doctor {REFERENCE_LM} --draft org/eagle --draft org/small")
 
 
 # `hf-specgen generate`: the answers of plain generation, resumable, in the order of the source
@@ -247,6 +270,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "0.8")], ids=["greedy", "sampled"])
 def test_answers_are_those_of_plain_generation_in_the_order_of_the_source(source: Path, sampling: tuple) -> None:
+    """Would catch: answers in the order in which they end, other tokens, or files that are left behind."""
     plain, ours = source.with_name("plain.jsonl"), source.with_name("ours.jsonl")
     generate_rows(source, plain, "--plain", *sampling)
     output = generate_rows(source, ours, *sampling)
@@ -264,16 +288,15 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     """Would catch: answers that are generated twice, lost, or other ones than those of an uninterrupted run."""
     complete, resumed = source.with_name("complete.jsonl"), source.with_name("resumed.jsonl")
     generate_rows(source, complete, "--temperature", "0.8")
-    generate_many, calls = command.generate_many, []
+    decode, answered = PreTrainedTokenizerBase.decode, list[Any]()
 
     def failing(*arguments: Any, **settings: Any) -> Any:
-        calls.append(len(settings["seed"]))
-        for number, completion in enumerate(generate_many(*arguments, **settings)):
-            if number == 2 and len(calls) == 1:
-                raise OSError("no power")
-            yield completion
+        answered.append(arguments)
+        if len(answered) == 3:
+            raise OSError("no power")
+        return decode(*arguments, **settings)
 
-    monkeypatch.setattr(command, "generate_many", failing)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "decode", failing)
     assert "no power" in generate_rows(source, resumed, "--temperature", "0.8", exit_code=2)
     assert not resumed.exists()
     part = next(source.parent.glob("resumed.jsonl.*.parts/process-0.jsonl"))
@@ -281,10 +304,11 @@ def test_interrupted_run_is_resumed(source: Path, monkeypatch: pytest.MonkeyPatc
     assert "0 answered already" in generate_rows(source, resumed), "answers of other settings are not used"
     resumed.unlink()
     assert "2 answered already" in generate_rows(source, resumed, "--temperature", "0.8")
-    assert rows(resumed) == rows(complete) and calls == [5, 5, 3]
+    assert rows(resumed) == rows(complete) and len(answered) == 3 + 5 + 3
 
 
 def test_messages_and_other_columns_are_read(source: Path) -> None:
+    """Would catch: a column that is named and not read, or an answer under another name."""
     file, output = source.with_name("chats.jsonl"), source.with_name("out.jsonl")
     file.write_text(json.dumps({"chat": [{"role": "user", "content": "Hello"}]}) + "\n")
     generate_rows(file, output, "--column", "chat", "--answer-column", "reply")
@@ -306,6 +330,7 @@ def test_messages_and_other_columns_are_read(source: Path) -> None:
     ],
 )
 def test_generate_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes, options: tuple, message: str) -> None:
+    """Would catch: a traceback after the model was loaded, without the row that cannot be answered."""
     source = tmp_path / "a.jsonl"
     source.write_bytes(content if isinstance(content, bytes) else content.encode())
     output = generate_rows(source, tmp_path / "out.jsonl", *options, exit_code=2).replace(" ", "")
@@ -313,6 +338,7 @@ def test_generate_bad_input_is_one_sentence(tmp_path: Path, content: str | bytes
 
 
 def test_folder_without_data_and_existing_output_are_named(source: Path, tmp_path: Path) -> None:
+    """Would catch: a file that is overwritten, or an error of the library of datasets."""
     output = tmp_path / "out.jsonl"
     (tmp_path / "empty").mkdir()
     assert "cannot load the dataset" in generate_rows(tmp_path / "empty", output, exit_code=2)
@@ -354,8 +380,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     config |= {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": names}
     (own / "config.json").write_text(json.dumps(config))
-    for module in ("constants", "utils._cache_manager"):
-        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(cache))
+    use_cache(cache, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     return cache
@@ -391,10 +416,12 @@ def test_command_loads_a_revision_and_code_of_the_hub(hub: Path, line: str) -> N
     ],
 )
 def test_missing_revision_and_code_that_is_not_trusted_are_named(hub: Path, arguments: list[str], message: str) -> None:
+    """Would catch: another revision loaded instead, or code of a repository that runs unasked."""
     assert message in run(*arguments, exit_code=2)
 
 
 def test_find_reads_the_target_of_a_revision(hub: Path) -> None:
+    """Would catch: the target read at `main`, or a revision missing in the command that is printed."""
     shutil.copy(hub / "models--org--heads" / "refs" / "v1", hub / "models--org--heads" / "refs" / "main")
     line = "hf-specgen doctor org/target@v1 --draft org/heads"
     assert line in run("find", "org/target", "--revision", "v1") and line in run("find", "org/target@v1")

@@ -76,6 +76,7 @@ def test_sampled_requests_same_tokens_as_alone_with_their_seed(strategy: str, pe
 
 
 def test_logprobs_are_those_of_plain_decoding() -> None:
+    """Would catch: log-probabilities of rejected nodes, or fewer of them than tokens."""
     model, prompts = tiny_model("llama"), requests(6)
     batching = ContinuousBatchingConfig(**SMALL, return_logprobs=True)
     arguments = {"generation_config": config(), "continuous_batching_config": batching, "record_timestamps": True}
@@ -170,6 +171,7 @@ def test_weights_that_change_between_calls_are_used(strategy: str) -> None:
 
 
 def test_persistent_manager_speculates_only_where_the_call_does() -> None:
+    """Would catch: a strategy that stays in a manager which later calls use again."""
     model, prompts = fresh_model("llama"), requests(6)
     plain, steps = run(model, prompts), list[int]()
     for candidates in (NgramCandidates(k=5), None, NgramCandidates(k=5)):
@@ -237,6 +239,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_calls_that_cannot_be_exact_are_refused(name: str) -> None:
+    """Would catch: other tokens without a word, or an attention kernel that stays replaced."""
     arguments, batching, settings, words = REFUSED[name]
     model = tiny_model("llama")
     with pytest.raises(ValueError, match=words):
@@ -285,6 +288,7 @@ def test_drafter_makes_one_pass_for_all_requests(strategy: str) -> None:
 
 
 def test_attached_strategy_falls_back_with_one_warning_or_raises_if_strict() -> None:
+    """Would catch: an attached strategy that is ignored in batches, or a warning for each of them."""
     model, prompts = fresh_model("llama"), requests(3)
     plain = run(model, prompts)
     hf_specgen.attach(model, NgramCandidates(), verification="rejection")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import GenerationMixin
 from typer.testing import CliRunner
 
 from hf_specgen import NgramCandidates
@@ -17,10 +18,9 @@ from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.chat import AnswerWriter, Chat
 from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.counters import RowStep, Statistics
-from hf_specgen.evaluation import measure
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
-from hf_specgen.evaluation.workloads import domain_prompts
+from hf_specgen.evaluation.workloads import ASSETS, domain_prompts
 from tests.helpers.cli import run
 
 SHOWN = ("plain", "prompt lookup", "auto", "n-grams  ", "EAGLE", "draft model", "n-grams + draft")
@@ -101,37 +101,30 @@ def test_widen_computes_the_same_function(reference_model, dtype: torch.dtype | 
         widen(reference_model, 10)
 
 
-def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a message about a draft model's folder where the whole package is missing."""
-    from hf_specgen.evaluation import workloads
-
-    monkeypatch.setattr(workloads, "EMBEDDED_MODEL", tmp_path / "none")
-    monkeypatch.setattr(workloads, "EMBEDDED_DRAFT", tmp_path / "none")
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: not path.is_relative_to(ASSETS) and exists(path))
     assert "pip install 'hf-specgen[demo]'" in run("demo", exit_code=2)
 
 
-def test_demo_fails_if_a_token_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ngrams = [one for one in demo.variants(DemoSettings()) if one.name in ("plain", "prompt lookup", "n-grams")]
-    monkeypatch.setattr(demo, "variants", lambda *_, **__: ngrams)
-    measured = measure.measure_call
+def test_demo_fails_if_a_token_differs_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: another answer that is not named, or no failure; a demo of minutes on a busy machine."""
+    generate = GenerationMixin.generate
 
-    def disturbed(*arguments: Any) -> Sample:
-        sample = measured(*arguments)
-        sample.ids[0, -1] += 1 + (sample.speculation is not None)
-        return sample
+    def disturbed(model: Any, **arguments: Any) -> Any:
+        ids = generate(model, **arguments)
+        ids[0, -1] += isinstance(arguments.get("candidate_generator"), NgramCandidates)
+        return ids
 
-    monkeypatch.setattr(measure, "measure_call", disturbed)
-    output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "0", "--seconds", "0", exit_code=1)
-    assert "1 of 1 answers differ from plain generate, of n-grams; rounding explains" in output
-
-
-def test_demo_leaves_the_second_target_out_where_the_first_one_takes_all_of_the_time() -> None:
-    """Would catch: a demo of minutes on a busy machine."""
-    output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0.1")
-    assert "The 18M target was left out" in output and "the tokens of all" in output
+    monkeypatch.setattr(GenerationMixin, "generate", disturbed)
+    output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0.1", exit_code=1)
+    assert "1 of 5 answers differ from plain generate, of n-grams; rounding explains" in output
+    assert "The 18M target was left out" in output
 
 
 def test_domain_prompts_come_in_the_order_of_the_domains() -> None:
+    """Would catch: a domain left out, or more prompts of one than of another."""
     found = domain_prompts(2)
     assert list(found) == ["math", "code", "edit", "json", "prose"] and all(len(texts) == 2 for texts in found.values())
 
@@ -170,6 +163,7 @@ def test_answers_over_two_turns_same_text_as_plain_and_cache_is_kept(chat: Chat)
 
 
 def test_streamed_pieces_are_the_answer_and_mark_accepted_draft_tokens(chat: Chat) -> None:
+    """Would catch: text that is shown twice or not at all, or the target's own tokens marked as drafted."""
     answer, status, pieces = ask(chat, EDIT)
     assert "".join(text for text, _ in pieces) == answer
     accepted = sum(is_accepted for _, is_accepted in pieces)
@@ -204,6 +198,7 @@ def dialogue(chat: Chat, *lines: str) -> str:
 
 
 def test_again_with_another_strategy_gives_the_same_answer(chat: Chat) -> None:
+    """Would catch: an answer that is appended to the conversation each time it is repeated."""
     output = dialogue(chat, EDIT, "/plain", "/again", "/strategy n-grams", "/again")
     status = re.findall(r"^(.*) · (\d+) tokens · .*/s", output, flags=re.M)
     assert [name for name, _ in status] == ["n-grams", "plain", "n-grams"] and len({count for _, count in status}) == 1
@@ -224,10 +219,12 @@ def test_again_with_another_strategy_gives_the_same_answer(chat: Chat) -> None:
     ],
 )
 def test_command_prints_one_answer(chat: Chat, line: str, message: str) -> None:
+    """Would catch: a command that is sent to the model, or an unknown one that is passed over."""
     assert message in dialogue(chat, line)
 
 
 def test_new_forgets_the_conversation_but_not_the_system_prompt(reference_model: Any, tokenizer: Any) -> None:
+    """Would catch: a cache or a message of the conversation before."""
     chat = Chat(reference_model, tokenizer, CHOICES, Console(file=io.StringIO()), "Be brief.", max_new_tokens=2)
     dialogue(chat, "Hello", "/new", "/again", "/quit", "never read")
     assert chat.messages == [{"role": "system", "content": "Be brief."}] and chat.cached is None

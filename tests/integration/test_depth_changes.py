@@ -1,6 +1,7 @@
 """Policies change how many steps a text takes, never its tokens: plain steps may come anywhere between drafts."""
 
 import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_specgen
 from hf_specgen import AdaptiveDepth, CombinedCandidates, DraftModelCandidates, FixedDepth, NgramCandidates
-from hf_specgen.depth import CostCurve, LatencyModel, calibrate
+from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.calibrate import from_first_rank, lockstep_group
 from tests.fuzz.scripted import RandomDepths
 from tests.helpers import assert_same_tokens, perturbed_copy, prompts, shared_draft, tiny_model
@@ -48,6 +49,7 @@ def test_adaptive_depth_with_given_latency_repeats() -> None:
 
 
 def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:
+    """Would catch: a policy that is ignored, or that stays with the strategy for later calls."""
     model, ngram = tiny_model("llama"), NgramCandidates(k=5, policy=FixedDepth(2))
     model.generate(**prompts(1), max_new_tokens=40, candidate_generator=ngram, policy=FixedDepth(0))
     assert ngram.speculation is not None and ngram.speculation.drafted == 0
@@ -74,7 +76,7 @@ def requested_depths(rank: int, store: str) -> Requested:
         is_cheap = rank % model.tp_size == 0 if layout != "apart" else rank == 0
         clock = Clock()
         target: Any = Target(clock, lambda q, slope=0.01 if is_cheap else 0.9: 1 + slope * (q - 1))
-        with mock.patch.object(calibrate, "thread_time", clock):
+        with mock.patch.object(time, "thread_time", clock):
             session = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
             session.prefilled(target)
         steps = 100 + 50 * replica if layout == "replicas" else 100  # replicas take different numbers of steps
@@ -105,6 +107,7 @@ def test_ranks_of_one_model_decide_alike_and_replicas_do_not_wait(requested: Any
 
 
 def test_model_of_one_process_needs_no_agreement() -> None:
+    """Would catch: a collective operation, which never returns, in a process that is alone."""
     assert lockstep_group(None) is None
     assert lockstep_group(SimpleNamespace(tp_size=None)) is None
     assert lockstep_group(SimpleNamespace(tp_size=4, _device_mesh=None)) is None

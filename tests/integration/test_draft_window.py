@@ -8,9 +8,17 @@ import pytest
 import torch
 
 import hf_specgen
-from hf_specgen import AutoCandidates, CombinedCandidates, DraftModelCandidates, MTPCandidates, NgramCandidates
+from hf_specgen import (
+    AutoCandidates,
+    CombinedCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    MTPCandidates,
+    NgramCandidates,
+)
+from hf_specgen.compat import CACHE
+from hf_specgen.heads.head_formats import load_head
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
-from tests.helpers.calls import with_sessions
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.models import small_llama
@@ -48,24 +56,19 @@ def test_memory_and_passes_of_a_drafter_with_a_window_do_not_grow_with_the_text(
     """4,000 tokens: the cache of the drafter stays as short as the window."""
     if kind == "eagle":
         fixture = FIXTURES["eagle3_original"]
-        target, candidates = fixture.target, AutoCandidates.from_pretrained(fixture.head_folder, k=2, draft_window=16)
+        drafter: Any = load_head(fixture.head_folder)
+        target, candidates = fixture.target, EagleCandidates(drafter, k=2, draft_window=16)
     else:
+        drafter = small_llama(40, 4, max_position_embeddings=5_000)
         target = small_llama(40, 3, max_position_embeddings=5_000)
-        candidates = DraftModelCandidates(small_llama(40, 4, max_position_embeddings=5_000), k=2, draft_window=16)
+        candidates = DraftModelCandidates(drafter, k=2, draft_window=16)
     sizes: list[int] = []
 
-    def record_sizes(session: Any) -> None:
-        first_scores = session.first_scores
+    def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        cache = kwargs[CACHE] if CACHE in kwargs else args[-1]
+        sizes.append(cache.layers[0].keys.shape[2])
 
-        def record() -> torch.Tensor:
-            scores = first_scores()
-            cache = session.runner.cache if kind == "eagle" else session._runner.reader.cache
-            sizes.append(cache.layers[0].keys.shape[2])
-            return scores
-
-        session.first_scores = record
-
-    with_sessions(candidates, record_sizes)
+    drafter.register_forward_hook(record, with_kwargs=True)
     text = torch.randint(2, 40, (1, 4_000), generator=torch.Generator().manual_seed(1))
     target.generate(text, max_new_tokens=24, do_sample=False, candidate_generator=candidates, pad_token_id=0)
     assert len(sizes) > 4 and max(sizes) <= 4 + 2 * 16 + 2 * 64
@@ -107,6 +110,7 @@ MTP = ["mtp_transformers_glm4_moe", "mtp_transformers_glm4_moe_2layers"]
 @pytest.mark.parametrize(("mode", "vocabulary"), [("greedy", "frequent"), ("sampled", IDS)])
 @pytest.mark.parametrize("name", ["draft model", *MTP])
 def test_restricted_drafter_same_tokens(name: str, mode: str, vocabulary: Any) -> None:
+    """Would catch: ids of rows of the smaller output matrix taken for tokens."""
     if name == "draft model":
         target, drafter = small_llama(99, 3), DraftModelCandidates(small_llama(99, 3), k=3, draft_vocabulary=vocabulary)
     else:
@@ -138,6 +142,7 @@ def test_rejection_sampling_with_a_restricted_draft_model_has_the_distribution_o
 
 
 def test_vocabulary_of_a_parallel_draft_model_is_refused() -> None:
+    """Would catch: a setting that is ignored for draft models that predict all tokens at once."""
     fixture = FIXTURES["pard_llama"]
     candidates = DraftModelCandidates(str(fixture.checkpoint_folder), draft_vocabulary=[1])
     with pytest.raises(ValueError, match="with a draft model that drafts all tokens in one pass"):
@@ -178,6 +183,7 @@ def test_auto_depth_of_one_pass_is_less_than_that_of_a_pass_for_each_level() -> 
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_parallel_draft_beside_others_and_with_ended_rows_same_tokens(name: str) -> None:
+    """Would catch: features of an ended row, or of tokens that another drafter proposed, read as those of the text."""
     target = FIXTURES[name].target
     plain = target.generate(**prompts(3), max_new_tokens=12, do_sample=False)
     ends = {"eos_token_id": int(plain[0, prompts(3)["input_ids"].shape[1] + 3]), "pad_token_id": 0}

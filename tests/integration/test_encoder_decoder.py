@@ -23,11 +23,12 @@ from hf_specgen import (
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.heads import MedusaConfig, MedusaHeads
+from hf_specgen.targets.state_cache import MAX_ROW_SKEW
 from tests.helpers import SAMPLING, RowWisePrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.comparison import SEED, plain_and_speculative
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
-from tests.helpers.models import recorded_inputs, width
-from tests.helpers.oracle import ORACLES
+from tests.helpers.models import VOCAB, recorded_inputs, width
+from tests.helpers.oracle import ORACLES, Oracle
 
 ENDS: dict[str, Any] = {"eos_token_id": list(range(4, 24)), "pad_token_id": 0}
 
@@ -57,6 +58,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 def test_processors_see_what_plain_generate_shows_them(kind: str, processors: str) -> None:
+    """Would catch: a prefix without the start token, or a processor that reads the encoder's ids of another row."""
     inputs = encoder_inputs(kind, 3)
     assert assert_same(kind, inputs, ORACLES["sometimes"], max_new_tokens=14, **PROCESSORS[processors]).drafted > 0
 
@@ -108,13 +110,17 @@ def test_draft_with_an_encoder_of_given_encoder_outputs_is_refused() -> None:
         model.generate(**given, candidate_generator=DraftModelCandidates(shared_draft(model), k=3))
 
 
-def test_rows_far_ahead_wait_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_far_ahead_wait_for_the_slowest() -> None:
     """Would catch: passes that grow without end, tokens of a waiting row that are lost or read twice."""
-    monkeypatch.setattr("hf_specgen.targets.target.MAX_ROW_SKEW", 2)
+
+    def first_row_right(answers: torch.Tensor) -> Oracle:
+        wrong = (answers[1:] + 1) % VOCAB
+        return Oracle(torch.cat([answers[:1], wrong]), accuracy=1.0)
+
     with recorded_inputs(encoder_decoder("bart").get_decoder(), width) as widths:
-        speculation = assert_same("bart", encoder_inputs("bart", 3), ORACLES["sometimes"], max_new_tokens=20)
-    assert speculation.accepted > 0
-    assert max(widths) <= 2 + 4 + 1 + 4  # the lead, what a step adds to it, the pending token, a draft
+        speculation = assert_same("bart", encoder_inputs("bart", 3), first_row_right, max_new_tokens=60)
+    assert speculation.rows[0][0].accepted == 4
+    assert MAX_ROW_SKEW < max(widths) <= MAX_ROW_SKEW + 4 + 1 + 4  # with what a step adds, the pending token, a draft
 
 
 TABLES = {
@@ -126,6 +132,7 @@ TABLES = {
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_drafts_stay_within_the_table_of_positions(kind: str) -> None:
+    """Would catch: a draft token behind the last position, an index error in the embedding."""
     model = encoder_decoder(kind, **{TABLES[kind]: 24})
     assert assert_same(kind, encoder_inputs(kind, 2), ORACLES["sometimes"], model, max_length=24).accepted > 0
 
@@ -161,6 +168,7 @@ def test_ngrams_copy_from_the_text_of_the_encoder(candidates: Candidates) -> Non
 
 
 def test_draft_runs_its_own_encoder_once() -> None:
+    """Would catch: the encoder's input read again in every draft."""
     draft = perturbed_copy(encoder_decoder("bart"))
     runs: list[int] = []
     draft.get_encoder().register_forward_hook(lambda *_: runs.append(1))
@@ -170,6 +178,7 @@ def test_draft_runs_its_own_encoder_once() -> None:
 
 @pytest.mark.parametrize("kind", ["whisper", "t5"])
 def test_draft_with_the_weights_of_the_targets_encoder_shares_it(kind: str) -> None:
+    """Would catch: an encoder that runs twice on the same input."""
     model = encoder_decoder(kind)
     draft = perturbed_copy(model)
     draft.get_encoder().load_state_dict(model.get_encoder().state_dict())
@@ -224,6 +233,7 @@ def drafting(candidates: Candidates) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_calls_are_refused(case: str) -> None:
+    """Would catch: an error from the inside of the decoder, or other tokens."""
     make, message = REFUSED[case]
     model, inputs = encoder_decoder("bart"), encoder_inputs("bart", 1)
     with pytest.raises(ValueError, match=message):

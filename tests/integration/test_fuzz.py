@@ -172,6 +172,7 @@ def test_draw_has_every_strategy_and_entry_point() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_case_in_json_is_the_case_again(seed: int) -> None:
+    """Would catch: a failing case that cannot be repeated from what is printed."""
     case = draw(seed)
     assert Case.from_json(case.to_json()) == case
 

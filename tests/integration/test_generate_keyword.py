@@ -1,11 +1,13 @@
 """The keyword `candidate_generator=` and its surroundings: Transformers' own loop and generators, formats, presets."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 
 import hf_specgen
@@ -33,6 +35,7 @@ from tests.helpers.paths import BENCHMARK_ASSETS, HEAD_FIXTURES
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_uninstall_restores_the_original_and_custom_generate_works(batch: int) -> None:
+    """Would catch: a second wrapper that stays after `uninstall`, or `speculate` that needs the keyword."""
     original = GenerationMixin.generate._hf_specgen_original  # type: ignore[attr-defined]
     model, inputs, ngram = tiny_model("llama"), prompts(batch), NgramCandidates(k=5)
     try:
@@ -58,6 +61,31 @@ def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytes
     model, custom = tiny_model("llama"), len  # any callable
     assert model.generate(1, 2, three=3, streamer=4, custom_generate=custom) == "result"
     assert seen == [(model, (1, 2), {"three": 3, "streamer": 4, "custom_generate": custom})]
+
+
+def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: restoring the original over a tracer that was put around our function later."""
+    traced: list[str] = []
+
+    def original(self: Any, *args: Any, **kwargs: Any) -> str:
+        return f"plain {sorted(kwargs)}"
+
+    monkeypatch.setattr(GenerationMixin, "generate", original)
+    hf_specgen.install()
+    inner: Any = GenerationMixin.generate
+
+    @functools.wraps(inner)
+    def tracer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        traced.append("call")
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", tracer)
+    hf_specgen.uninstall()
+    assert GenerationMixin.generate is tracer
+    assert tracer(None, candidate_generator=1) == "plain ['candidate_generator']" and traced == ["call"]
+    hf_specgen.install()
+    assert GenerationMixin.generate is tracer, "our function inside is enabled again, not wrapped twice"
+    assert tracer(None, candidate_generator=None) == "plain []"
 
 
 # Our strategies in Transformers' own loop
@@ -94,6 +122,7 @@ class RepeatingGenerator(CandidateGenerator):
 
 
 def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
+    """Would catch: a generator of Transformers that never learns what was accepted, or has no statistics."""
     model, inputs, generator = tiny_model("llama"), prompts(1), RepeatingGenerator()
     output = model.generate(**inputs, max_new_tokens=30, candidate_generator=generator, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=30))
@@ -118,6 +147,7 @@ EMBEDDED = {"medusa-heads": MedusaCandidates, "exit-adapter": LayerSkipCandidate
 
 
 def test_auto_known_format_gives_its_strategy() -> None:
+    """Would catch: a format that is recognised by its folder's name, or as another one."""
     for fixture in FIXTURES.values():
         assert type(AutoCandidates.from_pretrained(fixture.checkpoint_folder)) is KINDS[fixture.family], fixture.folder
     for name, kind in EMBEDDED.items():
@@ -125,6 +155,7 @@ def test_auto_known_format_gives_its_strategy() -> None:
 
 
 def test_auto_subfolder_and_settings_reach_the_strategy() -> None:
+    """Would catch: a setting or a folder that is dropped on the way."""
     candidates = AutoCandidates.from_pretrained(HEAD_FIXTURES / "eagle3_original", subfolder="head", k=3, tree=8)
     assert repr(candidates) == f"EagleCandidates({str(HEAD_FIXTURES / 'eagle3_original' / 'head')!r}, k=3, tree=8)"
     adapter = str(BENCHMARK_ASSETS / "exit-adapter")
@@ -142,7 +173,7 @@ def test_hub_arguments_reach_the_download_of_any_checkpoint(kind: Any, monkeypat
         calls.append({"name": name, **options})
         return str(tmp_path)
 
-    monkeypatch.setattr("hf_specgen.heads.checkpoint.snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     given = {"revision": "v2", "token": "secret", "cache_dir": tmp_path}
     assert repr(str(tmp_path / "sub")) in repr(kind.from_pretrained("org/draft", subfolder="sub", **given))
     (call,) = calls
@@ -166,7 +197,7 @@ def test_prediction_is_encoded_by_the_tokenizer_of_the_call(reference_model: Any
 
     prompt = torch.tensor([[5, 6, 7]])
     answer = reference_model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 3:].tolist()
-    monkeypatch.setattr("hf_specgen.candidates.cross_tokenizer.load_tokenizer", pytest.fail)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", pytest.fail)
     given = {"candidate_generator": NgramCandidates(k=6), "prediction": "the answer", "tokenizer": Tokenizer()}
     output = reference_model.generate(prompt, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **given)
     assert output.sequences[0, 3:].tolist() == answer and output.speculation.steps < 4
@@ -185,6 +216,7 @@ CHOSEN = {
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_preset_has_plain_tokens_and_names_what_it_chose(name: str, batch: int) -> None:
+    """Would catch: other tokens by one of the three ways to give a preset, or a summary without its choice."""
     model, inputs = tiny_model("llama"), prompts(batch)
     plain = model.generate(**inputs, max_new_tokens=12)
     settings = {"max_new_tokens": 12, "return_dict_in_generate": True}

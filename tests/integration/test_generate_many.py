@@ -95,6 +95,7 @@ def answered(reference_model: Any, tokenizer: Any) -> tuple[list[list[int]], lis
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_read_the_hidden_states_of_their_row(reference_model: Any, answered: Any, name: str) -> None:
+    """Would catch: hidden states of the row that was in this place before, or a pass of the drafter for each row."""
     (prompts, expected), strategy = answered, HEADS[name]()
     settings = {"policy": FixedDepth(4), "max_new_tokens": 12, "do_sample": False}
     assert many(reference_model, prompts, strategy, max_rows=3, **settings) == expected
@@ -110,6 +111,7 @@ class EndsAt(StoppingCriteria):
 
 
 def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:
+    """Would catch: scores, a cache, a criterion or a streamer of another prompt."""
     model, prompts = tiny_model("llama"), some_prompts(7)
     arguments = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
     arguments |= {"repetition_penalty": 1.3, "stopping_criteria": [EndsAt()]}
@@ -133,6 +135,7 @@ def test_outputs_criteria_and_streamers_are_those_of_each_call() -> None:
 
 
 def test_rows_are_replaced_as_they_end_and_prompts_read_as_rows_become_free() -> None:
+    """Would catch: all prompts read at once, or rows that stay empty until the slowest one ends."""
     model, read = tiny_model("llama"), list[int]()
 
     def prompts() -> Iterator[list[int]]:
@@ -152,6 +155,7 @@ def test_rows_are_replaced_as_they_end_and_prompts_read_as_rows_become_free() ->
 
 
 def test_exception_and_early_exit_end_the_sessions_of_all_rows() -> None:
+    """Would catch: a session that goes on after its call, and changes what later calls read."""
     model, prompts = tiny_model("llama"), some_prompts(6)
     history = hf_specgen.NgramHistory()
     with pytest.raises(ValueError, match="the prompt is empty"):
@@ -163,6 +167,7 @@ def test_exception_and_early_exit_end_the_sessions_of_all_rows() -> None:
 
 
 def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
+    """Would catch: a draft for each row as if it were alone, so that a common pass is too large."""
     model, prompts = tiny_model("llama"), some_prompts(8)
     strategy = NgramCandidates()
     assert many(model, prompts, strategy, policy=GPU_LIKE, **GREEDY) == alone(model, prompts, **GREEDY)
@@ -192,5 +197,6 @@ def test_rows_pause_together_once_drafting_has_lost_time() -> None:
     ],
 )
 def test_calls_that_cannot_be_made_are_refused(arguments: dict[str, Any], words: str) -> None:
+    """Would catch: an argument that is ignored, or an error after some answers."""
     with pytest.raises(ValueError, match=words):
         many(tiny_model("llama"), some_prompts(2), NgramCandidates(), **{"max_new_tokens": 4, **arguments})

@@ -3,21 +3,23 @@
 `pytest tests --fixtures DIR` runs other fixtures of the same kind; each folder with an `expected.json` is one.
 """
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from hf_specgen import AutoCandidates, Candidates, CombinedCandidates, FixedDepth, MedusaCandidates, MTPCandidates
+from hf_specgen import AutoCandidates, Call, Candidates, CombinedCandidates, FixedDepth, MedusaCandidates, MTPCandidates
 from hf_specgen.candidates.encoder_draft import decoder_prompt
-from hf_specgen.candidates.one_pass import MarkovSession
-from hf_specgen.heads.runner import ParallelRunner
+from hf_specgen.heads.runner import PREFILL_CHUNK
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import CoupledVerifier, VerificationResult
+from hf_specgen.verification import CoupledVerifier, VerificationResult, VerificationSession
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
-from tests.helpers.calls import make_call, make_state
+from tests.helpers.calls import make_call, make_state, with_sessions
 from tests.helpers.comparison import answers, plain_output
 from tests.helpers.head_fixtures import FIXTURES, Fixture, reread, steered
 from tests.helpers.medusa import fitted_heads, random_heads
@@ -27,7 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Rounds:
-    """A strategy's session beside the target, in recorded steps; `logits` are the last draft's, by depth."""
+    """A strategy's session beside the target, in recorded steps.
+
+    `logits` `[batch, depths, vocab]` are those of the last draft.
+    """
+
+    logits: torch.Tensor
 
     def __init__(self, fixture: Fixture, prompts: list[str], candidates: Candidates):
         self.target_model = fixture.target
@@ -36,28 +43,18 @@ class Rounds:
         call = replace(make_call(make_state(texts), candidates=candidates), model=self.target_model)
         requirements = candidates.target_requirements(self.target_model)
         self._target = make_target(requirements, self.target_model, *decoder_prompt(self.target_model, call, texts))
-        self._call = replace(call, target=self._target, verification=CoupledVerifier().start(call))
+        verification: Any = CoupledVerifier().start(call)
+        self._call = replace(call, target=self._target, verification=verification)
         self._session: Any = candidates.start(self._call)
-        self.logits: list[torch.Tensor] = []
-        for method in ("first_scores", "next_scores", "depth_logits"):
-            if hasattr(self._session, method):
-                setattr(self._session, method, self._recorded(getattr(self._session, method)))
-        self._pairs: Any = None
-        if isinstance(self._session, MarkovSession):
-            corrected = self._session.corrected
-            self._session.corrected = lambda base: vars(self).update(_pairs=corrected(base)) or self._pairs
+        self._scores: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        """What the session has asked `draft_scores` for: scores, and the tokens that they are of."""
+        draft_scores = verification.draft_scores
 
-    def _recorded(self, compute: Any) -> Any:
-        def record(*arguments: Any) -> torch.Tensor:
-            scores, ids = compute(*arguments), getattr(self._session, "token_ids", None)
-            logits = scores
-            if ids is not None:
-                vocab = self.target_model.get_output_embeddings().weight.shape[0]
-                logits = scores.new_full((*scores.shape[:-1], vocab), -torch.inf).index_copy(-1, ids, scores)
-            self.logits += [logits] if logits.dim() == 2 else list(logits.unbind(dim=1))
-            return scores
+        def recorded(scores: torch.Tensor, steps: Any, tokens: torch.Tensor | None = None) -> torch.Tensor:
+            self._scores.append((scores, tokens))
+            return draft_scores(scores, steps, tokens)
 
-        return record
+        verification.draft_scores = recorded
 
     def draft(self, number: int, depth: int) -> DraftTree:
         """The draft of a round, once the target has emitted the tokens that the text got since the one before."""
@@ -77,21 +74,29 @@ class Rounds:
             for row, tokens in enumerate(new):
                 state.append(row, tokens)
             self._session.observe(VerificationResult(paths, new, [len(tokens) - 1 for tokens in new]))
-        self.logits.clear()
+        self._scores.clear()
         tree = self._session.draft([depth] * batch)
-        if self._pairs is not None:
-            vocab = self.target_model.get_output_embeddings().weight.shape[0]
-            self.logits = list(_along(tree, *self._pairs, vocab).unbind(dim=1))
+        vocab = self.target_model.get_output_embeddings().weight.shape[0]
+        self.logits = torch.cat([_along(tree, *one, vocab) for one in self._scores], dim=1)
         return tree
 
 
-def _along(chains: DraftTree, pairs: torch.Tensor, columns: torch.Tensor, vocab: int) -> torch.Tensor:
-    """`[batch, depths, vocab]` logits along chains, from those after each likely token of the depth before."""
-    rows, depths = torch.arange(chains.batch)[:, None], torch.arange(chains.nodes)
-    previous = (columns == chains.tokens[..., None]).int().argmax(dim=2).roll(1, dims=1)
-    previous[:, 0] = 0
-    full = torch.full((chains.batch, chains.nodes, vocab), -torch.inf)
-    return full.scatter(2, columns, pairs[rows, depths, previous])
+def _along(chains: DraftTree, scores: torch.Tensor, tokens: torch.Tensor | None, vocab: int) -> torch.Tensor:
+    """`[batch, depths, vocab]` logits along chains; `scores` may be those after each likely token of the depth before.
+
+    They are `[batch, depths, draft vocab]` or `[batch, depths, previous, draft vocab]`.
+    """
+    if scores.dim() == 4 and tokens is None:
+        scores = scores[:, :, 0]
+    elif scores.dim() == 4 and tokens is not None:
+        previous = (tokens == chains.tokens[..., None]).int().argmax(dim=2).roll(1, dims=1)
+        previous[:, 0] = 0
+        scores = scores[torch.arange(chains.batch)[:, None], torch.arange(chains.nodes), previous]
+    scores = scores.masked_fill(scores < -1e19, -torch.inf)  # which sessions make finite
+    if tokens is None:
+        return scores
+    full = torch.full((*scores.shape[:2], vocab), -torch.inf)
+    return full.scatter(2, tokens.expand_as(scores), scores)
 
 
 @pytest.mark.parametrize("rows", ["alone", "batch"])
@@ -109,10 +114,10 @@ def test_head_drafts_with_the_logits_of_its_original(head_fixture: Fixture, rows
         steps = Rounds(head_fixture, names, candidates)
         for number in head_fixture.rounds:
             tree = steps.draft(number, depth)
-            logits = torch.stack(steps.logits, dim=1)
             for row, prompt in enumerate(names):
                 drafted = head_fixture.drafted(prompt, number)
-                ours = logits[row] if drafted.candidates is None else logits[row].gather(-1, drafted.candidates)
+                ours = steps.logits[row]
+                ours = ours if drafted.candidates is None else ours.gather(-1, drafted.candidates)
                 ours = ours.softmax(dim=-1) if drafted.is_normalised else ours
                 torch.testing.assert_close(ours, drafted.logits, **tolerance)
                 assert tree.tokens[row].tolist() == drafted.tokens
@@ -125,11 +130,12 @@ ONE_OF_EACH += ["dflash_zlab", "speculators_peagle_llama", "speculators_dspark_r
 EAGLE = FIXTURES["eagle1_original"]
 
 
-def partly_right(name: str, batch: int, new: int, sampling: Any = None, **settings: Any) -> Any:
+def partly_right(name: str, inputs: Any, new: int, target: Any = None, sampling: Any = None, **settings: Any) -> Any:
     """A strategy for a fixture, some of whose draft tokens are accepted after these prompts."""
-    fixture, inputs = FIXTURES[name], prompts(batch)
-    plain, _ = plain_output(fixture.target, inputs, max_new_tokens=new, **sampling or {})
-    texts = answers(fixture.target, inputs, plain)
+    fixture = FIXTURES[name]
+    target = target or fixture.target
+    plain, _ = plain_output(target, inputs, max_new_tokens=new, **sampling or {})
+    texts = answers(target, inputs, plain)
     return steered(AutoCandidates.from_pretrained(fixture.checkpoint_folder, **settings), texts.tolist())
 
 
@@ -137,14 +143,16 @@ def partly_right(name: str, batch: int, new: int, sampling: Any = None, **settin
     ("case", "tree"), [("drafts", None), ("drafts", 8), ("plain steps first", None), ("chunks", 8)]
 )
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree: Any, monkeypatch: Any) -> None:
+def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree: Any) -> None:
     """Would catch: features of rejected nodes or of the head itself, a shift by one, states of plain steps left out."""
-    if case == "chunks":
-        monkeypatch.setattr("hf_specgen.heads.runner.PREFILL_CHUNK", 5)
-    policy = AfterPlainSteps(3) if case == "plain steps first" else FixedDepth()
-    candidates = partly_right(name, 3, 16, k=3, tree=tree, policy=policy)
-    arguments = {"max_new_tokens": 16, "prefill_chunk_size": 7 if case == "chunks" else None}
-    statistics = assert_same_tokens(FIXTURES[name].target, prompts(3), candidates, **arguments)
+    target, inputs, arguments = FIXTURES[name].target, prompts(3), {"max_new_tokens": 16}
+    settings: dict[str, Any] = {"policy": AfterPlainSteps(3) if case == "plain steps first" else FixedDepth()}
+    if case == "chunks":  # a prompt that the head reads in two, and the target in three passes
+        target, inputs = with_positions(target, 1024), prompts(2, PREFILL_CHUNK + 9)
+        arguments["prefill_chunk_size"] = 200
+        settings |= {} if name.startswith("mtp") else {"draft_window": None}
+    candidates = partly_right(name, inputs, 16, target, k=3, tree=tree, **settings)
+    statistics = assert_same_tokens(target, inputs, candidates, **arguments)
     assert 0 < statistics.accepted < statistics.drafted
     session = candidates.session
     runner = session.runner
@@ -156,33 +164,53 @@ def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree:
                 torch.testing.assert_close(mine[place, :, :length], expected[0, :, :length], atol=1e-4, rtol=1e-4)
 
 
+def with_positions(target: Any, positions: int) -> Any:
+    """A copy of a target that has so many positions."""
+    longer = copy.deepcopy(target)
+    longer.config.max_position_embeddings = positions
+    return longer
+
+
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_ended_rows_leave_the_batch(name: str) -> None:
     """The first row ends at once: would catch its hidden states taken for something to read."""
     target, inputs = FIXTURES[name].target, prompts(3)
-    candidates = partly_right(name, 3, 20, k=3, tree=6)
+    candidates = partly_right(name, inputs, 20, k=3, tree=6)
     end = int(plain_output(target, inputs, max_new_tokens=20)[0][0, 12])
     assert_same_tokens(target, inputs, candidates, max_new_tokens=20, eos_token_id=end, pad_token_id=0)
     assert len(candidates.session.runner.rows) < 3
 
 
+class WaitingRows(CoupledVerifier):
+    """Lets no row be more than two tokens ahead."""
+
+    def start(self, call: Call) -> VerificationSession:
+        session: Any = super().start(call)
+        session.max_row_skew = lambda: 2
+        return session
+
+
 @pytest.mark.parametrize("name", ["dflash_zlab", "speculators_peagle_llama"])
-def test_row_that_waits_for_slower_rows_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_waits_for_slower_rows_same_tokens(name: str) -> None:
     """Would catch: a draft behind a text that has not grown since the last one, whose features are read already."""
-    monkeypatch.setattr("hf_specgen.verification.coupled.MAX_NOISE_BYTES", 0)
-    monkeypatch.setattr("hf_specgen.verification.coupled.MIN_BUFFERED_STEPS", 2)
     sampling, fixture = SAMPLING["sampled"], FIXTURES[name]
     texts = plain_output(fixture.target, prompts(2), max_new_tokens=24, **sampling)[0][:, 12:].tolist()
     candidates = steered(AutoCandidates.from_pretrained(fixture.head_folder, k=4), [texts[0], []])
-    waiting, draft = list[bool](), ParallelRunner.draft
+    drafts: list[tuple[int, int]] = []  # of the first row: its length, and how deep it drafts
 
-    def recorded(runner: Any, features: Any, tokens: Any, needed: Any, depth: int) -> torch.Tensor:
-        waiting.append(any(needs and not new for needs, new in zip(needed, tokens, strict=True)))
-        return draft(runner, features, tokens, needed, depth)
+    def record(session: Any) -> None:
+        draft = session.draft
 
-    monkeypatch.setattr(ParallelRunner, "draft", recorded)
-    assert_same_tokens(fixture.target, prompts(2), candidates, max_new_tokens=24, **sampling)
-    assert any(waiting)
+        def recorded(max_depths: Sequence[int]) -> Any:
+            drafts.append((len(session.call.state.generated[0]), max_depths[0]))
+            return draft(max_depths)
+
+        session.draft = recorded
+
+    arguments = {"max_new_tokens": 24, "verification": WaitingRows(), **sampling}
+    assert_same_tokens(fixture.target, prompts(2), with_sessions(candidates, record), **arguments)
+    waited = [length == before for (before, _), (length, depth) in pairwise(drafts) if depth]
+    assert any(waited), "the row drafts again after a step in which it waited"
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -190,7 +218,7 @@ def test_eagle_beside_medusa_same_tokens(sampling: str) -> None:
     """Would catch: heads that read different hidden states of one target, each given the states of both."""
     target = FIXTURES["eagle3_original"].target
     medusa = MedusaCandidates(fitted_heads(target, prompts(3), **SAMPLING[sampling]), tree=6)
-    eagle = partly_right("eagle3_original", 3, 20, SAMPLING[sampling], k=3)
+    eagle = partly_right("eagle3_original", prompts(3), 20, sampling=SAMPLING[sampling], k=3)
     candidates = CombinedCandidates([eagle, medusa], policy=FixedDepth(4))
     assert assert_same_tokens(target, prompts(3), candidates, max_new_tokens=20, **SAMPLING[sampling]).accepted > 0
 
@@ -199,7 +227,7 @@ def test_eagle_beside_heads_that_are_never_right_loses_few_steps() -> None:
     """Would catch: confident wrong tokens that displace right ones for longer than their acceptance takes to count."""
     steps = []
     for others in ([], [MedusaCandidates(random_heads(EAGLE.target), tree=6)]):
-        eagle = partly_right("eagle1_original", 1, 40, k=3)
+        eagle = partly_right("eagle1_original", prompts(1), 40, k=3)
         candidates = CombinedCandidates([eagle, *others], policy=FixedDepth(4))
         steps.append(assert_same_tokens(EAGLE.target, prompts(1), candidates, max_new_tokens=40).steps)
     assert steps[0] < 25 and steps[1] <= steps[0] + 2
@@ -207,7 +235,7 @@ def test_eagle_beside_heads_that_are_never_right_loses_few_steps() -> None:
 
 def test_eagle_prompt_and_accepted_tokens_are_read_once_and_plain_steps_run_no_head() -> None:
     """Would catch: the text read again in every draft, or logits of the whole prompt."""
-    candidates = partly_right("eagle1_original", 1, 20, k=3)
+    candidates = partly_right("eagle1_original", prompts(1), 20, k=3)
     widths, logits = list[int](), list[int]()
     candidates._on(EAGLE.target).head.register_forward_hook(lambda m, a, output: widths.append(output.output.shape[1]))
     handle = EAGLE.target.lm_head.register_forward_hook(lambda m, a, output: logits.append(output.shape[1]))
@@ -221,6 +249,7 @@ def test_eagle_prompt_and_accepted_tokens_are_read_once_and_plain_steps_run_no_h
 
 
 def test_mtp_without_a_checkpoint_uses_where_the_target_was_loaded_from() -> None:
+    """Would catch: a target that has the head's weights beside its own, and a strategy that asks for their folder."""
     fixture = FIXTURES["mtp_transformers_glm4_moe"]
     fixture.target.config.name_or_path = str(fixture.target_folder)
     assert_same_tokens(fixture.target, prompts(1), MTPCandidates(k=1), max_new_tokens=4)

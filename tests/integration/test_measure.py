@@ -105,11 +105,13 @@ def metric(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_acceptance_of_steps(metric: Any, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Would catch: nodes of a tree taken for its depth, or one of two definitions of the mean length for the other."""
     found = metric.compute(**given)
     assert {key: found[key] for key in expected} == expected
 
 
 def test_impossible_steps_are_refused(metric: Any) -> None:
+    """Would catch: an acceptance rate above one from arguments in another order."""
     with pytest.raises(ValueError, match="accepted <= depth <= drafted"):
         metric.compute(drafted=[2], accepted=[3])
     with pytest.raises(ValueError, match="argument 4 is longer"):
@@ -132,6 +134,7 @@ LOCAL = [name for name, spec in yaml.safe_load(CATALOGUE.read_text())["domains"]
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_local_domains(name: str) -> None:
+    """Would catch: a domain with empty turns, or with templates in place of prompts."""
     domain = load_domain(name)
     assert len(domain.conversations) >= 40
     assert {len(turns) for turns in domain.conversations} == {2 if name == "chat" else 1}
@@ -156,6 +159,7 @@ def write_domain(folder: Path, spec: dict, rows: list[dict] | None = None) -> Pa
 
 
 def test_own_domain_in_a_few_lines(tmp_path: Path) -> None:
+    """Would catch: a condition, a template or a setting of a domain that is ignored."""
     rows = [{"a": "one", "b": 1}, {"a": "two", "b": 2}]
     spec = {"data": "rows.jsonl", "where": {"b": 2}, "prompt": "Say {a}.", "generation": {"do_sample": False}}
     domain = load_domain("own", write_domain(tmp_path, spec, rows))
@@ -176,6 +180,7 @@ def test_own_domain_in_a_few_lines(tmp_path: Path) -> None:
     ],
 )
 def test_bad_domains(spec: dict, rows: list | None, message: str, tmp_path: Path) -> None:
+    """Would catch: an error that does not say which field of a domain is wrong."""
     with pytest.raises(DomainError, match=message):
         load_domain("own", write_domain(tmp_path, spec, rows))
 

@@ -62,6 +62,7 @@ def test_export_round_trip_keeps_every_tensor(to: str, own: bool, num_layers: in
 
 
 def test_export_writes_the_names_that_other_programs_read(tmp_path: Path) -> None:
+    """Would catch: a checkpoint that loads here, and nowhere else."""
     model = tiny_model("llama")
     shared, own = random_heads(model, num_heads=1), random_heads(model, num_heads=1, own_outputs=True)
     export_head(shared, tmp_path / "v2", "medusa")
@@ -82,6 +83,7 @@ LAYOUTS = ["rows of the map", "whole matrices", "one matrix", "prefix", "own for
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_truncated_vocabulary_scores_the_tokens_of_its_map(layout: str, tmp_path: Path) -> None:
+    """Would catch: rows of a truncated output matrix taken for the first tokens of the vocabulary."""
     model, folder = tiny_model("llama"), tmp_path / "vllm"
     heads = random_heads(model, own_outputs=True)
     export_head(heads, folder, "vllm")
@@ -138,6 +140,8 @@ def test_heads_without_biases_or_config_load(tmp_path: Path) -> None:
 
 
 def test_chat_templates_are_told_apart_by_their_hash() -> None:
+    """Would catch: several named templates taken for none, or for the same one."""
+
     class Tokenizer:
         chat_template: Any = "{{ messages }}"
 
@@ -160,6 +164,7 @@ def test_chat_templates_are_told_apart_by_their_hash() -> None:
 def test_medusa_heads_of_another_target_raise(
     architecture: str, overrides: dict[str, int], difference: str, loaded: bool, tmp_path: Path
 ) -> None:
+    """Would catch: an error of shapes in the first draft, or heads of another model that are never right."""
     heads = random_heads(tiny_model("llama"))
     save_head(heads, tmp_path)
     candidates = MedusaCandidates(heads if loaded else str(tmp_path))
@@ -263,6 +268,7 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
 
 
 def test_new_heads_return_the_state_of_the_target() -> None:
+    """Would catch: new heads whose training begins with noise."""
     model = tiny_model("llama")
     heads = MedusaHeads.from_target(model, num_heads=3, num_layers=2, reads_path=True)
     state = torch.randn(5, 64)
@@ -296,6 +302,7 @@ def test_profile_keys_of_loaded_modules_differ_by_object() -> None:
 
 
 def test_medusa_wrong_uses_raise() -> None:
+    """Would catch: a path of another length read as far as it goes."""
     heads, sizes = random_heads(tiny_model("llama")), {"target_hidden_size": 8, "num_aux_hidden_states": 1}
     with pytest.raises(ValueError, match="works with generate"):
         MedusaCandidates(heads).get_candidates(torch.tensor([[1, 2]]))

@@ -115,13 +115,15 @@ def test_prompt_of_one_token_is_read_once(tmp_path: Path) -> None:
     """Would catch: a second pass over the prompt, or over its last token."""
     target, draft = small_model("abcdef?", tmp_path / "target", 0), small_model("?fedcba", tmp_path / "draft", 3)
     call = {"max_new_tokens": 3, "candidate_generator": DraftModelCandidates(draft, k=1)}
-    target.generate(torch.tensor([[0]]), **call)  # checks the draft
     with recorded_inputs(draft, torch.Tensor.tolist) as read:
+        target.generate(torch.tensor([[0]]), **call)  # checks the draft, which has a hook now
+        read.clear()
         [[_, first, *_]] = target.generate(torch.tensor([[0]]), **call)
     assert read == [[[6]], [[6 - int(first)]]]
 
 
 def test_prompt_longer_in_the_tokens_of_the_draft_is_refused(tmp_path: Path) -> None:
+    """Would catch: a draft behind the draft model's last position, whose text has more tokens than the target's."""
     target = small_model("abcdef?", tmp_path / "target", 0)
     draft = small_model("?fedcba", tmp_path / "draft", 3, positions=4)
     with pytest.raises(ValueError, match="at most 4"):
@@ -196,6 +198,7 @@ def candidates_of(answers: torch.Tensor) -> dict[str, tuple[Any, Any]]:
 @pytest.mark.parametrize("name", ["strategy", "chain", "some rows", "one for all", "combined", "call"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_prediction_same_tokens_in_batches(name: str, sampling: str) -> None:
+    """Would catch: the prediction of another row, or one that is used in the call alone and not by the strategy."""
     model, arguments = tiny_model("llama"), {"max_new_tokens": 24, **SAMPLING[sampling]}
     answers = plain_output(model, prompts(3), **arguments)[0][:, 12:]
     candidates, prediction = candidates_of(answers)[name]

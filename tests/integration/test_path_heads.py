@@ -14,7 +14,6 @@ from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hf_specgen import DFlashCandidates, MTPCandidates
-from hf_specgen.heads import path_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import LayeredRunner, load_mtp
 from hf_specgen.heads.path_head import PathRunner
@@ -45,12 +44,12 @@ def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> 
     [*((name, False) for name in HEADS), ("domino_specforge", True), ("speculators_dspark_rnn", True)],
 )
 @torch.no_grad()
-def test_path_runner_has_the_logits_of_the_original_on_two_paths(name: str, limited: bool, monkeypatch: Any) -> None:
+def test_path_runner_has_the_logits_of_the_original_on_two_paths(name: str, limited: bool) -> None:
     """The greedy path and another one, in one tree. Would catch: the state of another path or depth."""
-    if limited:
-        monkeypatch.setattr(path_head, "MAX_CANDIDATES", 10)
     fixture = HEADS[name]
     bound: Any = load_head(fixture.head_folder).bind(fixture.target)
+    if limited:
+        bound.head.max_candidates = 10
     for prompt in fixture.prompts:
         runner = PathRunner(bound, 1)
         features, tokens = states_of(fixture, bound, fixture.text(prompt, 1))
@@ -262,6 +261,7 @@ def test_layout_that_the_file_leaves_open_is_measured(first: int) -> None:
 
 
 def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:
+    """Would catch: a pass counted for each depth of the draft, so that the policy takes the head for slow."""
     fixture = HEADS["domino_specforge"]
     statistics = assert_same_tokens(fixture.target, prompts(2), strategy(fixture, k=5, tree=8), max_new_tokens=8)
     assert {tuple(step.passes) for step in statistics.passes if step.passes} <= {(8,), (16,)}

@@ -128,6 +128,7 @@ def test_head_of_every_format_same_tokens(place: int, name: str) -> None:
 
 
 def test_generate_int32_prompt_keeps_its_dtype() -> None:
+    """Would catch: ids returned in another dtype than those given."""
     model, inputs = tiny_model("llama"), {"input_ids": prompts(1)["input_ids"].int()}
     plain = model.generate(**inputs, max_new_tokens=6)
     ours = model.generate(**inputs, max_new_tokens=6, candidate_generator=NgramCandidates())
@@ -144,9 +145,17 @@ def test_generate_with_positional_arguments_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_generate_in_lower_precision_same_first_token(dtype: torch.dtype) -> None:
-    """Later tokens may differ at near-ties, since k rows round differently from one; the first pass is the same."""
-    model = fresh_model("llama").to(dtype)
-    plain = model.generate(**prompts(2), max_new_tokens=10)
-    ours = model.generate(**prompts(2), max_new_tokens=10, candidate_generator=NgramCandidates(tree=16))
-    assert ours.shape == plain.shape and torch.equal(ours[:, :13], plain[:, :13])
+def test_generate_in_lower_precision_same_first_token_and_best_ones_but_for_rounding(dtype: torch.dtype) -> None:
+    """Would catch: wrong masks or positions that are taken for rounding, by which near-ties may be decided otherwise.
+
+    The first pass is that of plain `generate`. 4 units in the last place: what a pass of four layers rounds.
+    """
+    model, inputs, candidates = fresh_model("llama").to(dtype), prompts(2), NgramCandidates(tree=16)
+    plain = model.generate(**inputs, max_new_tokens=20)
+    ours = model.generate(**inputs, max_new_tokens=20, candidate_generator=candidates)
+    assert ours.shape == plain.shape and torch.equal(ours[:, :13], plain[:, :13]) and candidates.speculation.drafted > 0
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 20, dtype=torch.long)], dim=1)
+    with torch.no_grad():
+        logits = model(ours, attention_mask=mask, position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0)).logits[:, 11:-1]
+    behind = logits.amax(dim=-1) - logits.gather(2, ours[:, 12:, None])[..., 0]
+    assert float(behind.max()) <= 4 * torch.finfo(dtype).eps * float(logits.abs().max())

@@ -97,7 +97,8 @@ def test_autocast_is_rounded_as_half_precision_and_refuses_no_later_call() -> No
     arguments = {"max_new_tokens": 4, "candidate_generator": NgramCandidates()}
     for is_enabled in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
-            model.generate(torch.tensor([[5, 6, 7]]), **arguments)
+            assert model.generate(torch.tensor([[5, 6, 7]]), **arguments).shape == (1, 7)
+    assert_same_tokens(model, {"input_ids": torch.tensor([[5, 6, 7]])}, NgramCandidates(), max_new_tokens=12)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

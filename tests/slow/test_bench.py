@@ -128,6 +128,7 @@ def test_speedup_over_the_best_plain_setting() -> None:
 
 
 def test_verdicts() -> None:
+    """Would catch: a speedup called certain by its mean alone, or by too few requests."""
     (faster,) = summary.speed([cell_of(seconds=[1.0, 1.1, 0.9, 1.0], plain=[2.0, 2.1, 1.9, 2.0])], "domain")
     assert faster["verdict"] == "faster" and faster["speedup"] == pytest.approx(2.0) and faster["low"] > 1.9
     (unsure,) = summary.speed([cell_of(seconds=[1.0, 3.0, 1.0, 3.0], plain=[1.5, 2.0, 2.0, 2.0])], "domain")

@@ -59,6 +59,7 @@ def given_curve(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_interrupted_run_keeps_its_records_and_goes_on(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Would catch: records that are lost at an interruption, or measured again in other rounds."""
     plan = replace(SMALL, strategies=("ngram",), domains=("edit",), batches=(), temperatures=(), contexts=())
     plan = replace(on_tiny_target(plan, folder), repeats=4, seed=7, tuning_prompts=1)
     rounds: list[int] = []
@@ -129,6 +130,7 @@ BAD_ARGUMENTS: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
 def test_bad_arguments(arguments: str, message: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Would catch: a run of hours that fails at its end because of a name in its plan."""
     monkeypatch.chdir(ROOT)
     exit_code = main(["suite", *arguments.split(), "--out", str(tmp_path / "out")])
     assert exit_code == 2 and message in re.sub(r"\s+", " ", capsys.readouterr().err)
@@ -181,6 +183,7 @@ def test_records_of_a_clean_clone_replace_the_old_ones_without_paths(tmp_path: P
 
 
 def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
+    """Would catch: a prompt that two processes measure, or a report of one process alone."""
     arguments = ["suite", "--model", str(folder / "target"), "--strategies", "ngram", "--peers", ""]
     arguments += ["--domains", "edit,json", "--prompts", "2", "--repeats", "1", "--max-new-tokens", "4"]
     arguments += ["--batches", "", "--temperatures", "", "--contexts", "", "--out", str(tmp_path)]
@@ -201,6 +204,7 @@ ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperature
 
 
 def test_memory_is_measured_for_every_strategy_with_and_without_scores(folder: Path, monkeypatch: Any) -> None:
+    """Would catch: a peak that includes what was measured before, or scores that are not kept."""
     monkeypatch.setattr(memory, "NEW_TOKENS", 128)
     monkeypatch.setattr(memory, "in_new_process", lambda function, *given: run_in_ranks(function, [given])[0])
     plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("ngram",), memory_context=256)
@@ -226,6 +230,7 @@ def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ou
 
 
 def test_a_different_token_fails_the_run(finished, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Would catch: a run whose tokens differ, and that ends with success."""
     outcome, _, _ = finished
     difference = {"row": 0, "position": 9, "plain_token": 1, "our_token": 2}
     difference |= {"decided by": "logits", "margin": 0.25, "explained": "rounding"}  # which float32 must not need

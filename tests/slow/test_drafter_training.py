@@ -92,6 +92,7 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
 @pytest.mark.parametrize("name", BLOCK)
 @torch.no_grad()
 def test_block_training_equals_drafting(name: str, packed: bool) -> None:
+    """Would catch: training on masks, positions or hidden states that the head never sees when it drafts."""
     fixture, batch = FIXTURES[name], batch_of(14, packed)
     bound = load_head(fixture.head_folder).bind(fixture.target)
     features = read_target(fixture.target, batch, bound.aux_hidden_state_layers).features
@@ -160,6 +161,7 @@ def test_loss_is_the_naive_one(reads_path: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("drafted_ids", [None, torch.arange(0, VOCAB, 2)])
 def test_every_loss_is_the_naive_one(drafted_ids: torch.Tensor | None) -> None:
+    """Would catch: a loss over chunks, or over a smaller vocabulary, that is not the one of its name."""
     model, hidden, answers = tiny_model("llama"), torch.randn(9, 64), [0] * 5 + [1] * 4
     known, matrix = learnt(hidden, answers), torch.randn(VOCAB if drafted_ids is None else len(drafted_ids), 64)
     state = torch.randn(9, 64)

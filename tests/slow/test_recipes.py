@@ -154,6 +154,7 @@ def test_interrupted_run_resumes_with_the_losses_of_an_uninterrupted_one(folder:
 def test_states_on_disk_give_the_same_losses_without_the_target(
     folder: Path, tmp_path: Path, monkeypatch: Any, recipe: Any, more: list[str]
 ) -> None:
+    """Would catch: states of other rows read from the disk, or the target loaded beside them."""
     held_out = ["--evaluation", str(folder / "held-out.jsonl"), "--eval-strategy", "steps", "--evaluation-tokens", "4"]
     more = [*more, *SAVES, "--save-steps", "2", *held_out, "--eval-steps", "2"]
     without, features = str(tmp_path / "without"), ["--features", str(tmp_path / "states")]
@@ -239,6 +240,7 @@ def test_an_exit_adapter_is_trained_and_fits_no_other_target(folder: Path) -> No
 def test_what_cannot_work_is_refused_before_data_are_encoded(
     folder: Path, monkeypatch: Any, recipe: Any, more: list[str], message: str
 ) -> None:
+    """Would catch: an error of a setting after hours in which data were encoded."""
     monkeypatch.setattr("training.encoded", lambda *_: pytest.fail("data were read"))
     monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: False)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -246,6 +248,7 @@ def test_what_cannot_work_is_refused_before_data_are_encoded(
 
 
 def test_rows_without_known_columns_are_refused_before_the_target_is_loaded(folder: Path, monkeypatch: Any) -> None:
+    """Would catch: a target of gigabytes loaded before the first row was looked at."""
     (folder / "other.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     monkeypatch.setattr(training, "load_target", lambda *_: pytest.fail("the target was loaded"))
     for given in (["--data", str(folder / "other.jsonl")], ["--evaluation", str(folder / "other.jsonl")]):
@@ -254,6 +257,7 @@ def test_rows_without_known_columns_are_refused_before_the_target_is_loaded(fold
 
 
 def test_the_hub_is_asked_before_training_and_gets_the_result(folder: Path, monkeypatch: Any) -> None:
+    """Would catch: a training of days whose result cannot be uploaded, or an upload of its checkpoints."""
     calls: list[Any] = []
 
     class Hub:
@@ -279,6 +283,7 @@ def test_the_hub_is_asked_before_training_and_gets_the_result(folder: Path, monk
 
 
 def test_dry_run_and_simulation_print_what_to_expect(folder: Path, capsys: Any) -> None:
+    """Would catch: a dry run that trains, or a simulation without the figures that it is made for."""
     held_out = ["--evaluation", str(folder / "held-out.jsonl"), "--evaluation-tokens", "6"]
     train_eagle.main(arguments(folder, "dry", *HEAD, "--steps", "100", "--dry-run", "true"))
     printed = capsys.readouterr().out
@@ -319,6 +324,7 @@ def interrupted(answers: Any) -> Any:
 
 
 def test_a_server_answers_conversations(folder: Path, monkeypatch: Any) -> None:
+    """Would catch: settings of a call that do not reach the server, or answers without their reasoning."""
     asked: list[dict[str, Any]] = []
 
     class Client:

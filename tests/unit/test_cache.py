@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specgen.targets import cache as module
-from hf_specgen.targets.cache import RaggedCache, RaggedLayer
+from hf_specgen.targets.cache import MAX_ROLLBACK, MIN_SPARE_SLOTS, RaggedCache, RaggedLayer
 from hf_specgen.targets.lasting_buffers import CAPACITY_BLOCK, GraphBuffers
 from tests.helpers import reference
 
@@ -65,24 +64,29 @@ def test_ragged_cache_agrees_with_lists(data: st.DataObject) -> None:
     """Would catch: a write at a wrong slot, a node moved wrongly, stale lengths, contents lost in growth."""
     text: Text = [[] for _ in range(data.draw(st.integers(1, 3), "batch"))]
     cache, number = RaggedCache(), 0
-    with patch.object(module, "MIN_SPARE_SLOTS", 2):
-        for _ in range(data.draw(st.integers(1, 6), "steps")):
-            nodes = data.draw(st.integers(0, 5), "nodes")
-            step = [[number + row * 100 + i for i in range(1 + nodes)] for row in range(len(text))]
-            number += 10
-            starts = tuple(map(len, text))
-            for index, (keys, values) in enumerate(write(cache, step)):
-                for row, old in enumerate(text):
-                    expected = states([old + step[row]], index)
-                    assert torch.equal(keys[row : row + 1, :, : len(old) + 1 + nodes], expected[0])
-                    assert torch.equal(values[row : row + 1, :, : len(old) + 1 + nodes], expected[1])
-                assert keys.shape[2] == values.shape[2] == max(starts) + 1 + nodes
-            paths = [data.draw(paths_down(nodes), "path") for _ in text]
-            cache.keep_accepted(starts, paths)
-            for row, path in enumerate(paths):
-                if path is not None:
-                    text[row] += [step[row][0], *(step[row][1 + node] for node in path)]
-            assert_holds(cache, text)
+    for _ in range(data.draw(st.integers(1, 6), "steps")):
+        is_large = data.draw(st.integers(0, 7), "size") == 7  # more than the spare slots
+        nodes = MIN_SPARE_SLOTS if is_large else data.draw(st.integers(0, 5), "nodes")
+        step = [[number + row * 1000 + i for i in range(1 + nodes)] for row in range(len(text))]
+        number += 100
+        starts = tuple(map(len, text))
+        for index, (keys, values) in enumerate(write(cache, step)):
+            for row, old in enumerate(text):
+                expected = states([old + step[row]], index)
+                assert torch.equal(keys[row : row + 1, :, : len(old) + 1 + nodes], expected[0])
+                assert torch.equal(values[row : row + 1, :, : len(old) + 1 + nodes], expected[1])
+            assert keys.shape[2] == values.shape[2] == max(starts) + 1 + nodes
+        paths = [data.draw(prefixes(nodes) if is_large else paths_down(nodes), "path") for _ in text]
+        cache.keep_accepted(starts, paths)
+        for row, path in enumerate(paths):
+            if path is not None:
+                text[row] += [step[row][0], *(step[row][1 + node] for node in path)]
+        assert_holds(cache, text)
+
+
+def prefixes(nodes: int) -> st.SearchStrategy[list[int] | None]:
+    """A beginning of a chain; None for a row that takes no part."""
+    return st.none() | st.integers(0, nodes).map(lambda length: list(range(length)))
 
 
 def paths_down(nodes: int) -> st.SearchStrategy[list[int] | None]:
@@ -96,9 +100,9 @@ def test_keep_accepted_of_chains_moves_nothing() -> None:
     """Would catch: a copy in every step of strategies that draft chains: their nodes are in place already."""
     cache = filled([[1], [1, 2]])
     write(cache, [[10, 20, 21]] * 2)
-    with patch.object(RaggedLayer, "move") as move:
-        cache.keep_accepted((1, 2), [[0, 1], [0]])
-        move.assert_not_called()
+    written = [tensor._version for pair in cache.buffers() for tensor in pair]
+    cache.keep_accepted((1, 2), [[0, 1], [0]])
+    assert [tensor._version for pair in cache.buffers() for tensor in pair] == written
     assert_holds(cache, [[1, 10, 20, 21], [1, 2, 10, 20]])
 
 
@@ -110,7 +114,7 @@ def test_ragged_layer_one_token_steps_copy_seldom_and_reserve_little() -> None:
         layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
         if layer.keys is not before:
             copies.append(length)
-        assert layer.keys.shape[2] <= length + max(module.MIN_SPARE_SLOTS, length / 32)
+        assert layer.keys.shape[2] <= length + max(MIN_SPARE_SLOTS, length / 32)
     assert len(copies) < 60
 
 
@@ -125,9 +129,9 @@ def test_ragged_layer_with_a_window_keeps_what_later_queries_see(window: int) ->
         layer.set_lengths(layer.lengths)
         everything, _ = full.update(states, states)
         assert announced[0] == keys.shape[2] and announced[0] + announced[1] == step + 1
-        seen = min(window + module.MAX_ROLLBACK, everything.shape[2])
+        seen = min(window + MAX_ROLLBACK, everything.shape[2])
         assert torch.equal(keys[:, :, -seen:], everything[:, :, -seen:])
-    assert layer.keys.shape[2] <= 2 * window + module.MAX_ROLLBACK + 3 * module.MIN_SPARE_SLOTS
+    assert layer.keys.shape[2] <= 2 * window + MAX_ROLLBACK + 3 * MIN_SPARE_SLOTS
     with pytest.raises(RuntimeError, match="9 tokens cannot be kept: the sliding window before them"):
         layer.set_lengths([1000, 9])
     layer.set_lengths([0, 0])
@@ -143,6 +147,7 @@ def test_ragged_layer_unwritten_slots_are_finite() -> None:
 
 
 def test_crop_drops_the_last_slots_of_every_row() -> None:
+    """Would catch: a length in place of a number of slots, or a row that is shorter than what is dropped."""
     cache = filled([[1, 2, 3], [4]])
     cache.crop(-2)
     assert_holds(cache, [[1], []])
@@ -270,6 +275,7 @@ def test_graph_buffers_that_an_eager_pass_outgrew_keep_what_it_wrote() -> None:
 
 @pytest.mark.parametrize("slots", [1, 300, 2000, 2049, 5000, 100_000])
 def test_graph_buffers_have_few_capacities(slots: int) -> None:
+    """Would catch: a capacity of its own for each length, so that each is captured anew, or one far too large."""
     cache, states = RaggedCache(), torch.zeros(1, 1, 1, 2)
     cache.update(states, states, 0)
     cache.reserve(slots)

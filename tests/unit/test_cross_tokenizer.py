@@ -9,9 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_specgen.candidates import draft_model
 from hf_specgen.candidates.cross_tokenizer import Codec, Retokenizer, SharedVocabulary, shared_ids, token_texts
 from hf_specgen.candidates.draft_model import have_same_vocabulary
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT
@@ -105,9 +104,10 @@ def test_shared_ids_name_of_a_byte_is_the_text_of_a_token_matches_neither(tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ["characters", "bytes"])
 def test_shared_ids_agree_with_the_reference(target: str, kind: str) -> None:
+    """Would catch: tokens with other texts that count as the same, or one token of the draft for two of the target."""
     folders = str(tokenizer_folder(target)), str(tokenizer_folder(kind))
     found = shared_ids(*folders)
-    assert list(found) == reference_shared_ids(*map(draft_model.load_tokenizer, folders))
+    assert list(found) == reference_shared_ids(*map(AutoTokenizer.from_pretrained, folders))
     shared = [index for index in found if index >= 0]
     assert shared and len(set(shared)) == len(shared), "two tokens of the target with one of the draft"
 
@@ -133,7 +133,7 @@ def test_target_logits_agree_with_the_reference(target_size: int, draft_size: in
 
 def retokenizer(kind: str, prompt: list[int], is_shared: bool = True) -> tuple[Retokenizer, Any]:
     folders = str(TARGET), str(tokenizer_folder(kind))
-    ours, theirs = map(draft_model.load_tokenizer, folders)
+    ours, theirs = map(AutoTokenizer.from_pretrained, folders)
     shared = SharedVocabulary(shared_ids(*folders) if is_shared else [], VOCAB, VOCAB)
     return Retokenizer(Codec(ours, theirs), Codec(theirs, ours), prompt, shared), theirs
 
@@ -162,11 +162,6 @@ def test_retokenizer_shared_tokens_are_not_encoded_again() -> None:
 # The comparison of tokenizers
 
 
-@pytest.fixture(autouse=True)
-def _no_known_tokenizers() -> None:
-    draft_model._load_failure.cache_clear()
-
-
 def model(name: str, size: int) -> Any:
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=size))
     return SimpleNamespace(name_or_path=name, config=config)
@@ -179,20 +174,21 @@ def test_have_same_vocabulary_tokenizer_that_cannot_be_loaded_is_tried_once(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Would catch: a KeyError out of `generate`; an attempt over the network in every call."""
-    loads = []
+    loads, name = [], f"org/{type(error).__name__}"  # failures are kept by name
 
     def fail(name: str) -> Any:
         loads.append(name)
         raise error
 
-    monkeypatch.setattr(draft_model, "load_tokenizer", fail)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     for _ in range(2):
-        assert have_same_vocabulary(model("org/model", 99), model("org/model", 98))  # of one repository
-        assert have_same_vocabulary(model("org/model", 99), model("", 99))
-    assert loads == ["org/model"] and type(error).__name__ in caplog.text and "org/model" in caplog.text
+        assert have_same_vocabulary(model(name, 99), model(name, 98))  # of one repository
+        assert have_same_vocabulary(model(name, 99), model("", 99))
+    assert loads == [name] and f"{type(error).__name__}: " in caplog.text and name in caplog.text
 
 
 def test_have_same_vocabulary_damaged_tokenizer_and_other_size_names_the_reason(tmp_path: Path) -> None:
+    """Would catch: two vocabularies called different without saying that a tokenizer is damaged."""
     broken = Path(shutil.copytree(EMBEDDED_DRAFT, tmp_path / "broken"))
     (broken / "tokenizer.json").write_text("{}", encoding="utf-8")
     draft, target = model(str(broken), 100), model(str(EMBEDDED_DRAFT), 99)
@@ -202,6 +198,7 @@ def test_have_same_vocabulary_damaged_tokenizer_and_other_size_names_the_reason(
 
 
 def test_have_same_vocabulary_unnamed_models_of_one_size_pass_and_others_do_not() -> None:
+    """Would catch: models from code refused because they have no tokenizer, or accepted whatever their size."""
     have_same_vocabulary(model("", 99), model("", 99))
     with pytest.raises(ValueError, match="not loaded from a folder or repository"):
         have_same_vocabulary(model("", 99), model("", 98))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -29,6 +30,7 @@ MODEL = LatencyModel(
 
 
 def test_model_survives_a_file(tmp_path: Path) -> None:
+    """Would catch: a field that is not written, or read as another type."""
     MODEL.save(tmp_path / "latency.json")
     assert LatencyModel.load(tmp_path / "latency.json").select("draft_model") == MODEL
 
@@ -36,6 +38,7 @@ def test_model_survives_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 1000, 5000])
 @pytest.mark.parametrize(("rows", "context"), [(1, 50), (3, 100), (16, 10_000), (100, 9000)])
 def test_model_times_are_positive_and_do_not_fall_beyond_the_last_point(rows: int, context: int, tokens: int) -> None:
+    """Would catch: a line beyond the measured points that falls below zero."""
     step = MODEL.at(rows, context)
     last = step.target.queries[-1] * step.target.batch
     beyond = [step.target.seconds_of(size) for size in (last, last + tokens, last + 2.0 * tokens)]
@@ -47,11 +50,13 @@ def test_model_times_are_positive_and_do_not_fall_beyond_the_last_point(rows: in
     ("rows", "context", "batch"), [(1, 100, 1), (2, 100, 1), (5, 300, 16), (16, 512, 16), (100, 9000, 16)]
 )
 def test_model_uses_the_nearest_bucket(rows: int, context: int, batch: int) -> None:
+    """Would catch: a bucket that is nearest by difference and not by ratio."""
     curves = [CostCurve((1, 2), (1.0, 2.0), context=512, batch=batch) for batch in (1, 16)]
     assert LatencyModel.from_curves(*curves).at(rows, context).target.batch == batch
 
 
 def test_selecting_a_drafter_that_the_profile_lacks_raises() -> None:
+    """Would catch: another drafter's latencies taken instead, or a drafter without cost refused."""
     model = LatencyModel.load(GPU_LIKE)
     with pytest.raises(ValueError, match=r"no drafter 'crystal_ball'; it has .*'draft_model'"):
         model.select("crystal_ball")
@@ -97,6 +102,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_model_of_invalid_data_raises_a_value_error(data: Any, tmp_path: Path) -> None:
+    """Would catch: a damaged file that fails in a step of a call, or that is read in part."""
     (tmp_path / "file.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match="not a latency file"):
         LatencyModel.load(tmp_path / "file.json")
@@ -112,6 +118,7 @@ def test_model_of_invalid_data_raises_a_value_error(data: Any, tmp_path: Path) -
     ],
 )
 def test_cost_curve_of_bad_points_raises(arguments: tuple[Any, Any], message: str) -> None:
+    """Would catch: a curve without T(1), or with a time of zero to divide by."""
     with pytest.raises(ValueError, match=message):
         CostCurve(*arguments, context=256, batch=1)
 
@@ -142,7 +149,7 @@ CURVES: dict[str, Callable[[int], float]] = {
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock that measurements read."""
     clock = Clock()
-    monkeypatch.setattr(calibrate, "thread_time", clock)
+    monkeypatch.setattr(time, "thread_time", clock)
     return clock
 
 
@@ -155,6 +162,7 @@ def measured(target: Any) -> CostCurve:
 
 @pytest.mark.parametrize("name", CURVES)
 def test_target_curve_is_exact_and_takes_at_most_thirteen_plain_steps(name: str, clock: Clock) -> None:
+    """Would catch: a first call that is seconds slower, a size that is not rolled back, or an estimate far off."""
     target: Any = Target(clock, CURVES[name])
     curve = measured(target)
     assert clock.now <= 13
@@ -177,7 +185,7 @@ def test_target_curve_where_the_time_of_threads_advances_in_coarse_steps(monkeyp
     monkeypatch.setattr("time.thread_time", coarse)
     calibrate._is_coarse.cache_clear()
     now = Clock()
-    monkeypatch.setattr(calibrate, "perf_counter", now)
+    monkeypatch.setattr(time, "perf_counter", now)
     try:
         target: Any = Target(now, CURVES["flat"])
         assert measured(target).seconds[0] == pytest.approx(1.0)
@@ -186,6 +194,7 @@ def test_target_curve_where_the_time_of_threads_advances_in_coarse_steps(monkeyp
 
 
 def test_target_curve_takes_the_minimum_of_several_times(clock: Clock) -> None:
+    """Would catch: T(1) with a delay by another process, after which drafts always seem cheap."""
     slow = iter([5.0, 0.4] + [0.0] * 100)
     target: Any = Target(clock, lambda q: 1.0 + (next(slow) if q == 1 else 0.0))
     assert measured(target).seconds[0] == pytest.approx(1.0)
@@ -200,13 +209,14 @@ def test_target_curve_of_an_accelerator_leaves_out_captures(clock: Clock, monkey
 
     target: Any = Target(clock, seconds)
     target.device = torch.device("cuda")
-    monkeypatch.setattr(calibrate, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     curve = measured(target)
     assert curve.seconds == tuple(pytest.approx(CURVES["flat"](q)) for q in curve.queries)
 
 
 def test_target_curve_is_measured_once_per_model_rows_and_context(clock: Clock) -> None:
+    """Would catch: a measurement in each call, or one for all numbers of rows and lengths."""
     model, target = Model(), Target(clock, CURVES["flat"])
     sizes = [(1, 100, True), (1, 300, False), (2, 100, True), (1, 600, False), (1, 3000, True)]
     for rows, prompt, measured in sizes:
@@ -218,6 +228,7 @@ def test_target_curve_is_measured_once_per_model_rows_and_context(clock: Clock) 
 
 
 def test_target_curve_near_the_end_of_the_position_table(clock: Clock) -> None:
+    """Would catch: timed passes over positions that the model does not have."""
     short: Any = Target(clock, CURVES["flat"], last_position=11)
     assert calibrate.target_curve(depth_call(model=Model()), short) is None and not short.passes
     longer: Any = Target(clock, CURVES["flat"], last_position=20)
@@ -231,6 +242,7 @@ def draft_record(seconds: float, load: float = 1.0, passes: tuple[int, ...] = (1
 
 
 def test_drafter_timer_takes_the_median_without_the_first_draft() -> None:
+    """Would catch: the drafter's prefill, or one delayed draft, taken for the time of every draft."""
     curve = CostCurve((1, 4), (1.0, 2.0), 256, 1)
     call = depth_call(model=Model(), negligible_cost=False)
     timer = calibrate.DrafterTimer(call, curve)

@@ -76,6 +76,7 @@ def test_grammar_forced_tokens_are_drafted_with_probability_one() -> None:
 
 
 def test_grammar_forbidden_tokens_are_left_out_with_what_follows_them() -> None:
+    """Would catch: a node below a forbidden one that is verified, although it can never be accepted."""
     drafted = DraftTree.from_paths([[[4, 5], [6, 7], [5]]])
     assert [path for path in paths_of(draft_under({3: (5, 6), 6: (7,)}, drafted, 16)) if 4 in path[:1]] == []
     assert paths_of(draft_under({3: (5, 6), 5: (1,), 6: (7,)}, DraftTree.chains([[4, 5]]), None))[0] in ([5], [6])

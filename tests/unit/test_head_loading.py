@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
@@ -38,9 +39,10 @@ def folder(tmp_path: Path) -> Path:
 
 def test_load_head_with_the_quantisation_of_its_target_in_the_config_loads(folder: Path) -> None:
     """Would catch: a head refused because its config is a copy of that of a quantised target."""
-    path = folder / "config.json"
+    path, original = folder / "config.json", load_head(folder).state_dict()
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "fp8"}}))
-    load_head(folder)
+    loaded = load_head(folder).state_dict()
+    assert loaded.keys() == original.keys() and all(torch.equal(loaded[name], original[name]) for name in original)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -104,6 +106,7 @@ def test_load_head_of_a_quantising_library_has_its_weights(
 
 
 def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: Any) -> None:
+    """Would catch: a revision, token or folder that is dropped for a file, or a missing optional file as an error."""
     requests: list[Any] = []
 
     def download(repository: str, name: str, **where: Any) -> str:
@@ -112,7 +115,7 @@ def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: An
             raise EntryNotFoundError("404")
         return str(folder / name)
 
-    monkeypatch.setattr("hf_specgen.heads.source.hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     where: dict[str, Any] = {"revision": "v2", "token": "t", "subfolder": "draft", "cache_dir": "/cache"}
     assert isinstance(load_head("org/head", **where), Eagle3Head)
     assert requests and all(entry == ("org/head", where) for entry in requests)
@@ -120,6 +123,7 @@ def test_load_from_the_hub_passes_on_its_arguments(folder: Path, monkeypatch: An
 
 @pytest.mark.parametrize("layout", ["safetensors", "subfolder", "pickled", "sharded"])
 def test_load_head_from_each_layout_of_files(folder: Path, layout: str) -> None:
+    """Would catch: a shard that is not read, or a head that would be trained or drop out."""
     content = load_file(folder / "model.safetensors")
     if layout == "pickled":
         (folder / "model.safetensors").unlink()
@@ -142,6 +146,7 @@ def target(**changes: Any) -> LlamaForCausalLM:
 
 
 def test_bind_layers_are_those_given_then_configured_then_default(folder: Path) -> None:
+    """Would catch: layers of the config that overrule those given."""
     assert load_head(folder).bind(target()).aux_hidden_state_layers == (2, 4, 5)
     configured = load_head(folder)
     configured.config = replace(configured.config, aux_hidden_state_layers=(1, 2, 3))
@@ -161,11 +166,13 @@ def test_bind_layers_are_those_given_then_configured_then_default(folder: Path) 
     ],
 )
 def test_bind_to_a_target_that_does_not_fit_raises(folder: Path, changes: Any, layers: Any, reason: str) -> None:
+    """Would catch: an error of shapes in the first draft in place of the reason."""
     with pytest.raises(ValueError, match=reason):
         load_head(folder).bind(target(**changes), layers)
 
 
 def test_bind_shares_what_the_head_lacks_and_saves_none_of_it(tmp_path: Path) -> None:
+    """Would catch: a copy of the target's embedding in memory, or in the head's checkpoint."""
     head = small_eagle(draft_vocab_size=40, own_lm_head=False)
     model = target()
     bound = head.bind(model)
@@ -177,6 +184,7 @@ def test_bind_shares_what_the_head_lacks_and_saves_none_of_it(tmp_path: Path) ->
 
 
 def test_mtp_of_target_without_a_name_raises() -> None:
+    """Would catch: an error of a path that nobody gave."""
     with pytest.raises(ValueError, match="name its checkpoint"):
         load_mtp(target())
 
@@ -203,6 +211,7 @@ def test_embedded_adapters_still_load(reference_model: Any) -> None:
 )
 @pytest.mark.parametrize("load", [load_head, exit_layer_of])
 def test_unknown_source_is_named(source: str, message: str, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a folder that does not exist looked up on the Hub, or an error without its name."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError, match=message):
         load(source)
@@ -226,6 +235,7 @@ def test_source_file_without_a_network_fails_soon_or_uses_the_cache(folder: Path
 
 @pytest.mark.parametrize("error", [KeyError("model_type"), RecursionError("deep"), AttributeError("x"), TypeError("y")])
 def test_source_errors_other_errors_become_a_value_error_with_the_name(error: Exception) -> None:
+    """Would catch: an error of a library from which one cannot see which checkpoint it is about."""
     with pytest.raises(ValueError, match=f"cannot load 'org/a': {type(error).__name__}"), source_errors("org/a"):
         raise error
 

@@ -47,6 +47,7 @@ def sees(kind: BlockAttention, length: int, query: int, slot: int, block: int) -
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("causal", [False, True])
 def test_block_mask_of_ragged_rows_follows_the_definition(causal: bool, window: Any, window_from_anchor: bool) -> None:
+    """Would catch: a query that sees another row's padding, or a window that begins one position off."""
     kind, lengths, block = BlockAttention(causal, window, window_from_anchor), [0, 2, 7], 4
     mask = block_mask(kind, lengths, block)
     for row, length in enumerate(lengths):
@@ -66,6 +67,7 @@ ROPES: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize("kind", ROPES)
 @torch.no_grad()
 def test_decoder_layer_computes_what_the_layer_of_llama_computes(kind: str) -> None:
+    """Would catch: a bias left out, or rotary frequencies of another type than the config names."""
     rope = {"rope_type": kind, "rope_theta": 5e5, **ROPES[kind]}
     config = LayerConfig(**SIZES, **BIASES, qk_norm=False, rope_parameters=rope)
     more = {"max_position_embeddings": config.max_position_embeddings, "attn_implementation": "eager"}
@@ -97,16 +99,19 @@ def test_decoder_layer_computes_what_the_layer_of_llama_computes(kind: str) -> N
     ],
 )
 def test_configured_layers_are_indices_of_hidden_states(config: dict[str, Any], expected: Any) -> None:
+    """Would catch: layers numbered by their output read as numbered by their input, off by one."""
     assert configured_layers(config) == expected
 
 
 @pytest.mark.parametrize("value", [[], "1", [1.0], [True], [-1], [[1]], {"0": 1}])
 def test_configured_layers_that_are_no_layer_numbers_raises(value: Any) -> None:
+    """Would catch: a negative or missing layer that is found out in the first draft."""
     with pytest.raises(ValueError, match="must be a list of layer numbers"):
         configured_layers({"eagle_aux_hidden_state_layer_ids": value})
 
 
 def test_default_layers_of_a_target() -> None:
+    """Would catch: defaults that differ from those of the original implementations."""
     assert [eagle_layers(layers) for layers in (32, 8, 6)] == [(2, 16, 29), (2, 4, 5), (2, 3)]
     assert [block_layers(36, 5), block_layers(8, 3), block_layers(8, 1)] == [(2, 10, 18, 26, 34), (2, 4, 6), (5,)]
 
@@ -184,6 +189,7 @@ def test_head_saved_or_exported_and_loaded_is_the_same(tmp_path: Path, name: str
 
 
 def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequencies(tmp_path: Path) -> None:
+    """Would catch: rotary frequencies rounded to bfloat16, or weights that come back in float32."""
     head: Any = load_head(EAGLE3).to(torch.bfloat16)
     assert head.rotary.inv_freq.dtype == torch.float32
     save_head(head, tmp_path)
@@ -192,6 +198,7 @@ def test_eagle_head_in_bfloat16_saved_and_loaded_keeps_dtype_and_exact_frequenci
 
 
 def test_eagle_head_exported_for_sglang_names_layers_by_their_output(tmp_path: Path) -> None:
+    """Would catch: a head that reads states one layer too late in another program."""
     head = load_head(EAGLE3)
     head.config = dataclasses.replace(head.config, aux_hidden_state_layers=(2, 5, 7))
     export_head(head, tmp_path, "sglang")
@@ -223,12 +230,14 @@ medusa = partial(random_heads, tiny_model("llama"))
     ],
 )
 def test_export_of_head_that_layout_cannot_express_raises(tmp_path: Path, make: Any, to: str, reason: str) -> None:
+    """Would catch: a checkpoint that another program loads and that drafts something else, or half a folder."""
     with pytest.raises(ValueError, match=reason):
         export_head(make(), tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
 
 def test_export_into_folder_with_config_raises(tmp_path: Path) -> None:
+    """Would catch: a checkpoint of another head that is overwritten."""
     export_head(load_head(EAGLE3), tmp_path, "vllm")
     assert "layers.0.hidden_norm.weight" in load_file(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds a config\.json already"):

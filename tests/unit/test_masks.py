@@ -43,6 +43,7 @@ def any_step(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]], list[li
 @pytest.mark.parametrize("kind", ["full", "window", "chunk"])
 @given(step=any_step(), size=st.integers(1, 8))
 def test_masks_agree_with_the_reference(kind: str, step: tuple, size: int) -> None:
+    """Would catch: a query that sees a sibling, padding, or a slot outside of its window."""
     lengths, parents, visible = step
     fast = layout(lengths, parents, visible)
     mask = {"full": full_mask, "window": sliding_mask, "chunk": chunked_mask}[kind]
@@ -184,6 +185,7 @@ def kernels_restored() -> Iterator[None]:
 
 
 def test_it_is_off_inside_and_on_again_after_an_exception() -> None:
+    """Would catch: a setting of the process that stays changed after an exception."""
     with pytest.raises(KeyError), without_cudnn_attention(GPU):
         assert not kernels.cudnn_sdp_enabled()
         raise KeyError
@@ -191,6 +193,7 @@ def test_it_is_off_inside_and_on_again_after_an_exception() -> None:
 
 
 def test_it_stays_on_where_no_other_kernel_may_be_used() -> None:
+    """Would catch: attention without any kernel, an error of PyTorch."""
     kernels.enable_mem_efficient_sdp(False)
     kernels.enable_math_sdp(False)
     with without_cudnn_attention(GPU):
@@ -198,6 +201,7 @@ def test_it_stays_on_where_no_other_kernel_may_be_used() -> None:
 
 
 def test_overlapping_passes_of_two_threads_restore_it_when_the_last_one_ends() -> None:
+    """Would catch: cuDNN turned on again under a pass of another thread."""
     entered, leave = threading.Event(), threading.Event()
 
     def call() -> None:

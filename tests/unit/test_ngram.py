@@ -109,6 +109,7 @@ def test_observe_rejections_make_the_class_less_likely() -> None:
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_observe_of_equal_outcomes_keeps_odds_within_a_factor_of_the_prior(accepted: bool) -> None:
+    """Would catch: odds that run away, so that a class of matches never drafts again."""
     odds, place = MatchOdds(), match_class(OWN, 3)
     odds.observe([(place, 0.5, accepted)] * 1000)
     assert odds.values[place] == pytest.approx(PRIOR_ODDS[place] * (20 if accepted else 1 / 20))
@@ -134,6 +135,7 @@ def test_size_of_drafts_follows_what_the_call_has_accepted_of_what_was_expected(
 
 
 def test_observe_of_a_session_learns_for_its_model_only() -> None:
+    """Would catch: odds of one model that change the drafts of another."""
     state = make_state([[1, 2, 3, 4, 1, 2, 3]])
     candidates = NgramCandidates(k=2)
     session = candidates.start(make_call(state, candidates=candidates))
@@ -216,6 +218,7 @@ def test_draft_depth_is_limited_by_the_budget(tree: int | None, budget: int) -> 
 
 
 def test_propose_with_max_ngram_counts_longer_matches_as_that_long() -> None:
+    """Would catch: a limit that hides long matches in place of trusting them less."""
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6]
     short, long = (RowText(text, MatchOdds(), max_ngram=most).propose(1, CHAIN) for most in (1, 64))
     assert short.tokens == long.tokens == [7] and short.probability < long.probability

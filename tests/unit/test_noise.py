@@ -149,5 +149,6 @@ def test_argmax_is_that_of_torch(name: str) -> None:
 
 
 def test_exponential_race_with_nan_is_invalid() -> None:
+    """Would catch: a token sampled from scores that are no distribution."""
     weights = torch.tensor([[[0.1, 0.9], [0.5, float("nan")]]])
     assert exponential_race(weights, torch.ones(1, 2, 2)).tolist() == [[1, INVALID]]

@@ -1,40 +1,67 @@
 """`prepacked`: the results of ordinary layers, in the block only, and a model that is exactly as before afterwards."""
 
 import copy
+import itertools
 import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers.pytorch_utils import Conv1D
 
-from hf_specgen import NgramCandidates, prepacked, prepacked_weights
-from hf_specgen.prepacked_weights import _PrepackedLayer
+from hf_specgen import NgramCandidates, prepacked
 from tests.helpers import assert_same_tokens, fresh_model, prompts
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Prepacks all layers, and receives the number of tokens of every product with prepacked weights."""
-    tokens: list[int] = []
-    multiply = _PrepackedLayer.multiply
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """On a machine where prepacked weights are faster: how many tokens each product with them has, in a module."""
+    tokens, modules = list[int](), threading.local()
+    product = with_times(monkeypatch, 0.9)
 
-    def counting(self: _PrepackedLayer, x: torch.Tensor) -> torch.Tensor:
-        tokens.append(x.numel() // x.shape[-1])
-        return multiply(self, x)
+    def counting(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if getattr(modules, "running", 0):
+            tokens.append(x.numel() // x.shape[-1])
+        return product(x, *arguments)
 
-    monkeypatch.setattr(_PrepackedLayer, "multiply", counting)
-    decide(monkeypatch, True)
-    return tokens
+    def count(change: int) -> Callable[..., None]:
+        return lambda *_: setattr(modules, "running", getattr(modules, "running", 0) + change)
+
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", counting)
+    hooks = [register_module_forward_pre_hook(count(1)), register_module_forward_hook(count(-1), always_call=True)]
+    yield tokens
+    for hook in hooks:
+        hook.remove()
 
 
-def decide(monkeypatch: pytest.MonkeyPatch, is_faster: bool) -> None:
-    monkeypatch.setattr(prepacked_weights, "_decisions", {})
-    monkeypatch.setattr(prepacked_weights, "_is_faster", lambda layers: is_faster)
+def with_times(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Any:
+    """Have a product with prepacked weights take so many seconds on the clock, and a pass of ordinary layers 1."""
+    product, now = torch.ops.mkldnn._linear_pointwise.default, [0.0]
+
+    def timed(*arguments: Any) -> torch.Tensor:
+        now[0] += seconds - 1
+        return product(*arguments)
+
+    def read() -> float:
+        now[0] += 1
+        return now[0]
+
+    monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", timed)
+    monkeypatch.setattr(time, "perf_counter", read)
+    threads = next(numbers)  # what was decided before is not used again
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    return timed
+
+
+numbers = itertools.count(1000)
 
 
 def attributes(model: nn.Module) -> list[tuple[str, ...]]:
@@ -59,6 +86,7 @@ def test_prepacked_layer_same_results(layer: nn.Module, dtype: torch.dtype, prod
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_prepacked_speculative_call_same_tokens_as_plain_in_the_block(architecture: str, products: list[int]) -> None:
+    """Would catch: a speculative call that uses the prepacked weights and a plain one that does not."""
     model = fresh_model(architecture)
     with prepacked(model):
         assert_same_tokens(model, prompts(2), NgramCandidates(k=4), max_new_tokens=16)
@@ -66,6 +94,7 @@ def test_prepacked_speculative_call_same_tokens_as_plain_in_the_block(architectu
 
 
 def test_pack_weights_of_a_call_prepacks_during_the_call(products: list[int]) -> None:
+    """Would catch: an argument without effect, or layers that stay replaced after the call."""
     model = fresh_model("llama")
     before = attributes(model)
     assert_same_tokens(model, prompts(1), NgramCandidates(k=4), max_new_tokens=8)
@@ -75,6 +104,7 @@ def test_pack_weights_of_a_call_prepacks_during_the_call(products: list[int]) ->
 
 
 def test_prepacked_model_is_restored_after_an_exception(products: list[int]) -> None:
+    """Would catch: a model that keeps the copies of its weights after a failed call."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     before = attributes(model)
     with pytest.raises(KeyError), prepacked(model):
@@ -101,6 +131,7 @@ def test_nested_blocks_and_threads_last_until_the_outermost_ends(products: list[
 
 @torch.no_grad()
 def test_shared_weights_are_prepacked_and_embeddings_are_untouched(products: list[int]) -> None:
+    """Would catch: an output matrix left out because it is the embedding's, or replaced for the embedding too."""
     embedding, first, second = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
     first.weight = second.weight = embedding.weight
     model = nn.ModuleList([embedding, first, second, first])
@@ -132,7 +163,8 @@ def test_hooks_gradients_autocast_copies_and_replaced_weights(products: list[int
 
 
 def test_prepacking_that_is_slower_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    decide(monkeypatch, False)
+    """Would catch: prepacked weights that are used although they were timed to be slower."""
+    with_times(monkeypatch, 1.1)
     model = nn.Sequential(nn.Linear(8, 8))
     before = attributes(model)
     with prepacked(model):
@@ -140,6 +172,7 @@ def test_prepacking_that_is_slower_changes_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_layers_that_cannot_be_prepacked_are_left_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Would catch: weights of a dtype that oneDNN does not multiply, a silent block, or a warning for each block."""
     model = nn.Sequential(nn.Linear(8, 8)).double()
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING, "hf_specgen"):

@@ -55,6 +55,7 @@ THINKING = (
     ],
 )
 def test_messages_of_every_format_are_the_same(row: dict[str, Any], expected: list[Any]) -> None:
+    """Would catch: a role or a system prompt of one format that is dropped, or plain text taken for a chat."""
     assert messages_of(row) == expected
     assert prompt_of(row)[-1]["role"] == "user"
 
@@ -87,6 +88,7 @@ def test_answers_that_a_template_rewrites_later_get_rows_of_their_own(tokenizer:
 
 
 def test_packed_rows_keep_conversations_apart(tokenizer: Any) -> None:
+    """Would catch: positions or answers that go on into the next conversation of a packed row."""
     rows = Dataset.from_list([{"messages": [HI, YES]}, {"messages": THREE}, {"messages": [HI, YES]}])
     chat = ChatFormat(tokenizer)
     plain, packed = encoded(rows, chat, 64), encoded(rows, chat, 64, packing=True)
@@ -98,6 +100,7 @@ def test_packed_rows_keep_conversations_apart(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_local_files_of_every_kind_are_read(tmp_path: Path, suffix: str) -> None:
+    """Would catch: a type of file, a slice or a stream that gives other rows."""
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]
     path, data = str(tmp_path / f"rows{suffix}"), Dataset.from_list(rows)
     {".csv": data.to_csv, ".parquet": data.to_parquet}.get(suffix, data.to_json)(path)
@@ -107,6 +110,7 @@ def test_local_files_of_every_kind_are_read(tmp_path: Path, suffix: str) -> None
 
 
 def test_files_without_rows_or_answers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """Would catch: a training on nothing, or an error without the name of the file."""
     with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl does not exist"):
         read_rows(str(tmp_path / "nothing.jsonl"))
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a", "response": "b"}])
@@ -126,6 +130,7 @@ def test_rows_fewer_than_a_step_are_refused(streaming: bool) -> None:
 
 
 def test_steps_have_the_same_rows_for_any_micro_batch_and_others_in_each_epoch() -> None:
+    """Would catch: a row drawn twice, rows of very different lengths together, or the same order in each epoch."""
     lengths = torch.randint(10, 500, (2001,), generator=torch.Generator().manual_seed(0)).tolist()
     sampler = StepSampler(lengths, 32, seed=0)
     first = list(sampler)
@@ -138,6 +143,7 @@ def test_steps_have_the_same_rows_for_any_micro_batch_and_others_in_each_epoch()
 
 
 def test_anchors_are_predicting_positions_and_those_of_their_row_in_any_batch() -> None:
+    """Would catch: blocks that begin inside of a prompt, or that depend on the other rows of a batch."""
     labels = torch.full((2, 30), IGNORED)
     labels[0, 3:20], labels[1, 5:29] = 7, 8
     batch = {"labels": labels}
@@ -150,6 +156,7 @@ def test_anchors_are_predicting_positions_and_those_of_their_row_in_any_batch() 
 
 
 def test_later_pairs_stay_inside_an_answer() -> None:
+    """Would catch: a token of the next answer as the target of this one."""
     index, learns = later_pairs(torch.tensor([0, 0, 0, 1, 1]), 2)
     assert index.tolist() == [0] and learns.tolist() == [2]
 
@@ -158,6 +165,7 @@ REQUIRED = ["--target", "t", "--data", "d", "--output", "o"]
 
 
 def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Path) -> None:
+    """Would catch: a value of the preset that overrules a flag, or a list read as text."""
     file = tmp_path / "run.yaml"
     file.write_text(
         "target: t\ndata: d\noutput: o\nsteps: 2\nlayers: [1, 2]\nlearning_rate: 3e-4\nloss: {tv: 1}\nresume: true\n"
@@ -172,6 +180,7 @@ def test_flags_override_the_file_and_the_file_the_preset(tmp_path: Path) -> None
 @pytest.mark.parametrize("recipe", [EagleArguments, BlockArguments, SparkArguments, MedusaArguments])
 @pytest.mark.parametrize("name", ["0.5b", "8b", "70b"])
 def test_presets_are_valid_for_every_recipe(recipe: Any, name: str) -> None:
+    """Would catch: a preset with a name that a recipe does not have."""
     args = parse(recipe, None, [*REQUIRED, "--preset", name])
     assert args.max_length >= 2048 and args.learning_rate > 0
 

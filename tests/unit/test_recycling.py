@@ -65,6 +65,7 @@ def test_top_tokens_of_a_step_are_those_of_every_node_of_active_rows() -> None:
 
 
 def test_update_of_a_token_read_twice_keeps_the_last() -> None:
+    """Would catch: successors of an earlier position that replace those of the later one."""
     table = RecyclingTable(20)
     table.update(top_tokens({3: [7, 8]}))
     table.update(TopTokens(np.array([3, 3]), np.array([[1, 2], [4, 5]]), np.full((2, 2), 0.3)))
@@ -117,7 +118,9 @@ def test_recycling_of_a_target_whose_vocabulary_was_resized_starts_anew() -> Non
     size = vocabulary_size(model)
     for vocab_size in (size, size + 8):
         model.resize_token_embeddings(vocab_size)
-        model.generate(torch.tensor([[5, vocab_size - 1]]), max_new_tokens=8, candidate_generator=candidates)
+        ids = torch.tensor([[5, vocab_size - 1]])
+        ours = model.generate(ids, max_new_tokens=20, candidate_generator=candidates)
+        assert torch.equal(ours, model.generate(ids, max_new_tokens=20)) and candidates.speculation.drafted > 0
 
 
 def test_recycling_without_memory_drafts_alike_in_equal_calls() -> None:

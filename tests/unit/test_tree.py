@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specgen.call import GenerationState
 from hf_specgen.tree import DraftTree, depths, merge_paths, validate_parents
 from hf_specgen.verification.result import VerificationResult, accepted_path, result_for
 from tests.helpers import reference
@@ -51,6 +50,7 @@ def test_leftmost_chain_of_a_tree_is_its_first_path() -> None:
 
 
 def test_tree_of_inconsistent_shapes_raises() -> None:
+    """Would catch: a tree whose error shows in the target's pass, far from what made it."""
     tokens = torch.zeros(2, 1, dtype=torch.long)
     with pytest.raises(ValueError, match="of 2 rows needs 2 lists of parents, got 1"):
         DraftTree(tokens, ((-1,),))
@@ -91,6 +91,7 @@ def test_merge_paths_agrees_with_the_reference(paths: list[list[int]]) -> None:
 
 @given(some_parents)
 def test_depths_and_structure_agree_with_the_reference(parents: tuple[int, ...]) -> None:
+    """Would catch: a node that sees a sibling, or a depth that counts nodes before it."""
     expected = [reference.depth(parents, node) for node in range(len(parents))]
     structure = DraftTree.from_nodes([([1] * len(parents), parents)]).structure()
     assert list(depths(parents)) == expected and structure.depths.tolist() == [[0, *expected]]
@@ -141,85 +142,7 @@ def test_result_for_another_tree_has_its_nodes_and_counts_its_accepted_tokens(na
 
 
 def test_padded_tree_has_the_same_nodes_and_more_columns() -> None:
+    """Would catch: padding that counts as nodes."""
     tree = DraftTree(torch.tensor([[5, 6]]), ((-1, 0),))
     padded = tree.padded(4)
     assert padded.tokens.tolist() == [[5, 6, 0, 0]] and padded.parents == tree.parents and tree.padded(1) is tree
-
-
-# The tokens of each row, and the prefixes that plain `generate` would pass to processors and criteria
-
-PAD, STOP = 7, 9
-
-
-def new_state(
-    prompts: list[list[int]], max_length: float = float("inf"), pad_id: int | None = PAD, **kwargs: torch.Tensor
-) -> GenerationState:
-    return GenerationState(torch.tensor(prompts), kwargs.get("attention_mask"), {STOP}, max_length, pad_id)
-
-
-def test_prompts_with_a_longer_mask_use_its_end() -> None:
-    """Would catch: the mask read from its beginning; with a cache from an earlier turn it is longer than the input."""
-    mask = torch.tensor([[1, 1, 1, 0, 1]])
-    assert new_state([[7, 5]], attention_mask=mask).prompts == [[5]]
-
-
-@given(st.data())
-def test_state_agrees_with_lists(data: st.DataObject) -> None:
-    """Would catch: padding recognised by its id, tokens behind an end, a prefix that is stale, shared or unpadded."""
-    prompt, width = [[PAD, 2, PAD], [3, PAD, 4]], 3
-    padding = [data.draw(st.integers(0, 2)) for _ in prompt]
-    limit = data.draw(st.one_of(st.just(float("inf")), st.integers(4, 40)))
-    mask = torch.tensor([[0] * count + [1] * (width - count) for count in padding])
-    state, rows = new_state(prompt, limit, attention_mask=mask), [[], []]  # type: ignore[var-annotated]
-    assert state.prompts == [row[count:] for row, count in zip(prompt, padding, strict=True)]
-
-    def has_ended(row: int) -> bool:
-        return rows[row][-1:] == [STOP] or width + len(rows[row]) >= limit
-
-    for _ in range(data.draw(st.integers(1, 12))):
-        row, action = data.draw(st.integers(0, 1)), data.draw(st.sampled_from(["append", "truncate", "prefix"]))
-        if action == "append" and not has_ended(row):
-            block = [10 + index for index in range(data.draw(st.integers(0, 90)))]
-            if data.draw(st.integers(0, 3)) == 0:
-                block.insert(data.draw(st.integers(0, len(block))), STOP)
-            kept = block[: block.index(STOP) + 1] if STOP in block else block
-            kept = kept[: int(min(limit - width - len(rows[row]), 999))]
-            assert state.count_until_end(row, block) == state.append(row, block) == len(kept)
-            rows[row] += kept
-        elif action == "truncate" and not has_ended(row):
-            length = data.draw(st.integers(0, len(rows[row])))
-            state.truncate(row, length)
-            rows[row] = rows[row][:length]
-        elif action == "prefix":
-            columns = data.draw(st.integers(1, width + max(map(len, rows))))
-            texts = [text + rows[index] + [PAD] * columns for index, text in enumerate(prompt)]
-            prefix = state.prefix(columns)
-            assert prefix.tolist() == [text[:columns] for text in texts]
-            prefix.fill_(0)
-        assert state.generated == rows and [state.has_ended(r) for r in (0, 1)] == [has_ended(r) for r in (0, 1)]
-        assert [state.remaining(r) for r in (0, 1)] == [limit - width - len(text) for text in rows]
-    assert [state.last_token(r) for r in (0, 1)] == [(rows[r] or prompt[r])[-1] for r in (0, 1)]
-    assert not all(rows) or state.pending() == [text[-1] for text in rows]
-
-
-def test_tentative_appends_are_undone_on_exit() -> None:
-    """Would catch: tokens of the look-ahead of verification left in the text, its prefix or another row."""
-    state = new_state([[1], [2]])
-    state.append(0, [3])
-    with pytest.raises(RuntimeError, match="inside"), state.tentative():
-        state.append(0, [4, 5])
-        state.append(1, [6])
-        assert state.prefix(4).tolist() == [[1, 3, 4, 5], [2, 6, PAD, PAD]]
-        raise RuntimeError("inside")
-    assert state.generated == [[3], []]
-    assert state.prefix(2).tolist() == [[1, 3], [2, PAD]]
-
-
-def test_stopped_row_without_padding_continues_until_all_have_stopped() -> None:
-    """As in plain `generate`, which pads stopped rows only if there is an EOS token."""
-    padded, unpadded = new_state([[1], [2]]), new_state([[1], [2]], pad_id=None)
-    for state in (padded, unpadded):
-        state.append(0, [3])
-        state.stopped[0] = True
-    assert padded.has_ended(0) and not unpadded.has_ended(0)
-    assert not padded.all_stopped and padded.stopped == [True, False]

@@ -253,28 +253,43 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     assert widths[1] > widths[0]
 
 
-@pytest.mark.parametrize(("levels", "reads"), [(1, 16), (LEVELS_PER_READ, 4)])
-def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, levels: int, reads: int) -> None:
+def test_best_with_expanded_nodes_leaves_none_of_them_out() -> None:
+    """Would catch: samples that are left out because of what follows them, so that others have not the distribution q.
+
+    By probability the siblings of the first node come before the nodes below it.
+    """
+    growth, tokens = new_growth([4], 3), iter(range(100))
+    for level in range(3):
+        if level:
+            growth.expand(1)
+        growth.add(torch.tensor([[[next(tokens) for _ in range(3)]]]), torch.full((1, 1, 3), 0.3).log())
+    trees = [growth.best(3, with_expanded=wanted)[0] for wanted in (False, True)]
+    assert {0, 3} <= set(trees[1].token_lists()[0]) and 3 not in trees[0].token_lists()[0]
+
+
+@pytest.mark.parametrize(("is_cpu", "reads"), [(True, 16), (False, 4)])
+def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, is_cpu: bool, reads: int) -> None:
     """Would catch: a read for every level, or a first pass only after a read; more passes than the draft is deep."""
-    count, read, passes = [0], Growth.read, list[int]()
-    monkeypatch.setattr(Growth, "read", lambda growth: (count.append(1), read(growth))[1])
+    read, to_host, passes = list[Any](), torch.Tensor.cpu, list[int]()
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (read.append(tensor), to_host(tensor))[1])
+    monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
     growth = new_growth([16], 4)
-    growth.levels_per_read = levels
     size = FastestSize(curve(0.02, 0.002).at(1, 100))
     _grown(growth, size, [0.97, 0.01, 0.01, 0.01], passes)
     size.nodes(growth)
-    assert len(passes) == 15 and sum(count) == reads
-    assert max(passes[: levels - 1], default=4) == 4, "all children, where nothing was read"
+    assert len(passes) == 15 and len(read) == reads
+    assert is_cpu or max(passes[: LEVELS_PER_READ - 1]) == 4, "all children, where nothing was read"
 
 
-@pytest.mark.parametrize("levels", [1, LEVELS_PER_READ])
-def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come(levels: int) -> None:
+@pytest.mark.parametrize(("is_cpu", "count"), [(True, 1), (False, LEVELS_PER_READ - 1)])
+def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come(
+    monkeypatch: Any, is_cpu: bool, count: int
+) -> None:
     """Would catch: passes of the drafter that cannot change the tree."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", is_cpu)
     passes: list[int] = []
-    growth = new_growth([64], 3)
-    growth.levels_per_read = levels
-    _grown(growth, FixedSize(4), [0.3, 0.2, 0.1], passes)
-    assert len(passes) == (levels - 1 or 1)
+    _grown(new_growth([64], 3), FixedSize(4), [0.3, 0.2, 0.1], passes)
+    assert len(passes) == count
     passes.clear()
     _grown(new_growth([3], 3), FixedSize(40), [0.5, 0.3, 0.1], passes)
     assert len(passes) == 2, "as deep as the draft may be"
