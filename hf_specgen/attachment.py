@@ -129,9 +129,9 @@ def attached(
             _own_blocks.reset(token)
 
 
-def attached_to_every_model(candidates: CandidateGenerator) -> AbstractContextManager[Attachment]:
+def attached_to_every_model(attachment: Attachment) -> AbstractContextManager[Attachment]:
     """Attach a strategy to all models of the process that have none of their own, such as those that a server loads."""
-    return _block(GenerationMixin, Attachment(Settings(candidates)))
+    return _block(GenerationMixin, attachment)
 
 
 @contextmanager

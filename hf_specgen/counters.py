@@ -243,13 +243,15 @@ class Statistics(Counts):
         """The main counters in a few lines of text."""
         times = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in self.seconds.items())
         positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
-        return (f"{self.strategy}\n" if self.strategy else "") + (
-            f"{self.emitted} tokens, {self.steps} verification steps: {self.tokens_per_step:.2f} tokens per step\n"
+        lines = [
+            self.strategy,
+            f"{self.emitted} tokens, {self.steps} verification steps: {self.tokens_per_step:.2f} tokens per step",
             f"drafted {self.drafted}, accepted {self.accepted} ({self.acceptance_rate:.0%}); "
-            f"mean acceptance length {self.mean_acceptance_length:.2f} over {self.drafts} drafts\n"
-            f"acceptance by position: {positions or '(nothing was drafted)'}\n"
-            f"time: {times or '(not measured)'}"
-        )
+            f"mean acceptance length {self.mean_acceptance_length:.2f} over {self.drafts} drafts",
+            f"acceptance by position: {positions or '(nothing was drafted)'}",
+            times and f"time: {times}",
+        ]
+        return "\n".join(filter(None, lines))
 
 
 @dataclass

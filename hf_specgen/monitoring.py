@@ -85,8 +85,8 @@ class SpeculationMonitor(Monitor):
         """Number of drafts with so many (drafted, accepted) tokens, over all calls."""
         self.calls = 0
         """Number of calls that were started."""
-        self._counters = () if prometheus is False else _prometheus_counters()
-        if prometheus and not self._counters:
+        self._counts = prometheus is not False and bool(prometheus_counters())
+        if prometheus and not self._counts:
             raise ImportError("counters need prometheus_client: pip install 'hf-specgen[monitor]'")
         self._lock = threading.Lock()
 
@@ -101,12 +101,8 @@ class SpeculationMonitor(Monitor):
         with self._lock:
             self.window.extend(rows)
             self.drafts.update((row.drafted, row.accepted) for row in rows if row.drafted)
-        if self._counters:
-            counts, (*counters, by_position) = Statistics([rows]), self._counters
-            for counter, count in zip(counters, (counts.drafts, counts.drafted, counts.accepted), strict=True):
-                counter.inc(count)
-            for position, count in enumerate(counts.accepted_per_position):
-                by_position.labels(position=str(position)).inc(count)
+        if self._counts:
+            count_in_prometheus(Statistics([rows]))
 
     def acceptance(self, over: Literal["window", "total"] = "window") -> AcceptanceRates:
         """Mean, standard deviation, minimum, maximum, median and 95th percentile of the drafts' acceptance rates."""
@@ -151,8 +147,18 @@ class _SpeculationMonitorSession(MonitorSession):
         )
 
 
+def count_in_prometheus(counts: Statistics) -> None:
+    """Add to the counters of this process, if prometheus_client is installed."""
+    if counters := prometheus_counters():
+        *totals, by_position = counters
+        for counter, count in zip(totals, (counts.drafts, counts.drafted, counts.accepted), strict=True):
+            counter.inc(count)
+        for position, count in enumerate(counts.accepted_per_position):
+            by_position.labels(position=str(position)).inc(count)
+
+
 @cache
-def _prometheus_counters() -> tuple[Any, ...]:
+def prometheus_counters() -> tuple[Any, ...]:
     """The counters of this process in the default registry, which takes each name once; none without the package."""
     try:
         from prometheus_client import Counter

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from arguments import Arguments, Options, launch, option
 from conversations import Batch
 from drafter import Drafter, with_lora
-from hf_specgen.heads.checkpoint import source_errors
+from hf_specgen.heads.source import source_errors
 from hf_specgen.targets.model_parts import decoder_layers, keeps_state, output_logits, output_matrix
 from losses import Drafts
 from target import States, read_target, whole

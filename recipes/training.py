@@ -39,7 +39,7 @@ from generate_answers import Numbered, answer_rows, completions
 from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates, __version__
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.counters import Statistics
-from hf_specgen.heads.checkpoint import source_errors
+from hf_specgen.heads.source import source_errors
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 
 RUN = "run.json"  # file in the output folder: the arguments that decide the result
@@ -112,8 +112,14 @@ def check_arguments(args: Arguments) -> None:
             raise ValueError(
                 f"{folder} has a run with {changed}; resume it with the same settings, or give another --output"
             )
-    elif not (args.resume or args.overwrite or args.dry_run or args.simulate):
-        if checkpoint or any((folder / name).exists() for name in RESULTS):
+    elif not (args.overwrite or args.dry_run or args.simulate):
+        has_result = any((folder / name).exists() for name in RESULTS)
+        if args.resume and has_result and not checkpoint:
+            raise ValueError(
+                f"{folder} holds a finished result without a checkpoint to resume from; replace it with --overwrite "
+                "true, or give another --output"
+            )
+        if not args.resume and (checkpoint or has_result):
             raise ValueError(
                 f"{folder} holds an earlier run: continue it with --resume true, replace it with --overwrite true, or "
                 "give another --output"

@@ -19,10 +19,11 @@ from hf_specgen.candidates import draft_heads
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, Source, base_of_adapter, open_checkpoint, read_json
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, base_of_adapter, open_checkpoint, read_json
 from hf_specgen.heads.exit_head import EXIT_CONFIG
 from hf_specgen.heads.head_file import speculators_type
 from hf_specgen.heads.head_formats import FORMATS, head_format
+from hf_specgen.heads.source import Source
 
 logger = logging.getLogger("hf_specgen")
 Build = Callable[..., Candidates]

@@ -22,7 +22,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specgen.call import Call, DraftingSettings, GenerationState
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy, PolicySession
-from hf_specgen.heads.checkpoint import Source
+from hf_specgen.heads.source import Source
 from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.target import Target

@@ -38,7 +38,7 @@ from hf_specgen.candidates.draft_vocabulary import (
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.encoder_draft import check_pair
 from hf_specgen.depth import Policy
-from hf_specgen.heads.checkpoint import first_line, source_errors
+from hf_specgen.heads.source import first_line, source_errors
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.support import check_model

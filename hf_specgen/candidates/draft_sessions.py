@@ -30,7 +30,8 @@ from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size
 from hf_specgen.candidates.head_sessions import FeatureQueue
 from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.device_tree import Frontier
-from hf_specgen.heads.checkpoint import Fields, Source, read_linear
+from hf_specgen.heads.checkpoint import Fields, read_linear
+from hf_specgen.heads.source import Source
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import text_config

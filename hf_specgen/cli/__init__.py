@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 
 def main() -> None:
     """Entry point of `hf-specgen`."""
-    try:
-        from hf_specgen.cli.__main__ import app
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("typer", "rich"):
-            raise
-        raise SystemExit(f"hf-specgen needs {error.name}: pip install 'hf-specgen[cli]'") from None
+    if missing := [name for name in ("typer", "rich", "scipy") if find_spec(name) is None]:
+        raise SystemExit(f"hf-specgen needs {', '.join(missing)}: pip install 'hf-specgen[cli]'")
+    from hf_specgen.cli.__main__ import app
+
     app()

@@ -68,30 +68,15 @@ def export(
             typer.echo(file)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def serve(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Hub id or folder of the target.")],
-    draft: options.Drafts = [],  # noqa: B006  (typer makes a new list)
-    revision: options.Revision = "",
-) -> None:
-    """Start `transformers serve` for a model that speculates; all other options are those of `transformers serve`."""
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(context: typer.Context) -> None:
+    """Start `transformers serve` for a model that speculates."""
     with errors():
-        from transformers.cli.transformers import app as transformers_cli
-
-        from hf_specgen.attachment import attached_to_every_model
-        from hf_specgen.candidates import LayerSkipCandidates
-        from hf_specgen.evaluation.workloads import chosen_strategy
-
-        trusted = "--trust-remote-code" in context.args
-        batching, strategy = "--continuous-batching", chosen_strategy(draft, trust_remote_code=trusted)
-        # Layer skip speculates only in `generate`: then requests are answered one after the other.
-        batches = not (isinstance(strategy, LayerSkipCandidates) or any(batching[2:] in one for one in context.args))
-        with attached_to_every_model(strategy):
-            name = f"{model}@{revision}" if revision else model
-            arguments = ["serve", name, *([batching] if batches else []), *context.args]
-            transformers_cli(arguments, standalone_mode=False)
+        from hf_specgen.cli.serve import command
+    command()(context.args, prog_name="hf-specgen serve")
 
 
 if __name__ == "__main__":
-    app()
+    from hf_specgen.cli import main as checked
+
+    checked()

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import HfApi, scan_cache_dir
-from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
+from huggingface_hub import HfApi, constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
 from rich.box import SIMPLE
 from rich.table import Table
 from torch import nn
@@ -27,9 +27,10 @@ from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE, Strategy
-from hf_specgen.heads.checkpoint import Source, open_checkpoint, source_errors
+from hf_specgen.heads.checkpoint import open_checkpoint
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import has_mtp_layers
+from hf_specgen.heads.source import Source, first_line, source_errors
 from hf_specgen.targets.support import check_model
 
 PROMPTS = (
@@ -105,7 +106,7 @@ def draft_model(target: PreTrainedModel, draft: PreTrainedModel) -> list[Finding
         a, b = map(load_tokenizer, names)
     except Exception as error:  # damaged files and missing packages raise errors of many types
         same = len({one.config.get_text_config().vocab_size for one in (target, draft)}) == 1
-        found, meaning = f"cannot be loaded: {error}", "not compared; give folders that hold the tokenizers"
+        found, meaning = f"cannot be loaded: {first_line(error)}", "not compared; give folders that hold the tokenizers"
         return [size, Finding("tokenizers", WARNING if same else BAD, found, meaning)]
     if a.get_vocab() != b.get_vocab():
         shared = shared_ids(*names)
@@ -171,7 +172,9 @@ def find(settings: FindSettings) -> bool:
     else:
         try:
             place, found = "the Hub", on_hub(source, settings.limit)
-        except (HfHubHTTPError, HFValidationError, OSError) as error:  # no such id, no connection, HF_HUB_OFFLINE=1
+        except (
+            Exception
+        ) as error:  # no such id, HF_HUB_OFFLINE=1, no connection: a type of its own in every HTTP library
             console.print(f"the Hub cannot be searched ({type(error).__name__}): looking in the local cache")
             found = in_cache(source)
     if not found:
@@ -209,12 +212,20 @@ def on_hub(source: Source, limit: int) -> list[Draft]:
 
 def in_cache(source: Source) -> list[Draft]:
     """Cached checkpoints that fit the target: heads by their tensors, draft models by size and tokenizer."""
-    target, found = without_weights(source), []
+    is_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True  # do not wait for the Hub at every file
+    try:
+        return _fitting(without_weights(source), source.path_or_id)
+    finally:
+        constants.HF_HUB_OFFLINE = is_offline
+
+
+def _fitting(target: PreTrainedModel, target_name: str) -> list[Draft]:
+    found = []
     try:
         names = {repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"}
     except CacheNotFound:
         return []
-    for name in names - {source.path_or_id}:
+    for name in names - {target_name}:
         try:
             drafter = workloads.strategies([name])[1]
             fits = all(finding.result != BAD for finding in check(drafter, target))

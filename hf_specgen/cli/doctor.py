@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from typing import Any, get_args
 
 import torch
@@ -19,6 +21,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from hf_specgen import __version__
 from hf_specgen.candidates import CombinedCandidates, NgramCandidates
 from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli import checkpoints
@@ -96,7 +99,9 @@ def ranking(measured: Comparison, title: str = "", texts: Mapping[str, str] = {}
 def examine(settings: DoctorSettings) -> Report:
     """Check a target, with a draft model and heads if they are given; no weights are loaded if a problem is found."""
     device = workloads.usable_device(settings.device)
-    report = Report()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    here = f"hf_specgen {__version__}, {versions}, Python {platform.python_version()}; device {device}"
+    report = Report([Finding("versions", GOOD, here)])
     target = checkpoints.without_weights(settings.target, settings.dtype)
     named = strategies(settings.draft, dtype=settings.dtype, trust_remote_code=settings.trust_remote_code)
     report.findings.append(checkpoints.support(target, "target"))
@@ -252,8 +257,8 @@ def tune(settings: TuneSettings) -> None:
     candidates = [one.candidates for one in named]
     for strategy in candidates:  # every strategy must fit the target before anything is measured
         strategy.target_requirements(model)
-    with console.status("measuring latencies"):
-        latency = measure_latency(model, candidates, rows=settings.batch_size, context=settings.context)
+    rows, context = settings.batch_size, settings.context
+    latency = measure_latency(model, candidates, rows=rows, context=context, progress_bar=True)
     latency.save(settings.latency)
     for curve, drafters in latency.buckets:
         passes = {f"T({tokens})": curve.relative(tokens) for tokens in (2, 4, 8, 16, 32)}

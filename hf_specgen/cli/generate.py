@@ -17,6 +17,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from hf_specgen.cli.settings import GenerateSettings
+from hf_specgen.counters import Statistics
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows
@@ -26,6 +27,8 @@ from hf_specgen.prepacked_weights import maybe_prepacked
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "device")
 """Settings that may differ when a run is resumed: in float32 they do not change the answers."""
+LITTLE_GAIN = 1.1
+"""Tokens per step below which the reason is printed."""
 
 
 def show(settings: GenerateSettings) -> None:
@@ -63,7 +66,18 @@ def show(settings: GenerateSettings) -> None:
     speed = sum(counts) / max(perf_counter() - begin, 1e-9)
     processes.print(f"{settings.output}: this process: {sum(counts)} tokens, {speed:.1f} tokens/s")
     if not settings.plain and strategy.speculation is not None:
-        processes.print(strategy.speculation.summary())
+        lines = [strategy.speculation.summary(), explanation(strategy.speculation, settings.batch_size)]
+        processes.print("\n".join(filter(None, lines)))
+
+
+def explanation(counts: Statistics, rows: int) -> str:
+    """Why steps gained little, and what to do; empty if they gained."""
+    if counts.tokens_per_step >= LITTLE_GAIN:
+        return ""
+    if counts.drafts < counts.steps / 2:
+        reason = f"{counts.drafts} of {counts.steps} steps had a draft; with {rows} rows most were not expected to gain"
+        return f"{reason}: a smaller --batch-size, or a --draft that is accepted more often, may"
+    return "few draft tokens were accepted; `hf-specgen doctor` compares strategies on prompts of yours"
 
 
 def answer_missing(

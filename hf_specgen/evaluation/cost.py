@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
@@ -31,6 +32,7 @@ def measure_cost_curve(
     context: int = 256,
     batch: int = 1,
     repeats: int = 7,
+    progress_bar: bool = False,
 ) -> CostCurve:
     """Time the target's forward pass as the decoding loop runs it: the same cache and masks, a chain of draft tokens.
 
@@ -45,7 +47,7 @@ def measure_cost_curve(
     times: dict[int, list[float]] = {q: [] for q in queries}
     with torch.no_grad():
         target = prefilled_target(model, tokens)
-        for repeat in range(repeats + 1):
+        for repeat in tqdm(range(repeats + 1), f"batch size {batch}", disable=not progress_bar, unit="round"):
             for q in queries:
                 seconds = time_pass(target, tokens[:, 0].tolist(), q)
                 if repeat:
@@ -54,7 +56,12 @@ def measure_cost_curve(
 
 
 def measure_latency(
-    model: PreTrainedModel, strategies: Sequence[Candidates], *, rows: Sequence[int] = (1,), context: int = 256
+    model: PreTrainedModel,
+    strategies: Sequence[Candidates],
+    *,
+    rows: Sequence[int] = (1,),
+    context: int = 256,
+    progress_bar: bool = False,
 ) -> LatencyModel:
     """The latency model of a target, and of the drafters of strategies, for `AdaptiveDepth(latency=…)`.
 
@@ -74,7 +81,8 @@ def measure_latency(
                 passes = sum(len(step.passes) for step in statistics.passes)
                 latency = DraftLatency(seconds=(statistics.seconds.get("draft", 0.0) / max(1, passes),))
                 drafters[str(candidates.profile_key()[0])] = latency
-        buckets.append(Bucket(measure_cost_curve(model, context=context, batch=count), drafters))
+        curve = measure_cost_curve(model, context=context, batch=count, progress_bar=progress_bar)
+        buckets.append(Bucket(curve, drafters))
     return LatencyModel(tuple(buckets))
 
 

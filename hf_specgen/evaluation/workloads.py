@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from hf_specgen.candidates import (
 )
 from hf_specgen.candidates.combined import AUTO
 from hf_specgen.evaluation.measure import Variant
-from hf_specgen.heads.checkpoint import Source, source_errors
+from hf_specgen.heads.source import Source, source_errors
 
 
 def _assets() -> Path:
@@ -141,7 +142,7 @@ def usable_device(name: str = "") -> str:
     try:
         torch.empty(0, device="cpu" if name == "auto" else name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).split("\n", 1)[0]
+        reason = re.split(r"\n|\. ", str(error), maxsplit=1)[0]  # a sentence: the next one lists all backends
         raise ValueError(f"device {name!r} cannot be used here ({reason}); try cpu, cuda or auto") from None
     return name
 

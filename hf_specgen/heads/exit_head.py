@@ -13,7 +13,8 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from hf_specgen.heads.base import check_target
-from hf_specgen.heads.checkpoint import Fields, Source, load_adapter, named_errors, read_json
+from hf_specgen.heads.checkpoint import Fields, load_adapter, named_errors, read_json
+from hf_specgen.heads.source import Source
 from hf_specgen.targets.model_parts import decoder_layers, final_norm, output_matrix
 
 EXIT_CONFIG = "exit_config.json"

@@ -19,8 +19,8 @@ from transformers import Gemma4TextConfig, PretrainedConfig
 
 from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.checkpoint import first_line
 from hf_specgen.heads.head_file import HeadFile, count_layers
+from hf_specgen.heads.source import first_line
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
 

@@ -15,8 +15,9 @@ import torch
 from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from hf_specgen.heads.base import DraftHead, HeadConfig
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo, first_line
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo
 from hf_specgen.heads.layers import LayerConfig
+from hf_specgen.heads.source import first_line
 
 GEMMA = ("gemma4_text", "gemma4_unified_text")
 MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {

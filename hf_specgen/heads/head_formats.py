@@ -34,10 +34,8 @@ from hf_specgen.heads.checkpoint import (
     SINGLE,
     Checkpoint,
     Fields,
-    Source,
     TensorInfo,
     base_of_adapter,
-    first_line,
     merge_adapter,
     named_errors,
     open_checkpoint,
@@ -49,6 +47,7 @@ from hf_specgen.heads.gemma_assistant import is_assistant, load_assistant
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.medusa import is_medusa, load_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
+from hf_specgen.heads.source import Source, first_line
 
 NORM_OF_STATES = "layers.0.hidden_norm.weight"
 """Only the first layer of EAGLE-3 normalises embedding and state beside each other."""

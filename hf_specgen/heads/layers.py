@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
-from hf_specgen.heads.checkpoint import first_line
+from hf_specgen.heads.source import first_line
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of the positions of one pass, each `[batch, length, head_dim]`."""

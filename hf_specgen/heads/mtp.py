@@ -29,17 +29,10 @@ from transformers.cache_utils import Cache
 from hf_specgen import compat
 from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput, check_target
-from hf_specgen.heads.checkpoint import (
-    Checkpoint,
-    Fields,
-    Source,
-    TensorInfo,
-    first_line,
-    named_errors,
-    open_checkpoint,
-)
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo, named_errors, open_checkpoint
 from hf_specgen.heads.head_file import check_tensor
 from hf_specgen.heads.runner import HeadRunner, padded
+from hf_specgen.heads.source import Source, first_line
 
 LINKS = ("enorm", "hnorm", "eh_proj", "final_norm")
 """Norms of embedding and state, projection of both, and final norm."""

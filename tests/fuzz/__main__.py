@@ -142,7 +142,8 @@ def minimal(outcome: Outcome) -> Outcome:
 
 def _summary(outcome: Outcome) -> str:
     """What differs, and the line that repeats it."""
-    lines = [f"{outcome.status}{': ' + outcome.reason if outcome.reason else ''}"]
+    reason = outcome.reason.partition("\n")[0]
+    lines = [f"{outcome.status}{': ' + reason if reason else ''}"]
     lines += [f"  {difference.kind}: {difference.detail}" for difference in outcome.differences]
     lines += [f"  drafted {outcome.drafted}, accepted {outcome.accepted}"]
     return "\n".join([*lines, f"  python -m tests.fuzz --case '{outcome.case.to_json()}'"])
@@ -150,7 +151,7 @@ def _summary(outcome: Outcome) -> str:
 
 # Reduces a failing case to a minimal one: field by field is made simpler, as long as the case still fails alike
 
-MAX_RUNS = 400
+MAX_RUNS = 200
 
 
 def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
@@ -179,6 +180,9 @@ def _simpler(case: Case) -> Iterator[Case]:
 COLUMNS = ("cases", "drafting", "drafted", "accepted", "rejected", "same", "refused", "raised", "different")
 """Of the printed table; differences that are gone in float64 count as "same" and as "rounding"."""
 
+TABLES = ("strategy", "architecture", "situation")
+"""What outcomes are counted by."""
+
 
 class Report:
     """Sums outcomes up; `origin` is what is needed to repeat the run: seed, first case, commit, versions, machine."""
@@ -186,8 +190,8 @@ class Report:
     def __init__(self, origin: dict[str, Any] | None = None) -> None:
         self.origins = [] if origin is None else [origin]
         self.counts: dict[str, defaultdict[str, Counter[str]]] = {}
-        """By strategy and by architecture; of refusals, and of errors that both sides raised, by reason."""
-        for name in ("strategy", "architecture", "reasons"):
+        """By the fields of `TABLES`; of refusals, and of errors that both sides raised, by reason."""
+        for name in (*TABLES, "reasons"):
             self.counts[name] = defaultdict(Counter)
         self.failures: list[str] = []
         """Cases, as JSON."""
@@ -209,7 +213,7 @@ class Report:
         counts |= {"rejected": outcome.drafted - outcome.accepted, status: 1}
         if status == "rounding":
             counts["same"] = 1
-        for name in ("strategy", "architecture"):
+        for name in TABLES:
             self.counts[name][getattr(case, name)].update(counts)
         return status
 
@@ -233,9 +237,9 @@ class Report:
         return merged
 
     def markdown(self) -> str:
-        """Tables by strategy and by architecture, and the reasons of refusals and errors."""
+        """Tables by strategy, architecture and situation, and the reasons of refusals and errors."""
         parts = []
-        for name in ("strategy", "architecture"):
+        for name in TABLES:
             rows = [(name, *COLUMNS), ("---", *["--:"] * len(COLUMNS))]
             for label, row in [*sorted(self.counts[name].items()), ("**all**", self.total)]:
                 rows.append((label, *(f"{row[column]:,}" for column in COLUMNS)))

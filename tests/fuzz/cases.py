@@ -6,9 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 from tests.fuzz.models import REFUSED, STATEFUL, TESTED, UNTESTED, VOCAB
+from tests.fuzz.situations import draw_situation, single_situation, some, weighted
 
 SCRIPTED = ("oracle", "oracle_tree", "random", "random_tree")
 WITHOUT_TRAINING = ("ngram", "ngram_tree", "history", "prediction", "recycling", "combined_default", "auto", "native")
@@ -130,6 +131,22 @@ class Case:
     swap_caches: bool = False
     """In later turns plain `generate` gets the cache that speculation left, and the other way round."""
 
+    cache_use: str = ""
+    """What is done to the cache between two turns, one of `CACHE_USES`."""
+    saved_settings: bool = False
+    """Settings in the model's own `generation_config` instead of keywords."""
+
+    intervention: str = ""
+    """What is changed on the model between calls, one of `INTERVENTIONS`; calls are made with it and without."""
+    changed_first: bool = False
+    """The first call has it; otherwise one without it comes before."""
+    drafter_fault: str = ""
+    """One of `DRAFTER_FAULTS`: the text is right, or a `ValueError` names the strategy."""
+    threads: int = 1
+    """How many threads make the speculative call at the same time, on a model that no call has used before."""
+    other_thread: bool = False
+    """Another thread draws from the global random generator while the speculative call runs."""
+
     fault: str = ""
     """Where an exception is raised in an additional call."""
     fault_call: int = 2
@@ -148,6 +165,29 @@ class Case:
     def strategies(self) -> tuple[str, ...]:
         return self.members if self.strategy == "combined" else (self.strategy,)
 
+    @property
+    def needs_new_model(self) -> bool:
+        """Whether the case changes the model, or needs one that no call has used before."""
+        return bool(self.intervention) or self.threads > 1 or self.other_thread
+
+    @property
+    def repeats_text(self) -> bool:
+        """Whether plain `generate` writes the same text each time: not where several threads sample."""
+        return not (self.do_sample and (self.threads > 1 or self.other_thread))
+
+    @property
+    def situation(self) -> str:
+        """What surrounds the calls, as a key of the report."""
+        named = self.intervention or (f"drafter: {self.drafter_fault}" if self.drafter_fault else "")
+        flags = {
+            "threads": self.threads > 1,
+            "another thread": self.other_thread,
+            "saved settings": self.saved_settings,
+            f"cache {self.cache_use}": self.cache_use != "",
+            "prompt of padding": min(self.lengths) == 0,
+        }
+        return named or next((name for name, applies in flags.items() if applies), "usual")
+
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
@@ -155,7 +195,6 @@ def _tuples(value: Any) -> Any:
 
 # Draws a case from a seed
 
-T = TypeVar("T")
 RARELY, SELDOM, SOMETIMES = ({True: p, False: 1 - p} for p in (0.05, 0.1, 0.25))
 WEIGHTS: dict[str, dict[Any, float]] = {
     "layers": {2: 3, 3: 1},
@@ -205,32 +244,32 @@ def draw(seed: int | str, architectures: Sequence[str] | None = None, strategies
     """The case of a seed."""
     random = Random(str(seed))
     parts: dict[str, Any] = {"seed": random.randrange(10**6)}
-    parts |= {name: _weighted(random, weights) for name, weights in WEIGHTS.items()}
+    parts |= {name: weighted(random, weights) for name, weights in WEIGHTS.items()}
     if random.random() < 0.55:
-        parts |= {"do_sample": True, **{name: _weighted(random, weights) for name, weights in SAMPLING.items()}}
-        parts["num_return_sequences"] = _weighted(random, {1: 11, 2: 1, 3: 1})
-    group = _weighted(random, {"tested": 60, "untested": 30, "stateful": 8, "refused": 2})
+        parts |= {"do_sample": True, **{name: weighted(random, weights) for name, weights in SAMPLING.items()}}
+        parts["num_return_sequences"] = weighted(random, {1: 11, 2: 1, 3: 1})
+    group = weighted(random, {"tested": 60, "untested": 30, "stateful": 8, "refused": 2})
     names = {"tested": TESTED, "untested": UNTESTED, "stateful": STATEFUL, "refused": REFUSED}[group]
     parts["architecture"] = random.choice(sorted(names) if architectures is None else architectures)
     weights = {"scripted": 5, "without_training": 7, "draft_models": 5, "heads": 7, "combined": 3}
-    parts["strategy"] = random.choice(GROUPS[_weighted(random, weights)] if strategies is None else strategies)
+    parts["strategy"] = random.choice(GROUPS[weighted(random, weights)] if strategies is None else strategies)
     if parts["strategy"] == "combined":
         parts["members"] = tuple(random.sample(COMBINED, random.randint(1, 3)))
-    for draw_more in (_prompts, _ends, _objects):
+    for draw_more in (_prompts, _ends, _objects, draw_situation):
         parts |= draw_more(random, parts)
     return _consistent(Case(**parts))
 
 
 def _prompts(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
-    batch = _weighted(random, {1: 4, 2: 2, 3: 3, 5: 1})
-    shortest, longest = _weighted(random, {(1, 3): 2, (2, 9): 3, (4, 12): 3, (9, 9): 2, (20, 40): 0.5})
+    batch = weighted(random, {1: 4, 2: 2, 3: 3, 5: 1})
+    shortest, longest = weighted(random, {(1, 3): 2, (2, 9): 3, (4, 12): 3, (9, 9): 2, (20, 40): 0.5})
     lengths = tuple(random.randint(shortest, longest) for _ in range(batch))
     return {"lengths": lengths, "exit_layer": random.randint(1, parts["layers"] - 1)}
 
 
 def _ends(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
     columns, ends = range(parts["max_new_tokens"]), dict[str, Any]()
-    kind = _weighted(random, {"none": 4, "many": 2, "column": 4})
+    kind = weighted(random, {"none": 4, "many": 2, "column": 4})
     if kind == "many":
         ends["eos_ids"] = tuple(range(3, 3 + random.choice((3, 8, 20))))
     elif kind == "column":
@@ -245,10 +284,10 @@ def _ends(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
 def _objects(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
     """Processors, criteria, settings and faults: none as a rule."""
     objects: dict[str, Any] = {
-        "settings": _some(random, CALL_SETTINGS, 0.15),
-        "criteria": _some(random, CRITERIA, 0.15),
-        "processors": _some(random, PROCESSORS, 0.2),
-        "options": _some(random, OPTIONS, 0.2),
+        "settings": some(random, CALL_SETTINGS, 0.15),
+        "criteria": some(random, CRITERIA, 0.15),
+        "processors": some(random, PROCESSORS, 0.2),
+        "options": some(random, OPTIONS, 0.2),
     }
     if random.random() < 0.1:
         lengths = (random.choice((1, 1, 2)) for _ in range(30))
@@ -261,6 +300,7 @@ def _objects(random: Random, parts: dict[str, Any]) -> dict[str, Any]:
 
 def _consistent(case: Case) -> Case:
     """What cannot go together is left out: a case that only ever ends in an error of plain `generate` tests nothing."""
+    case = single_situation(case)
     changes: dict[str, Any] = {}
     reads_scores = not {"scores", "all_scores"}.isdisjoint(case.criteria)
     if case.output_scores or case.output_logits or reads_scores:
@@ -283,12 +323,3 @@ def _consistent(case: Case) -> Case:
     if case.fault in ("processor", "criterion", "streamer"):
         changes |= {"streamer": case.streamer or case.fault == "streamer"}
     return replace(case, **changes)
-
-
-def _weighted(random: Random, weights: dict[T, float]) -> T:
-    return random.choices(list(weights), list(weights.values()))[0]
-
-
-def _some(random: Random, names: Sequence[str], probability: float) -> tuple[str, ...]:
-    """None as a rule, or one or two."""
-    return tuple(random.sample(names, random.choice((1, 1, 2)))) if random.random() < probability else ()

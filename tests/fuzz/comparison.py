@@ -2,21 +2,35 @@
 
 import contextlib
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList
+from transformers.cache_utils import DynamicLayer
 
 from hf_specgen import Statistics
 from hf_specgen.compat import CACHE
 from tests.fuzz import checks, settings, strategies
 from tests.fuzz.cases import Case
 from tests.fuzz.checks import Difference, Run
+from tests.fuzz.interventions import Changed, changed, stages
 from tests.fuzz.models import device, random_state, seed, tiny_model
 from tests.fuzz.settings import Ends, Fault, Interrupt, ValidPadding
-from tests.fuzz.surroundings import attached_to, broken_logits, fault_in, modes, speculation_arguments, time_limit
+from tests.fuzz.situations import HALF, LORA
+from tests.fuzz.surroundings import (
+    CACHE_USES,
+    OF_KEYS,
+    attached_to,
+    broken_logits,
+    drawing_thread,
+    fault_in,
+    in_threads,
+    modes,
+    speculation_arguments,
+    time_limit,
+)
 from tests.helpers import StatefulReader
 
 POSITIONS = 256
@@ -76,9 +90,13 @@ class Comparison:
         self.case, self.outcome = case, Outcome(case)
         tight = case.tight_positions and case.turns == 1
         positions = max(case.lengths) + case.max_new_tokens if tight else POSITIONS
-        self.model = tiny_model(case.architecture, case.layers, case.attention, case.window, positions, dtype)
-        self._vocab: int = self.model.config.get_text_config().vocab_size
-        self.draft = strategies.draft_model(case, self.model)
+        model = tiny_model(case.architecture, case.layers, case.attention, case.window, positions, dtype)
+        self._vocab: int = model.config.get_text_config().vocab_size
+        self.draft = strategies.draft_model(case, model)
+        self.model = copy.deepcopy(model) if case.needs_new_model else model
+        self._changed = Changed(self.model)
+        self.refused: dict[int, str] = {}
+        """Of each stage in which the speculative call was refused or plain, the reason."""
         self.answers: list[list[int]] = []
         """What plain `generate` wrote in this turn, by row: the same list in all turns."""
         self.candidates: Any = None
@@ -86,51 +104,101 @@ class Comparison:
         """What plain `generate` and what speculation wrote, turn by turn, up to the first difference."""
 
     def run(self) -> Outcome:
-        """All turns of the case."""
-        case = self.case
+        """All stages of the case."""
+        case, inputs = self.case, settings.prompts(self.case)
         with modes(case, self.model, self.draft):
-            inputs = settings.prompts(case)
-            ends = self._find_ends(inputs)
-            caches = (self._new_cache(), self._new_cache())
-            for turn in range(case.turns):
-                # In the last turn a fault comes first: whatever cache there is must serve afterwards.
-                fault = case.fault if turn == case.turns - 1 else ""
-                plain, ours = self._turn(inputs, ends, caches, fault)
-                if ours is None or plain.ids is None or ours.ids is None:
+            for self._number, self._stage in enumerate(stages(case)):
+                with changed(case, self.model, self._stage, inputs["input_ids"]) as self._changed:
+                    self._run_turns(inputs)
+                if self.outcome.differences:
                     break
-                self.texts.append((plain.ids, ours.ids))
-                if self.outcome.differences or not torch.equal(plain.ids, ours.ids):
-                    break  # the texts of a lossy mode part, and their caches with them
-                inputs = settings.next_prompts(inputs, plain.ids, case.seed + turn)
-                caches = (ours.cache, plain.cache) if case.swap_caches else (plain.cache, ours.cache)
+        self._differ(self._lasting_refusals())
         return self.outcome
+
+    def _run_turns(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Calls that continue one text."""
+        case, ends = self.case, self._find_ends(inputs)
+        caches = (self._new_cache(), self._new_cache())
+        for turn in range(case.turns):
+            # In the last turn a fault comes first: whatever cache there is must serve afterwards.
+            fault = case.fault if turn == case.turns - 1 else ""
+            plain, ours = self._turn(inputs, ends, caches, fault)
+            if ours is None or plain.ids is None or ours.ids is None:
+                break
+            self.texts.append((plain.ids, ours.ids))
+            if self.outcome.differences or not torch.equal(plain.ids, ours.ids):
+                break  # the texts of a lossy mode part, and their caches with them
+            inputs = settings.next_prompts(inputs, plain.ids, case.seed + turn)
+            used = self._used_caches(plain.cache, ours.cache)
+            caches = (used[1], used[0]) if case.swap_caches else used
+
+    def _used_caches(self, plain: Any, ours: Any) -> Caches:
+        """The caches after they were saved, copied or taken apart, if plain `generate`'s can be."""
+        name = self.case.cache_use
+        if not name or (name in OF_KEYS and any(type(layer) is not DynamicLayer for layer in plain.layers)):
+            return plain, ours
+        try:
+            return CACHE_USES[name](plain), CACHE_USES[name](ours)
+        except Exception as error:
+            self._differ([Difference("cache", f"{name}: {checks.describe(error)}")])
+            return plain, ours
+
+    def _lasting_refusals(self) -> Iterator[Difference]:
+        """Stages that are refused although nothing is changed in them, and although the usual call is not."""
+        case = self.case
+        unchanged = [number for number, stage in enumerate(stages(case)) if stage == 0 and number in self.refused]
+        is_refused_before = case.intervention != "" and 0 in unchanged
+        if unchanged and case.needs_new_model and not is_refused_before and not self._is_refused_as_usual():
+            yield Difference("lasting refusal", self.refused[unchanged[0]])
+
+    def _is_refused_as_usual(self) -> bool:
+        """Whether the call is refused with a sound drafter, a model that nobody changes, and in one thread as well."""
+        usual = Comparison(replace(self.case, intervention="", threads=1, other_thread=False, drafter_fault=""))
+        usual.run()
+        return bool(usual.refused)
 
     def _turn(self, inputs: dict[str, torch.Tensor], ends: Ends, caches: Caches, fault: str) -> tuple[Run, Run | None]:
         copied = copy.deepcopy(caches[0])
         plain = self._generate(inputs, ends, caches[0])
-        if not self._prepare(plain, inputs):
+        # After an error in plain `generate` PEFT leaves its hooks on the model, which the package removes.
+        if (plain.error is not None and self.case.intervention in LORA) or not self._prepare(plain, inputs):
             return plain, None
-        ours = None
+        ours: list[Run] = []
         if fault and plain.error is None:
             ours = self._raise_fault(plain, inputs, ends, caches[1])
             if not equal(self._generate(inputs, ends, copied), plain):
                 self._differ([Difference("plain generate after a fault", "is not what it was before")])
-        if ours is None:
+        if not ours:
             ours = self._speculate(inputs, ends, caches[1])
+        for run in ours:
+            self._compare(plain, run, inputs, ends, copied)
+        return plain, ours[0]
+
+    def _compare(self, plain: Run, ours: Run, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any) -> None:
+        """Compare a plain and a speculative call; `cache` is what both continued from."""
+        case, statistics = self.case, self._statistics(ours)
         if plain.error is None and ours.error is None:
-            self._differ(checks.compare(self.case, plain, ours, inputs, self._vocab))
-        elif ours.error is None and (again := self._with_valid_padding(inputs, ends, copied, ours)) is not None:
+            if self._stage and case.intervention in HALF:
+                self._differ(checks.compare_half(plain, ours, inputs["input_ids"].shape[1]))
+            else:
+                self._differ(checks.compare(case, plain, ours, inputs, self._vocab))
+        elif ours.error is None and (again := self._with_valid_padding(inputs, ends, cache, ours)) is not None:
             texts = (replace(run, output=None, cache=None) for run in (again, ours))
-            self._differ(checks.compare(self.case, *texts, inputs, self._vocab))
+            self._differ(checks.compare(case, *texts, inputs, self._vocab))
+        elif case.drafter_fault and ours.error is not None and plain.error is None:
+            if problems := list(checks.names_strategy(self.candidates, ours)):
+                self._differ([] if ours.is_refusal and self._is_refused_as_usual() else problems)
+            self.outcome.status, self.outcome.reason = "refused", str(ours.error)
         else:
-            self._differ(checks.compare_errors(self.case, plain, ours))
+            self._differ(checks.compare_errors(case, plain, ours))
+            self._differ(checks.refusal_form(ours) if ours.is_refusal else ())
             self.outcome.status = "refused" if ours.is_refusal else "raised"
             self.outcome.reason = str(ours.error)
-        statistics = self._statistics(ours)
+        if plain.error is None and (ours.is_refusal or statistics is None):
+            self.refused.setdefault(self._number, str(ours.error or "a plain call"))
         if ours.error is None and statistics is not None:
             self.outcome.drafted += statistics.drafted
             self.outcome.accepted += statistics.accepted
-        return plain, ours
 
     def _with_valid_padding(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, ours: Run) -> Run | None:
         """Plain `generate` again, with valid scores where it samples padding of ended rows; None if it still raises."""
@@ -176,7 +244,7 @@ class Comparison:
         return True
 
     def _check_whole_model(self) -> None:
-        """A first call, in which the package finds out what the model can do: not while its logits are broken."""
+        """A first call, in which the package finds out what the model can do: not while it is broken on purpose."""
         with contextlib.suppress(*checks.REFUSALS):
             self.model.generate(
                 torch.tensor([[5, 6]], device=device()), max_new_tokens=1, candidate_generator=self.candidates
@@ -212,13 +280,20 @@ class Comparison:
             arguments["logits_processor"] = LogitsProcessorList([*arguments.get("logits_processor", ()), padding])
         seed(case.seed)
         given = {name: tensor.clone() for name, tensor in inputs.items()}
-        error, output = None, None
+        error, output, saved = None, None, self.model.generation_config
+        if case.saved_settings:
+            self.model.generation_config = settings.saved_config(case, ends, saved)
+        before = self.model.generation_config.to_dict()
+        arguments |= self._changed.arguments
         mode = torch.inference_mode() if case.inference_mode else contextlib.nullcontext()
         try:
             with time_limit(), mode, broken_logits(self.model, case.broken_logits), entered:
-                output = self.model.generate(**given, **arguments)
+                output = self._changed.caller.generate(**given, **arguments)
         except (Exception, Interrupt) as raised:
             error = raised
+        if self.model.generation_config.to_dict() != before:
+            self._differ([Difference("generation config changed", "it is not what it was before the call")])
+        self.model.generation_config = saved
         if any(not torch.equal(tensor, inputs[name]) for name, tensor in given.items()):
             self._differ([Difference("inputs changed", "the caller's tensors are not what they were")])
         is_tensor = isinstance(output, torch.Tensor)
@@ -233,42 +308,47 @@ class Comparison:
             processed=[one.seen for one in arguments.get("logits_processor", ()) if isinstance(one, StatefulReader)],
         )
 
-    def _speculate(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, fault: Any = None) -> Run:
-        """A speculative call, after which both models must be what they were."""
+    def _speculate(self, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any, fault: Any = None) -> list[Run]:
+        """A speculative call, or one in each thread, after which both models must be what they were."""
         models = {"model": self.model, "draft": self.draft}
         before = {name: checks.fingerprint(model) for name, model in models.items()}
         random_states = checks.other_random_states()
-        ours = self._generate(inputs, ends, cache, fault, speculation=True)
+        with drawing_thread(self.case.other_thread):
+            if self.case.threads > 1:
+                call = lambda: self._generate(inputs, ends, copy.deepcopy(cache), speculation=True)  # noqa: E731
+                ours = in_threads(self.case.threads, call)
+            else:
+                ours = [self._generate(inputs, ends, cache, fault, speculation=True)]
         if checks.other_random_states() != random_states:
             self._differ([Difference("random state", "the random numbers of Python or NumPy are not where they were")])
         for name, model in models.items():
             self._differ(checks.changes(before[name], checks.fingerprint(model), name))
         return ours
 
-    def _raise_fault(self, plain: Run, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any) -> Run | None:
-        """Raise an exception inside a call and look at what it leaves behind."""
+    def _raise_fault(self, plain: Run, inputs: dict[str, torch.Tensor], ends: Ends, cache: Any) -> list[Run]:
+        """Raise an exception inside a call and look at what it leaves behind; the call, if it did not raise it."""
         case = self.case
         fault = (Interrupt if case.interrupt else Fault)("on purpose")
         held = checks.slots(cache)
-        with fault_in(case, fault, self.model, self.candidates):
-            ours = self._speculate(inputs, ends, cache, fault)
+        with fault_in(case, fault, self.model, self.candidates, self._check_whole_model):
+            ours = self._speculate(inputs, ends, cache, fault)[0]
         if ours.error is not fault:
             if ours.error is not None and not ours.is_refusal:
                 detail = f"{checks.describe(ours.error)} where {type(fault).__name__} was raised"
                 self._differ([Difference("other error", detail)])
-            return ours if ours.error is None else None
+            return [ours] if ours.error is None else []
         self.outcome.fault_raised = True
         if checks.slots(cache) != held:
             detail = f"the caller's cache holds {checks.slots(cache)} slots, {held} before"
             self._differ([Difference("cache after a fault", detail)])
         if case.verification != "exact" or plain.ids is None:
-            return None
+            return []
         if plain.streamed[: len(ours.streamed)] != ours.streamed:
             self._differ([Difference("stream", f"{ours.streamed} before a fault, plain: {plain.streamed}")])
         states = checks.states_between_columns(case, len(plain.ids), self._vocab)
         if not any(torch.equal(ours.random_state, state) for state in states):
             self._differ([Difference("random state after a fault", "is none that plain generate passes")])
-        return None
+        return []
 
     def _statistics(self, ours: Run) -> Statistics | None:
         holder = self.candidates if ours.output is None else ours.output

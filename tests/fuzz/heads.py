@@ -19,7 +19,10 @@ from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification.result import TopTokens
+from tests.fuzz.cases import Case
 from tests.fuzz.models import ASSISTANT, FIXTURES
+from tests.fuzz.scripted import spoil_scores
+from tests.fuzz.situations import SCORE_FAULTS
 from tests.helpers.models import recorded_inputs
 
 CLASSES: dict[str, Any] = {
@@ -50,19 +53,20 @@ RAISED = 50.0
 """Added to the score of a token that a head is to propose."""
 
 
-def head_candidates(
-    name: str, architecture: str, model: Any, answers: list[list[int]], accuracy: float, seed: int, settings: Any
-) -> Any:
-    """A strategy with a head that proposes the answers of each row, in a fraction `accuracy` of the places."""
+def head_candidates(case: Case, name: str, model: Any, answers: list[list[int]], settings: dict[str, Any]) -> Any:
+    """A strategy with a head that proposes the answers of each row, in a fraction of the places."""
+
+    fault = case.drafter_fault if case.drafter_fault in SCORE_FAULTS else ""
 
     class Steered(CLASSES[name]):  # type: ignore[misc]
         def begin(self, call: Any, *arguments: Any) -> Any:
-            return steer(super().begin(call, *arguments), [_places(text, accuracy, seed) for text in answers])
+            texts = [_places(text, case.accuracy, case.seed) for text in answers]
+            return steer(super().begin(call, *arguments), texts, fault)
 
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        source: Any = {"mtp": FIXTURES.get(architecture), "assistant": ASSISTANT}.get(name)
-        return Steered(source or random_head(name, model, Random(seed)).to(model.device), **settings)
+        torch.manual_seed(case.seed)
+        source: Any = {"mtp": FIXTURES.get(case.architecture), "assistant": ASSISTANT}.get(name)
+        return Steered(source or random_head(name, model, Random(case.seed)).to(model.device), **settings)
 
 
 def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:
@@ -70,8 +74,11 @@ def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:
     return [token if random.random() < accuracy else None for token in text]
 
 
-def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
-    """Let the session of a head prefer the tokens that will be generated, by row, where they are not None."""
+def steer(session: Any, texts: Sequence[Sequence[int | None]], fault: str = "") -> Any:
+    """Let the session of a head prefer the tokens that will be generated, by row, where they are not None.
+
+    With a fault its scores are not finite, see `spoil_scores`.
+    """
 
     def raised(compute: Callable[..., torch.Tensor], depths: Callable[..., Sequence[int]]) -> Any:
         def scores_of(*arguments: Any) -> torch.Tensor:
@@ -82,6 +89,7 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]]) -> Any:
                     known = texts[row][len(generated) + depth :]
                     if known and known[0] is not None:
                         by_place[row, place, known[0] if ids is None else ids == known[0]] += RAISED
+            spoil_scores(fault, scores)
             return scores
 
         return scores_of

@@ -149,6 +149,9 @@ TESTED = {
 }
 """The architectures that every other test file tries too (`tests/assets/tiny_architectures.json`)."""
 
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "gptj", "opt", "olmo2", "starcoder2")
+"""Architectures of `TESTED` that PEFT adapts and whose layers have no experts, which half precision would swap."""
+
 UNTESTED = {
     **_architectures("arcee aria_text bart beam bert bert-generation bigbird_pegasus biogpt bitnet blenderbot"),
     **_architectures("blenderbot-small camembert codegen cohere cpmant ctrl cwm data2vec-text diffllama doge electra"),

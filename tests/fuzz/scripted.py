@@ -2,6 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
+
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specgen import Call, Candidates, DraftSession, DraftTree, Policy, PolicySession
 
@@ -15,23 +19,69 @@ Script = Callable[[int, list[int], int], Nodes]
 class Scripted(Candidates):
     """Proposes what a script says, which is made anew for each call."""
 
-    def __init__(self, start_script: Callable[[], Script], k: int, policy: Policy | None):
+    def __init__(self, start_script: Callable[[], Script], k: int, policy: Policy | None, fault: str = ""):
         super().__init__(k, policy)
-        self._start_script = start_script
+        self._start_script, self._fault = start_script, fault
 
     def start(self, call: Call) -> DraftSession:
-        return _ScriptedSession(call, self._start_script())
+        return _ScriptedSession(call, self._start_script(), self._fault)
 
 
 class _ScriptedSession(DraftSession):
-    def __init__(self, call: Call, script: Script):
+    def __init__(self, call: Call, script: Script, fault: str):
         super().__init__(call)
-        self._script = script
+        self._script, self._fault = script, fault
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
         rows = enumerate(zip(self.call.state.generated, budget, strict=True))
         nodes = [self._script(row, generated, depth) if depth else ([], ()) for row, (generated, depth) in rows]
-        return DraftTree.from_nodes(nodes)
+        return faulty_tree(self._fault, nodes) if self._fault and any(budget) else DraftTree.from_nodes(nodes)
+
+
+NO_TOKEN = {"negative_id": -5, "large_id": 1000}
+"""Ids outside of every vocabulary."""
+
+
+def faulty_tree(fault: str, nodes: list[Nodes]) -> Any:
+    """What a drafter returns that draws random numbers or whose tokens, rows or type are wrong."""
+    if fault == "draws":
+        torch.rand(3)
+    if fault == "no_tree":
+        return [tokens for tokens, _ in nodes]
+    if fault in NO_TOKEN:
+        nodes = [([NO_TOKEN[fault], *tokens[1:]] if tokens else tokens, parents) for tokens, parents in nodes]
+    if fault == "extra_row":
+        nodes = [*nodes, nodes[-1]]
+    tree = DraftTree.from_nodes(nodes[:-1] if fault == "missing_row" else nodes)
+    return DraftTree(tree.tokens.float(), tree.parents) if fault == "float_ids" else tree
+
+
+class FaultyLookup(PromptLookupCandidateGenerator):
+    """Transformers' prompt lookup, whose ids are wrong."""
+
+    def __init__(self, fault: str, **settings: Any):
+        super().__init__(**settings)
+        self._fault = fault
+
+    def get_candidates(self, input_ids: torch.Tensor) -> tuple[Any, None]:
+        fault, width = self._fault, input_ids.shape[1]
+        ids = torch.cat([super().get_candidates(input_ids)[0], input_ids[:, -1:]], dim=1)
+        if fault == "draws":
+            torch.rand(3)
+        if fault in NO_TOKEN:
+            ids[:, width] = NO_TOKEN[fault]
+        rows: dict[str, Any] = {"extra_row": torch.cat([ids, ids]), "missing_row": ids[:0], "no_tree": None}
+        return rows.get(fault, ids.float() if fault == "float_ids" else ids), None
+
+
+def spoil_scores(fault: str, scores: torch.Tensor) -> None:
+    """Make scores `[…, vocab]` of a drafter NaN or infinite, in place; "one_nan": that of one token in one row."""
+    if fault == "inf":
+        scores[..., 7] = float("inf")
+    elif fault == "one_nan":
+        scores.view(-1, scores.shape[-1])[0, 5] = float("nan")
+    elif fault:
+        scores.fill_(float("nan") if fault == "nan" else float("-inf"))
 
 
 class RandomDepths(Policy):

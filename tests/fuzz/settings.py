@@ -105,6 +105,8 @@ CRITERIA = {"after": _after, "any_row": _any_row, "scores": _on_scores, "all_sco
 
 # Prompts
 
+WIDTH_OF_PADDING = 4
+"""Columns of a batch in which no row has a prompt."""
 LARGEST_VOCAB = 128
 """Of the targets in `tests.fuzz.models.FIXTURES`."""
 
@@ -119,12 +121,12 @@ class Ends(NamedTuple):
 def prompts(case: Case) -> dict[str, torch.Tensor]:
     """Left-padded random prompts."""
     random = Random(case.seed)
-    width = max(case.lengths)
+    width = max(case.lengths) or WIDTH_OF_PADDING
     rows, mask = [], []
     for length in case.lengths:
-        pattern = [random.randrange(1, VOCAB) for _ in range(3 if case.repetitive else length)]
+        pattern = [random.randrange(1, VOCAB) for _ in range(3 if case.repetitive else length)]  # none: padding alone
         row = [pattern[place % len(pattern)] for place in range(length)]
-        if case.pad_in_prompt:
+        if case.pad_in_prompt and row:
             row[length // 2] = case.pad_id
         rows.append([case.pad_id] * (width - length) + row)
         mask.append([0] * (width - length) + [1] * length)
@@ -178,9 +180,16 @@ def arguments(case: Case, ends: Ends, prompt_length: int, fault: Fault | Interru
     if "allowed_tokens" in case.options:
         objects["prefix_allowed_tokens_fn"] = lambda row, ids: [(int(ids[-1]) + n + row) % VOCAB for n in (1, 2, 5, 7)]
     given = {name: value for name, value in objects.items() if value}
+    if case.saved_settings:
+        return given
     if case.config_object:
         return {**given, "generation_config": GenerationConfig(**settings)}
     return {**given, **settings}
+
+
+def saved_config(case: Case, ends: Ends, config: GenerationConfig) -> GenerationConfig:
+    """The generation config of a model with the settings of a case, as a checkpoint may hold them."""
+    return GenerationConfig.from_dict({**config.to_dict(), **_settings(case, ends)})
 
 
 def _settings(case: Case, ends: Ends) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The strategy objects of a case."""
 
+import copy
 from random import Random
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ from hf_specgen.depth import CostCurve, LatencyModel
 from tests.fuzz.cases import Case
 from tests.fuzz.heads import CLASSES, exit_adapter, head_candidates, medusa_heads, recycling_table
 from tests.fuzz.models import KINDS, VOCAB, disturbed_copy, tiny_model, with_other_tokenizer
-from tests.fuzz.scripted import Nodes, RandomDepths, Script, Scripted
+from tests.fuzz.scripted import FaultyLookup, Nodes, RandomDepths, Script, Scripted, spoil_scores
+from tests.fuzz.situations import SCORE_FAULTS
 
 
 class Known(NamedTuple):
@@ -60,6 +62,15 @@ def build(case: Case, model: Any, draft: Any, known: Known, answers: Answers) ->
 
 def draft_model(case: Case, model: Any) -> Any:
     """The draft model that a case needs, if any."""
+    draft = _sound_draft_model(case, model)
+    if draft is None or case.drafter_fault not in SCORE_FAULTS:
+        return draft
+    draft = copy.deepcopy(draft)
+    draft.register_forward_hook(lambda _, args, output: spoil_scores(case.drafter_fault, output.logits))
+    return draft
+
+
+def _sound_draft_model(case: Case, model: Any) -> Any:
     if "draft_other" in case.strategies():
         other = ("gpt2", "llama", "gemma3_text", "opt")[case.seed % 4]
         return disturbed_copy(tiny_model(other, dtype=model.dtype), 0.0)
@@ -81,7 +92,7 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     settings: dict[str, Any] = {"k": "auto" if adaptive else case.k, "policy": policy}
     tree: Any = None if adaptive else case.draft_tree
     if name in ("oracle", "oracle_tree", "random", "random_tree"):
-        return Scripted(lambda: _script(name, case, answers), case.k, policy)
+        return Scripted(lambda: _script(name, case, answers), case.k, policy, case.drafter_fault)
     if name in ("ngram", "ngram_tree"):
         has_size = name == "ngram_tree" and not adaptive
         return NgramCandidates(**settings, tree=4 * case.branches if has_size else None)
@@ -93,14 +104,16 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     if name == "prediction":
         return NgramCandidates(**settings, tree=tree, prediction=_edited(case, known))
     if name == "native":
-        return PromptLookupCandidateGenerator(num_output_tokens=case.k, max_matching_ngram_size=2, max_length=512)
+        lookup: dict[str, Any] = {"num_output_tokens": case.k, "max_matching_ngram_size": 2, "max_length": 512}
+        fault = case.drafter_fault
+        return FaultyLookup(fault, **lookup) if fault else PromptLookupCandidateGenerator(**lookup)
     if name == "recycling":
         if case.accuracy > 0:
             memory.store(model, ("recycling", vocabulary_size(model)), recycling_table(model, known.ids))
         return RecyclingCandidates(**settings, tree=tree)
     if name in CLASSES:
         heads_settings = {**settings, "tree": tree}
-        return head_candidates(name, case.architecture, model, answers, case.accuracy, case.seed, heads_settings)
+        return head_candidates(case, name, model, answers, heads_settings)
     if name in ("draft", "draft_other", "draft_reencoded"):
         return DraftModelCandidates(draft, **settings, tree=tree, confidence_threshold=case.threshold)
     if name in ("skip", "skip_adapter"):
@@ -108,6 +121,8 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
         return LayerSkipCandidates(case.exit_layer, **settings, tree=tree, adapter=adapter)
     reads_path = name == "medusa_auto" and case.branches > 2
     heads = medusa_heads(model, known.ids, known.mask, reads_path=reads_path)
+    for head in heads.lm_heads:
+        spoil_scores(case.drafter_fault, head.weight.data.T)
     heads_tree: Any = "auto" if name == "medusa_auto" else (6 if case.branches > 2 else case.k)
     return MedusaCandidates(heads, tree=heads_tree, policy=policy)
 

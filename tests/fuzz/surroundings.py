@@ -1,13 +1,19 @@
 """How a case asks for speculation, and what is broken, switched or limited as long as a call runs."""
 
 import contextlib
+import copy
+import io
 import signal
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from hf_specgen import Call, Candidates, DraftSession, DraftTree, SpeculationMonitor, attached, speculate
 from tests.fuzz import strategies
@@ -15,6 +21,7 @@ from tests.fuzz.cases import Case
 from tests.fuzz.checks import Hang
 from tests.fuzz.settings import Fault, Interrupt
 
+T = TypeVar("T")
 SECONDS_PER_CALL = 60
 """No call of a case takes a second on an idle machine."""
 SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -78,28 +85,37 @@ def raise_in_drafter(candidates: Candidates, call: int, error: BaseException) ->
 
 
 @contextlib.contextmanager
-def fault_in(case: Case, fault: Fault | Interrupt, model: Any, candidates: Any) -> Iterator[None]:
+def fault_in(
+    case: Case, fault: Fault | Interrupt, model: Any, candidates: Any, check_model: Callable[[], None]
+) -> Iterator[None]:
     """Faults that are not raised by an argument of `generate`."""
     if case.fault == "drafter" and case.strategy != "native":
         with raise_in_drafter(candidates, case.fault_call, fault):
             yield
         return
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == case.fault_call:
-            raise fault
-
+    if case.fault != "model":
+        yield
+        return
+    calls = Calls(case.fault_call, fault)
     # Where the logits are made: the cache has been written to by then.
     module = model.get_output_embeddings() or model
-    handle = module.register_forward_pre_hook(count) if case.fault == "model" else None
-    try:
+    with module.register_forward_pre_hook(calls.count):
+        check_model()  # which the hook has changed
+        calls.is_armed.set()
         yield
-    finally:
-        if handle is not None:
-            handle.remove()
+
+
+class Calls:
+    """Raises an exception in the n-th call after it is armed; its state is no setting of the model that it hooks."""
+
+    def __init__(self, call: int, error: BaseException):
+        self.is_armed, self._remaining, self._error = threading.Event(), deque(range(call)), error
+
+    def count(self, *_: Any) -> None:
+        if self.is_armed.is_set() and self._remaining:
+            self._remaining.pop()
+            if not self._remaining:
+                raise self._error
 
 
 @contextlib.contextmanager
@@ -123,7 +139,10 @@ def modes(case: Case, model: Any, draft: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def time_limit() -> Iterator[None]:
-    """Raise `Hang` after `SECONDS_PER_CALL`."""
+    """Raise `Hang` after `SECONDS_PER_CALL`; in other threads than the main one, `in_threads` limits the time."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def stop(*_: Any) -> None:
         raise Hang(f"no end after {SECONDS_PER_CALL} s")
@@ -135,6 +154,63 @@ def time_limit() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def in_threads(count: int, make_call: Callable[[], T]) -> list[T]:
+    """What the same call returns in several threads that make it at the same time."""
+    results: list[T] = []
+    start = threading.Barrier(count)
+
+    def work() -> None:
+        start.wait()
+        results.append(make_call())
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + SECONDS_PER_CALL
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        raise Hang(f"{count} threads: no end after {SECONDS_PER_CALL} s")
+    return results
+
+
+@contextlib.contextmanager
+def drawing_thread(draws: bool) -> Iterator[None]:
+    """Another thread draws from the global random generator, as a data loader does."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.wait(0.0002):
+            torch.rand(1)
+
+    thread = threading.Thread(target=work, daemon=True)
+    if draws:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if draws:
+            thread.join()
+
+
+def _saved_cache(cache: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+CACHE_USES: dict[str, Callable[[Any], Any]] = {
+    "saved": _saved_cache,
+    "copied": copy.deepcopy,
+    "tensors": lambda cache: DynamicCache([(layer.keys, layer.values) for layer in cache.layers]),
+    "iterated": lambda cache: DynamicCache([(layer[0], layer[1]) for layer in cache]),
+}
+OF_KEYS = ("tensors", "iterated")
+"""Those that keep keys and values alone, without windows and states."""
 
 
 @contextlib.contextmanager

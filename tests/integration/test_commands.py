@@ -1,7 +1,9 @@
 """All commands: bad input is one sentence and exit code 2, without a traceback; what several of them share."""
 
+import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,20 +12,23 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedTokenizerBase
-from transformers.cli import transformers as transformers_cli
+from transformers.cli.serve import Serve
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, __version__
-from hf_specgen.cli import checkpoints
+from hf_specgen.cli import checkpoints, main
+from hf_specgen.cli import generate as command
+from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head
-from hf_specgen.heads.checkpoint import Source
 from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.source import Source
 from tests.helpers import prompts, tiny_model
 from tests.helpers.cli import run
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import small_llama
+from tests.helpers.network import unreachable_hub
 from tests.helpers.paths import DRAFT_LM, HEAD_FIXTURES, REFERENCE_LM
 
 MODEL = str(REFERENCE_LM)
@@ -55,6 +60,11 @@ BAD_INPUT = [
     (["export", TWO_LAYERS, "--to", "eagle", "--output", "out"], "several layers"),
     (["export", str(DRAFT_LM), "--to", "vllm", "--output", "out"], "a whole model drafts as"),
     (["demo", "--model", MODEL], "No such option: --model"),
+    (["serve", MODEL, "--contiuous-batching"], "No such option: --contiuous-batching"),
+    (["serve"], "Missing argument"),
+    (["serve", "./none"], "there is no folder './none'"),
+    (["serve", "org/none"], "cannot load 'org/none'"),
+    (["serve", MODEL, "--draft", "./none"], "there is no folder './none'"),
 ]
 
 
@@ -77,6 +87,29 @@ def test_chat_template_that_raises_is_named(tmp_path: Path) -> None:
     for arguments in (command, ["doctor", str(tmp_path / "model"), "--device", "cpu"]):
         output = run(*arguments, exit_code=2)
         assert "the chat template of" in output and "no chats" in output
+
+
+def test_device_that_cannot_be_used_is_named_in_a_sentence() -> None:
+    """Would catch: the list of all backends, 1,500 characters, in the message."""
+    assert (
+        len(run("doctor", MODEL, "--device", "xla" if torch.backends.mps.is_available() else "mps", exit_code=2)) < 300
+    )
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich", "scipy"])
+def test_main_without_a_package_of_the_extra_names_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a doctor that fails for want of scipy after it has measured everything."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=rf"needs {missing}: pip install 'hf-specgen\[cli\]'"):
+        main()
+
+
+def test_generate_explanation_names_why_little_was_gained() -> None:
+    """Would catch: "1.02 tokens per step" without a reason."""
+    plain, rejected, accepted = RowStep(0, 0, 0, 1), RowStep(4, 4, 0, 1), RowStep(4, 4, 3, 4)
+    assert "0 of 9 steps had a draft; with 8 rows" in command.explanation(Statistics([[plain] * 9]), 8)
+    assert "few draft tokens were accepted" in command.explanation(Statistics([[rejected] * 9]), 8)
+    assert command.explanation(Statistics([[accepted] * 9]), 8) == ""
 
 
 def test_version_is_printed() -> None:
@@ -120,6 +153,7 @@ def test_tune_writes_a_latency_file_that_a_policy_reads(folder: Path, tmp_path: 
     latency, heads = str(tmp_path / "latency.json"), str(tmp_path / "heads")
     options = ["--heads", heads, "--context", "40", "--device", "cpu", "--latency", latency]
     printed = run("tune", str(folder / "target"), *options)
+    assert "batch size 1: 100%" in printed, "without a progress bar"
     assert "T(8)" in printed and f"AdaptiveDepth(latency='{latency}')" in printed.replace(" ", "")  # long lines wrap
     (one,) = LatencyModel.load(latency).buckets
     assert (one.target.batch, one.target.context) == (1, 40) and "medusa" in one.drafters
@@ -393,17 +427,42 @@ def test_find_reads_the_target_of_a_revision(hub: Path) -> None:
     assert line in run("find", "org/target", "--revision", "v1") and line in run("find", "org/target@v1")
 
 
+def test_find_without_a_network_reads_the_local_cache(hub: Path) -> None:
+    """Would catch: the connection error of the HTTP library as a traceback, where the page promises the cache."""
+    shutil.copy(hub / "models--org--heads" / "refs" / "v1", hub / "models--org--heads" / "refs" / "main")
+    with unreachable_hub():
+        shown = run("find", "org/target@v1")
+    assert "looking in the local cache" in shown and "hf-specgen doctor org/target@v1 --draft org/heads" in shown
+
+
 SERVERS = [
-    ("--draft org/own --trust-remote-code", "--continuous-batching --trust-remote-code Combined", "'org/own'"),
-    ("--no-continuous-batching", "--no-continuous-batching CombinedCandidates", "[NgramCandidates("),
-    (f"--draft {REFERENCE_LM.parent / 'exit-adapter'} --port 8", "--port 8 LayerSkipCandidates", "exit-adapter"),
+    ("--draft org/own --trust-remote-code", {"trust_remote_code": True}, "'org/own'"),
+    ("--continuous-batching --cb-num-blocks 8", {"continuous_batching": True, "cb_num_blocks": 8}, "[NgramCandidates("),
+    (f"--draft {REFERENCE_LM.parent / 'exit-adapter'} --port 8", {"port": 8}, "exit-adapter"),
 ]
 
 
-@pytest.mark.parametrize(("options", "passed", "strategy"), SERVERS)
-def test_serve_passes_its_options_on(hub: Path, monkeypatch: Any, options: str, passed: str, strategy: str) -> None:
-    """Would catch: a revision or trust in code that does not reach the server, a strategy that stays attached."""
-    attached = lambda: getattr(GenerationMixin, "_hf_specgen_attachment", None)  # noqa: E731
-    monkeypatch.setattr(transformers_cli, "app", lambda words, **_: print(*words, attached().settings.candidates))
-    shown = run("serve", "org/target", "--revision", "v1", *options.split())
-    assert shown.startswith(f"serve org/target@v1 {passed}") and strategy in shown and attached() is None
+@pytest.mark.parametrize(("options", "expected", "strategy"), SERVERS)
+def test_serve_passes_its_options_on(hub: Path, monkeypatch: Any, options: str, expected: Any, strategy: str) -> None:
+    """Would catch: a revision or trust in code that does not reach the server, a strategy that stays attached.
+
+    Also continuous batching that nobody asked for, in which a request's stop strings and seed are not obeyed.
+    """
+    attached, passed = lambda: getattr(GenerationMixin, "_hf_specgen_attachment", None), dict[str, Any]()
+
+    @functools.wraps(Serve.__init__)
+    def start(self: Any, model: str, **options: Any) -> None:
+        passed.update(options, model=model, strategy=repr(attached().settings.candidates))
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(Serve, "__init__", start)
+    assert "stop here" in run("serve", "org/target", "--revision", "v1", *options.split(), exit_code=2)
+    assert attached() is None and strategy in passed["strategy"]
+    defaults = {"model": "org/target@v1", "continuous_batching": False, "trust_remote_code": False, "port": 8000}
+    assert {**defaults, **expected}.items() <= passed.items()
+
+
+def test_serve_help_lists_the_options_of_both() -> None:
+    """Would catch: an error that points to a help without the options of `transformers serve`."""
+    shown = run("serve", "--help")
+    assert all(option in shown for option in ("--draft", "--revision", "--cb-num-blocks", "--default-seed"))

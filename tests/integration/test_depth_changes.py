@@ -97,7 +97,7 @@ def requested(tmp_path_factory: pytest.TempPathFactory) -> list[Requested]:
     ("layout", "groups"), [("one mesh", [[0, 1, 2, 3]]), ("replicas", [[0, 1], [2, 3]]), ("apart", [])]
 )
 def test_ranks_of_one_model_decide_alike_and_replicas_do_not_wait(requested: Any, layout: str, groups: Any) -> None:
-    """B7: agreement on the world group makes replicas wait for each other, so that one never returns."""
+    """Would catch: agreement on the world group makes replicas wait for each other, so that one never returns."""
     depths = [of_rank[layout] for of_rank in requested]
     for group in groups:
         assert all(depths[rank] == depths[group[0]] for rank in group)

@@ -3,8 +3,10 @@
 import importlib
 import inspect
 import json
+import os
 import re
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,28 +54,44 @@ INTERNAL = {"_from_model_config", "is_assistant", "transformers_version"}
 """Fields of a `GenerationConfig` that nobody sets."""
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
 """The model of a first example: replaced by the bundled one, since tests load nothing from the Hub."""
+PUBLISHED = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+"""The kind of generation settings that published models have, those of Qwen2.5-0.5B-Instruct."""
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#]*)(#[^)]*)?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
 
 
 @pytest.fixture(scope="module")
-def names() -> dict[str, Any]:
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model with the generation settings of a published one."""
+    folder = tmp_path_factory.mktemp("published") / REFERENCE_LM.name
+    shutil.copytree(REFERENCE_LM, folder, copy_function=os.symlink)
+    (folder / "generation_config.json").unlink()
+    settings = json.loads((REFERENCE_LM / "generation_config.json").read_text(encoding="utf-8"))
+    (folder / "generation_config.json").write_text(json.dumps(settings | PUBLISHED), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def names(published: Path) -> dict[str, Any]:
     """What a page may assume, and says so: the lines of a section of the quickstart."""
     section = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").split("## The examples of these pages")[1]
     found: dict[str, Any] = {}
-    exec(section.split("```python\n")[1].split("```")[0].replace("benchmarks/assets", str(REFERENCE_LM.parent)), found)
+    code = section.split("```python\n")[1].split("```")[0]
+    exec(code.replace("benchmarks/assets/reference-lm", published.as_posix()), found)
     return found
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
-def test_code_blocks_of_a_page_run(page: Path, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: an example that the API has left behind."""
+def test_code_blocks_of_a_page_run(
+    page: Path, names: dict[str, Any], published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: an example that the API has left behind, or that fails where the model samples by default."""
     monkeypatch.chdir(ROOT)
     before = set(ROOT.iterdir())
     text = page.read_text(encoding="utf-8")
     namespace = dict(names) if "#the-examples-of-these-pages" in text else {}
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
-        code = MODEL.sub(f'name = "{REFERENCE_LM.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
+        code = MODEL.sub(f'name = "{published.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
         exec(compile(code, str(page), "exec"), namespace)
     assert set(ROOT.iterdir()) == before, "an example wrote into the working folder"
 

@@ -1,6 +1,8 @@
 """The random tester: 96 cases from a fixed seed, and proof that it can fail."""
 
+import itertools
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_specgen import decoding
 from hf_specgen.call import GenerationState
+from hf_specgen.candidates import captured_levels
+from hf_specgen.targets import self_check
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
 from hf_specgen.targets.inputs import RowLayout
@@ -19,6 +24,7 @@ from hf_specgen.verification.coupled import NoiseBuffer
 from tests.fuzz import models
 from tests.fuzz.__main__ import Report, main, run_safely, shrink
 from tests.fuzz.cases import COMBINED, ENTRIES, STRATEGIES, Case, draw
+from tests.fuzz.situations import CACHE_USES, DRAFTER_FAULTS, INTERVENTIONS
 
 # Faults in the package itself that the random tester must find: `MUTATIONS`
 
@@ -28,6 +34,7 @@ positions = RowLayout.positions
 noise_at = NoiseBuffer.at
 keep_accepted = RaggedCache.keep_accepted
 prefix = GenerationState.prefix
+append = GenerationState.append
 of_call = GenerationState.of_call.__func__  # type: ignore[attr-defined]
 
 
@@ -91,6 +98,25 @@ def _layers_stay_replaced(self: Any, indices: range, states: Any = None) -> Iter
         self._layers[index] = layer
 
 
+def _keep_the_first_result(self: Any, *arguments: Any) -> Any:
+    """A refusal stays after its cause is gone."""
+    if "first" not in vars(self):
+        *_, trial = arguments
+        vars(self)["first"] = trial()
+    return vars(self)["first"]
+
+
+_last_thread = [0]
+
+
+def _token_of_another_thread(self: Any, row: int, tokens: Any) -> int:
+    """A state that all calls share: where another thread has been since, a token is its successor."""
+    before, _last_thread[0] = _last_thread[0], threading.get_ident()
+    if before not in (0, _last_thread[0]):
+        tokens = [(token + 1) % models.VOCAB for token in tokens]
+    return append(self, row, tokens)
+
+
 _PLACES: dict[str, tuple[Any, str, Any]] = {
     "accept one token too many": (verification, "accepted_path", _accept_one_too_many),
     "position off by one": (RowLayout, "positions", _positions_off_by_one),
@@ -104,6 +130,12 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "scores of another token": (verification, "_along", _scores_of_the_last_token),
     "model not restored after an exception": (ReplaceableLayers, "replaced", _layers_stay_replaced),
     "given cache not restored after an exception": (RaggedCache, "shared_copy", lambda self: self),
+    "changed model not checked again": (self_check, "computation", lambda model: ()),
+    "refusal stays": (self_check.Results, "find", _keep_the_first_result),
+    "wrong positions in half precision": (RowLayout, "positions", _positions_off_by_one),
+    "state shared by threads": (GenerationState, "append", _token_of_another_thread),
+    "ids of drafts not checked": (decoding, "checked_draft", lambda draft, *_: draft),
+    "scores of drafts not checked": (captured_levels, "finite", lambda scores: scores),
 }
 MUTATIONS = {name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()}
 """Each makes a context in which the package has that fault."""
@@ -115,6 +147,15 @@ ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "gptj", "qwen3_moe", "lla
 MAX_CASES_PER_MUTATION = 60
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
+USUAL: dict[str, Any] = {
+    **{"intervention": "", "drafter_fault": "", "threads": 1, "other_thread": False},
+    **{"saved_settings": False, "cache_use": ""},
+}
+STEERED: dict[str, Any] = {
+    **{"architecture": "llama", "strategy": "oracle", "accuracy": 0.9, "do_sample": False, "turns": 1, "fault": ""},
+    **{"broken_logits": "", "return_dict": True, "num_return_sequences": 1, "verification": "exact"},
+    **{"criteria": (), "processors": (), "options": ()},
+}
 # What a mutation needs to show, where cases drawn at random seldom have it.
 NEEDED: dict[str, dict[str, Any]] = {
     "accept one token too many": {"strategy": "oracle", "verification": "exact", "accuracy": 0.5},
@@ -126,6 +167,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "accepted nodes not moved": {"strategy": "oracle_tree", "branches": 4},
     "scores of another token": {"strategy": "oracle_tree", "return_dict": True, "output_logits": True},
     "given cache not restored after an exception": {"return_dict": True, "turns": 2, "fault": "drafter"},
+    "changed model not checked again": STEERED | {"intervention": "hook decoding"},
+    "refusal stays": STEERED | {"intervention": "pre_hook last", "changed_first": True},
+    "wrong positions in half precision": STEERED | {"intervention": "autocast", "output_scores": True},
+    "state shared by threads": STEERED | {"threads": 3},
+    "ids of drafts not checked": STEERED | {"drafter_fault": "large_id"},
+    "scores of drafts not checked": STEERED | {"strategy": "draft", "drafter_fault": "nan"},
 }
 
 
@@ -138,7 +185,7 @@ def test_random_cases_equal_plain_generate(chunk: int) -> None:
         status = report.add(outcome)
         assert status != "different", f"{outcome.differences}\npython -m tests.fuzz --case '{outcome.case.to_json()}'"
     total = report.total
-    assert total["drafting"] >= CASES_PER_CHUNK // 2, "it tests too little"
+    assert total["drafting"] >= CASES_PER_CHUNK // 3, "it tests too little"
     assert total["accepted"] > 20 and total["rejected"] > 20, "it tests too little"
     assert total["same"] >= 0.7 * CASES_PER_CHUNK, f"too few comparisons: {report.markdown()}"
 
@@ -154,7 +201,7 @@ def forgotten_models() -> None:
 def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
     """Would catch: a comparison that cannot fail."""
     for number in range(MAX_CASES_PER_MUTATION):
-        case = replace(draw(f"mutations:{number}", ARCHITECTURES), **NEEDED.get(mutation, {}))
+        case = replace(draw(f"mutations:{number}", ARCHITECTURES), **(USUAL | NEEDED.get(mutation, {})))
         with MUTATIONS[mutation]():
             outcome = run_safely(case)
         if outcome.status == "different":
@@ -162,12 +209,16 @@ def test_random_cases_with_a_mutation_fail(mutation: str) -> None:
     pytest.fail(f"{MAX_CASES_PER_MUTATION} cases do not show it: {mutation}")
 
 
-def test_draw_has_every_strategy_and_entry_point() -> None:
+def test_draw_has_every_strategy_entry_point_and_situation() -> None:
     """Would catch: a strategy that is never drawn, so that nothing is known of it."""
-    cases = [draw(seed) for seed in range(600)]
+    cases = [draw(seed) for seed in range(4000)]
     assert {case.strategy for case in cases} == set(STRATEGIES)
     assert {member for case in cases for member in case.members} == set(COMBINED)
     assert {case.entry for case in cases} == set(ENTRIES)
+    assert {case.intervention for case in cases} == {"", *itertools.chain(*INTERVENTIONS.values())}
+    assert {case.drafter_fault for case in cases} == {"", *DRAFTER_FAULTS}
+    assert {case.cache_use for case in cases} == {"", *CACHE_USES}
+    assert {"threads", "another thread", "saved settings", "prompt of padding"} <= {case.situation for case in cases}
 
 
 @pytest.mark.parametrize("seed", range(20))

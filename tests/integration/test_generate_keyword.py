@@ -64,7 +64,7 @@ def test_generate_without_the_keyword_passes_all_arguments_on(monkeypatch: pytes
 
 
 def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: restoring the original over a tracer that was put around our function later (defect B16)."""
+    """Would catch: restoring the original over a tracer that was put around our function later."""
     traced: list[str] = []
 
     def original(self: Any, *args: Any, **kwargs: Any) -> str:

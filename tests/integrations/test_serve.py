@@ -1,12 +1,16 @@
-"""`transformers serve` with continuous batching: OpenAI clients see the texts of plain generation."""
+"""`hf-specgen serve`: OpenAI clients receive the texts of plain generation, whatever each of them asks for."""
 
 import socket
+import threading
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
+import torch
 
 from hf_specgen import NgramCandidates
 from tests.helpers.paths import REFERENCE_LM
@@ -16,46 +20,123 @@ pytest.importorskip("fastapi", exc_type=ImportError)
 
 NEW = 20
 QUESTIONS = [f"Repeat: {number}, {number + 1}, {number}, {number + 1}, {number}" for number in range(16)]
+BATCHING = {"continuous_batching": True, "cb_num_blocks": 16, "cb_max_batch_tokens": 256}
 
 
-@pytest.fixture(scope="module")
-def server() -> Any:
-    """The port of a server whose models speculate, and what counts their requests."""
-    from transformers.cli.serve import Serve
-
-    from hf_specgen.attachment import attached_to_every_model
+@contextmanager
+def serving(**options: Any) -> Iterator[tuple[Any, int, Any]]:
+    """A client, the port of a server whose model speculates, and what counts its requests."""
+    from hf_specgen.cli.serve import speculating_server
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"cb_num_blocks": 16, "cb_max_batch_tokens": 256, "device": "cpu", "dtype": "float32"}
-    options |= {"host": "127.0.0.1", "port": port, "non_blocking": True}
-    with attached_to_every_model(NgramCandidates(k=5)) as attachment:
-        running = Serve(str(REFERENCE_LM), continuous_batching=True, **options)
+    options |= {"device": "cpu", "dtype": "float32", "host": "127.0.0.1", "port": port}
+    with speculating_server(str(REFERENCE_LM), NgramCandidates(k=5), **options) as (server, attachment):
+        thread = threading.Thread(target=server.run)
+        thread.start()
         for _ in range(100):
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
                 break
             except OSError:
                 sleep(0.1)
-        yield port, attachment
-        running.kill_server()
+        address = f"http://127.0.0.1:{port}/v1"
+        yield openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=120), port, attachment
+        server.stop()
+        thread.join(5)
+        assert not thread.is_alive(), "a server that is not stopped by Ctrl-C"
+
+
+def text_of(client: Any, question: str, **arguments: Any) -> str:
+    """The answer to a question, read from its stream."""
+    messages: Any = [{"role": "user", "content": question}]
+    parts = client.chat.completions.create(model=str(REFERENCE_LM), messages=messages, stream=True, **arguments)
+    return "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+
+
+ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0}, {"do_sample": False}),
+    ({"temperature": 0.8, "seed": 3}, {"do_sample": True, "temperature": 0.8}),
+    ({"temperature": 1.0, "seed": 4, "top_p": 0.5}, {"do_sample": True, "top_p": 0.5}),
+    ({"temperature": 0, "stop": ["_"]}, {"do_sample": False, "stop_strings": ["_"]}),
+    (
+        {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.3},
+        {"do_sample": True, "temperature": 0.9, "repetition_penalty": 1.3},
+    ),
+    ({"temperature": 0, "frequency_penalty": 0.5}, {"do_sample": False, "repetition_penalty": 1.5}),
+]
+"""What requests ask for, and the arguments of `generate` that give the same text."""
+
+
+def test_concurrent_streams_receive_the_text_of_the_same_request_alone(reference_model: Any, tokenizer: Any) -> None:
+    """Would catch: stop strings, seeds, temperatures or penalties that are ignored, or those of another request.
+
+    Among the streams some are cancelled, which changes no other one.
+    """
+
+    def alone(question: str, arguments: dict[str, Any], seed: int) -> str:
+        messages = [{"role": "user", "content": question}]
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(messages, **options)
+        torch.manual_seed(seed)
+        ids = reference_model.generate(
+            **inputs, **arguments, max_new_tokens=NEW, tokenizer=tokenizer, candidate_generator=None
+        )
+        return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    cases = [(question, *asked) for question in QUESTIONS[1:2] for asked in ASKED]
+    expected = [alone(question, arguments, asked.get("seed", 0)) for question, asked, arguments in cases]
+    with serving() as (client, port, attachment), ThreadPoolExecutor(8) as threads:
+
+        def cancel(question: str) -> None:
+            messages: Any = [{"role": "user", "content": question}]
+            settings: Any = {"model": str(REFERENCE_LM), "messages": messages, "max_tokens": 500, "stream": True}
+            stream = client.chat.completions.create(**settings, temperature=1.0, seed=9)
+            next(iter(stream))
+            stream.close()
+
+        cancelled = [threads.submit(cancel, question) for question in QUESTIONS[:2]]
+        texts = threads.map(lambda case: text_of(client, case[0], **case[1], max_tokens=NEW), cases)
+        for case, text, own in zip(cases, texts, expected, strict=True):
+            assert text == own, case
+        assert [one.result() for one in cancelled] == [None, None]
+        assert attachment.totals.drafted > 0 and attachment.totals.plain_calls == {}
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        assert "spec_decode_num_accepted_tokens_total" in metrics
+        with pytest.raises(openai.BadRequestError, match="seed must be an integer"):
+            text_of(client, "a", seed=2**70)
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    """A server with continuous batching."""
+    with serving(**BATCHING) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"temperature": 0, "stop": ["a"], "seed": 1}, "does not obey seed, stop"),
+        ({"temperature": 0, "frequency_penalty": 0.5}, "does not obey frequency_penalty"),
+        ({"temperature": 0.7}, "do_sample=False of the first request, not True; leave it out, or start the server"),
+        ({"temperature": 0, "top_p": 0.3}, "top_p=.* of the first request, not 0.3"),
+    ],
+)
+def test_continuous_batching_refuses_what_it_does_not_obey(server: Any, asked: Any, message: str) -> None:
+    """Would catch: settings of a request that are ignored, or those of the first one."""
+    text_of(server[0], "a", temperature=0, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match=message):
+        text_of(server[0], "a", max_tokens=2, **asked)
 
 
 def test_sixteen_streaming_clients_receive_the_texts_of_plain_generation(
     server: Any, reference_model: Any, tokenizer: Any, pytestconfig: pytest.Config
 ) -> None:
     """Would catch: tokens lost or repeated in a stream, a request that ends with another, a text of another request."""
-    port, attachment = server
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
-
-    def ask(question: str, stream: bool) -> str:
-        messages: Any = [{"role": "user", "content": question}]
-        arguments = {"model": str(REFERENCE_LM), "messages": messages, "temperature": 0, "max_tokens": NEW}
-        answer: Any = client.chat.completions.create(**arguments, stream=stream)
-        if not stream:
-            return answer.choices[0].message.content
-        return "".join(part.choices[0].delta.content or "" for part in answer if part.choices)
+    openai_client, _, attachment = server
+    before = attachment.totals.calls
 
     def plain(question: str) -> str:
         messages = [{"role": "user", "content": question}]
@@ -71,12 +152,14 @@ def test_sixteen_streaming_clients_receive_the_texts_of_plain_generation(
         answers = 0
         while answers < 2 or monotonic() < end:
             number = (client + answers) % len(QUESTIONS)
-            assert ask(QUESTIONS[number], True) == expected[number]
+            assert text_of(openai_client, QUESTIONS[number], temperature=0, max_tokens=NEW) == expected[number]
             answers += 1
         return answers
 
     with ThreadPoolExecutor(16) as clients:
         answers = sum(clients.map(stream, range(16)))
-    assert ask(QUESTIONS[3], False) == expected[3]
-    assert attachment.totals.calls == answers + 1
+    messages: Any = [{"role": "user", "content": QUESTIONS[3]}]
+    settings: Any = {"model": str(REFERENCE_LM), "messages": messages, "temperature": 0, "max_tokens": NEW}
+    assert openai_client.chat.completions.create(**settings).choices[0].message.content == expected[3]
+    assert attachment.totals.calls == before + answers + 1
     assert attachment.totals.accepted > 0 and attachment.totals.plain_calls == {}

@@ -107,7 +107,7 @@ def test_keep_accepted_of_chains_moves_nothing() -> None:
 
 
 def test_ragged_layer_one_token_steps_copy_seldom_and_reserve_little() -> None:
-    """Would catch: a copy of the whole cache at every step, or a buffer that doubles (B3)."""
+    """Would catch: a copy of the whole cache at every step, or a buffer that doubles."""
     layer, copies = RaggedLayer(), []
     for length in range(1, 4001):
         before = layer.keys

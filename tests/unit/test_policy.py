@@ -55,7 +55,7 @@ def test_disabled_calls_draft_nothing(policy: Policy, settings: dict[str, Any], 
 
 
 def test_disabling_forwards_everything_of_the_policy_within() -> None:
-    """B10: around a controller, the latency model by which heads size their trees got lost."""
+    """Would catch: a policy around another one that loses the latency model, by which heads size their trees."""
     policy = AdaptiveDepth(LATENCY)
     session, plain = DisableWhen(1.0, otherwise=policy).start(depth_call()), policy.start(depth_call())
     assert session.latency == plain.latency and session.latency is not None

@@ -31,6 +31,7 @@ from train_dspark import SparkArguments
 from train_eagle import EagleArguments
 from train_layer_skip import ExitArguments
 from train_medusa import MedusaArguments
+from training import check_arguments
 
 LAUNCH = ROOT / "recipes" / "configs" / "fsdp.yaml"
 HI, YES = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
@@ -244,3 +245,13 @@ def test_interrupted_answers_continue_with_their_own_settings(changed: Any, prom
     """Would catch: answers of two settings, or of other prompts of the same name, in one file."""
     folder = folder_of(answer_arguments(**changed), prompts)
     assert (folder == folder_of(answer_arguments(), PROMPTS)) == is_continued
+
+
+def test_check_arguments_to_resume_a_result_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    """Would catch: a finished head that is trained anew from its first step, and replaced."""
+    (tmp_path / "model.safetensors").touch()
+    args = parse(DraftArguments, None, [*REQUIRED, "--draft", "x", "--output", str(tmp_path), "--resume", "true"])
+    with pytest.raises(
+        ValueError, match=r"holds a finished result without a checkpoint .* replace it with --overwrite"
+    ):
+        check_arguments(args)
