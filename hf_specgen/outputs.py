@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,14 +41,12 @@ WITHOUT_SCORES = (MaxTimeCriteria, StopStringCriteria)
 """Criteria that do not read the scores that they receive."""
 
 
-@dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """The output of plain `generate`, with the statistics of the call in `speculation`."""
+    """The output of plain `generate`, with the statistics of the call as an attribute, which is no item."""
 
     speculation: Statistics | None = None
 
 
-@dataclass
 class EncoderDecoderSpeculativeOutput(GenerateEncoderDecoderOutput):
     """The same for an encoder-decoder target."""
 
@@ -141,11 +138,9 @@ class OutputCollector:
         assert call.model is not None
         fields: dict[str, Any] = {name: tuple(columns) for name, columns in self._kept.items()}
         fields |= {"sequences": self.output_ids(), CACHE: cache}
-        if not call.model.config.is_encoder_decoder:
-            return SpeculativeOutput(**fields, speculation=statistics)
-        output = EncoderDecoderSpeculativeOutput(**fields)
-        # An attribute, and no item: `generate` of Whisper takes items apart by rows.
-        object.__setattr__(output, "speculation", statistics)
+        is_encoder_decoder = call.model.config.is_encoder_decoder
+        output = (EncoderDecoderSpeculativeOutput if is_encoder_decoder else SpeculativeOutput)(**fields)
+        output.speculation = statistics
         return output
 
     def _column_is_complete(self) -> bool:

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
 
@@ -160,7 +161,7 @@ class RaggedLayer(CacheLayerMixin):
 
 
 class RaggedCache(Cache):
-    """The cache used for speculative decoding; also an ordinary `Cache` for any forward pass of the model.
+    """The cache of a call, whose rows differ in length; callers of `generate` receive a `DynamicCache`.
 
     `max_slots` are those of the whole call. Layers beyond `layers` have full attention.
     """
@@ -203,20 +204,12 @@ class RaggedCache(Cache):
         return any(state.recurrent for state in self._states.values())
 
     @property
-    def is_croppable(self) -> bool:
-        return not self.has_recurrent_state
-
-    @property
     def is_initialized(self) -> bool:
         return bool(self.lengths)
 
     @property
     def is_linear(self) -> list[bool]:
         return [not layer.has_attention for layer in self.layers]
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.lengths) or -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The length of the longest row in a layer; of a layer without attention, in the cache."""
@@ -260,25 +253,9 @@ class RaggedCache(Cache):
         for part in self._filled:
             part.set_lengths(lengths)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` slots of every row."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
-        self.set_lengths([max(length + tokens_to_remove, 0) for length in self.lengths])
-
-    def reset(self) -> None:
-        self._states.clear()
-        self.set_lengths((0,) * len(self.lengths))
-
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         for part in self._filled:
             part.batch_select_indices(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.batch_select_indices(beam_idx)
 
     def add_rows(self, other: RaggedCache) -> None:
         """Add the rows of another cache with the same layers."""
@@ -287,9 +264,11 @@ class RaggedCache(Cache):
 
     def reserve(self, slots: int) -> None:
         """Allocate at least so many slots in each layer; those of the whole call if they are at most twice as many."""
-        most = self._max_slots
         for part in self._filled:
-            part.reserve(most if slots <= most <= 2 * slots else slots)
+            part.reserve(self._slots_for(slots))
+
+    def _slots_for(self, slots: int) -> int:
+        return self._max_slots if slots <= self._max_slots <= 2 * slots else slots
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The buffers of keys and values of each layer."""
@@ -330,30 +309,50 @@ class RaggedCache(Cache):
 
     @classmethod
     def from_dynamic(cls, cache: DynamicCache, max_slots: int | None = None) -> RaggedCache:
-        """Copy a `DynamicCache`, whose rows are equally long; slots before its sliding windows count as dropped."""
+        """Take over the contents of a `DynamicCache`, whose rows are equally long.
+
+        Its layers then are views of our buffers, which change nothing of what they show, so that the memory is not
+        needed twice. Slots before its sliding windows count as dropped.
+        """
         result = cls(max_slots)
         layers: list[Any] = list(cache.layers)
-        for layer in layers:
-            new = RaggedLayer(getattr(layer, "sliding_window", None))
-            result.layers.append(new)
-            if layer.is_initialized and layer.get_seq_length():
+        lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, DynamicLayer)]
+        slots = result._slots_for(max(lengths, default=0))
+        for index, layer in enumerate(layers):
+            window = getattr(layer, "sliding_window", None)
+            result.layers.append(new := RaggedLayer(window, type(layer) is not LinearAttentionLayer))
+            if isinstance(layer, DynamicLayer) and (length := layer.get_seq_length()):
+                held = layer.keys.shape[2]
+                new.lazy_initialization(layer.keys, layer.values)
+                new.reserve(held if window else slots)
                 new.update(layer.keys, layer.values)
-                new.lengths = (layer.get_seq_length(),) * len(layer.keys)
-                new.first = new.lengths[0] - layer.keys.shape[2]
+                layer.keys, layer.values = new.keys[:, :, :held], new.values[:, :, :held]
+                new.lengths = (length,) * len(layer.keys)
+                new.first = length - held
+            if getattr(layer, "is_indexer_initialized", False):
+                result.update_indexer(layer.indexer_keys, index)
+            if any(getattr(layer, "has_previous_state", {}).values()):
+                result._states[index] = LayerStates.of_layer(layer, max(lengths, default=0))
         return result
 
     def to_dynamic(self, cache: DynamicCache) -> None:
-        """Write the contents back into the `DynamicCache` that this one was copied from."""
+        """Move the contents, whose rows are equally long, to a `DynamicCache` layer by layer, and leave none here."""
         while len(cache.layers) < len(self.layers):
             cache.layers.append(DynamicLayer())
-        pairs: Any = zip(cache.layers, self.layers, strict=True)
-        for layer, source in pairs:
+        targets: list[Any] = list(cache.layers)
+        for index, (layer, source) in enumerate(zip(targets, self.layers, strict=False)):
+            layer.reset()
+            if (states := self._states.pop(index, None)) is not None:
+                states.to_layer(layer)
             if source.is_initialized:
                 length = source.get_seq_length()
-                layer.reset()
-                layer.update(*(states[:, :, : length - source.first] for states in (source.keys, source.values)))
+                start = max(0, length - source.first - getattr(layer, "sliding_window", length))
+                layer.update(*(states[:, :, start : length - source.first] for states in (source.keys, source.values)))
                 if isinstance(layer, DynamicSlidingWindowLayer):
                     layer.cumulative_length = length
+                self.layers[index] = RaggedLayer(source.window, source.has_attention)
+            if (indexer := self._indexers.pop(index, None)) is not None:
+                layer.update_indexer(indexer.keys[:, 0, : indexer.get_seq_length()])
 
 
 def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> torch.Tensor:

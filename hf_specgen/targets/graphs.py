@@ -304,7 +304,7 @@ class CapturedFunctions:
         logger.warning("%s; it runs eagerly", self.failure)
 
     def release(self, cache: RaggedCache) -> None:
-        """Give the cache buffers of its own, before a caller of `generate` receives it."""
+        """Let other calls use the buffers of a cache, which needs them no longer."""
         with self._lock:
             self.buffers.release(cache)
 

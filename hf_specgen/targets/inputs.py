@@ -261,40 +261,30 @@ def check_step_arguments(model: PreTrainedModel, input_ids: torch.Tensor, model_
 
 
 def call_cache(given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool) -> RaggedCache:
-    """The cache of a call; a copy of one that the caller of `generate` gave, which stays as it is until `return_cache`.
+    """The cache of a call; with the contents of one that the caller gave, which keeps them until `to_dynamic`.
 
     With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
     """
     length, user_owned = generation_config.max_length, compat.is_user_defined(given)
     slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
-    if isinstance(given, RaggedCache):
-        return given.shared_copy()
     is_offloaded = getattr(given, "offloading", False)
     if given is not None and (type(given) is not DynamicCache or is_offloaded):
         kind = f"an offloaded {type(given).__name__}" if is_offloaded else type(given).__name__
         remedy = f"leave {compat.CACHE} out" if user_owned else 'give cache_implementation="dynamic"'
         raise ValueError(
-            "candidate_generator= works with a DynamicCache that is not offloaded, or the cache of an earlier "
-            f"speculative call, not with {kind}; {remedy}"
-        )
-    if user_owned and has_special_layers(config):
-        raise ValueError(
-            "a DynamicCache cannot roll back the convolutions, recurrent states or indexed attention of this model; "
-            f"leave {compat.CACHE} out of the first call, and give later ones the cache that it returned"
+            f"candidate_generator= works with a DynamicCache that is not offloaded, not with {kind}; {remedy}"
         )
     if user_owned and given is not None:
+        if has_special_layers(config) and _layer_types(given) != _layer_types(DynamicCache(config=config)):
+            raise ValueError(
+                f"the layers of {compat.CACHE}= are not those that this model writes convolutions, recurrent states or "
+                "an indexer's keys to; give DynamicCache(config=model.config), or what an earlier call returned"
+            )
         return RaggedCache.from_dynamic(given, slots)
     if keeps_all:
         return RaggedCache(None if slots is None else slots + 128)  # for the padding of captured passes
     return RaggedCache.for_model(config, slots)
 
 
-def return_cache(cache: RaggedCache, given: Any) -> Any:
-    """The cache that the caller gets at the end of a call: the one that it gave, if any, with the new contents."""
-    if given is None:
-        return cache
-    if isinstance(given, RaggedCache):
-        vars(given).update(vars(cache))
-    else:
-        cache.to_dynamic(given)
-    return given
+def _layer_types(cache: DynamicCache) -> list[type]:
+    return [type(layer) for layer in cache.layers]

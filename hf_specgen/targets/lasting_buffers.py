@@ -75,10 +75,10 @@ class GraphBuffers:
         return int(cache.buffers()[0][0].shape[2])
 
     def release(self, cache: RaggedCache) -> None:
-        """Give the cache buffers of its own again."""
-        if (lasting := self.of_cache(cache)) is not None:
-            cache.use_buffers([(keys.clone(), values.clone()) for keys, values in lasting.buffers])
-            lasting.cache = None
+        """Let other calls use the buffers of a cache, which needs them no longer."""
+        for lasting in self.sets:
+            if lasting.cache is not None and lasting.cache() is cache:
+                lasting.cache = None
 
     def _idle_buffers(self, buffers: Buffers, capacity: int) -> BufferSet:
         """Idle buffers like these, with this capacity, or new ones; drops those that were idle longest."""

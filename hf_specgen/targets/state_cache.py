@@ -23,6 +23,7 @@ Rows are padded on the right; the padding counts as rejected.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,25 @@ class LayerStates:
         self._windows: dict[int, int] = {}
         self._start: tuple[int, ...] = ()  # lengths before the last pass
         self._before: dict[int, torch.Tensor] = {}  # recurrent states before the last pass
+
+    @classmethod
+    def of_layer(cls, layer: Any, length: int) -> LayerStates:
+        """The states of a `LinearAttentionLayer` that includes so many tokens of each row."""
+        states = cls()
+        states.device = layer.device
+        states.columns = {index: one for index, one in layer.conv_states.items() if one is not None}
+        states.recurrent = {index: one for index, one in layer.recurrent_states.items() if one is not None}
+        states._windows = {index: layer.conv_kernel_size[index] for index in states.columns}
+        states.lengths = (length,) * len(next(iter(states.columns.values())))
+        return states
+
+    def to_layer(self, layer: Any) -> None:
+        """Write the states to a `LinearAttentionLayer` without previous ones."""
+        for index, columns in self.columns.items():
+            window = self._windows[index]
+            layer.update_conv_state(columns[..., -window:], index, conv_kernel_size=window)
+        for index, state in self.recurrent.items():
+            layer.update_recurrent_state(state, index)
 
     @property
     def is_initialized(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
-from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
@@ -16,7 +16,7 @@ from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, is_captured
-from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, return_cache, takes_positions
+from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, takes_positions
 from hf_specgen.targets.lasting_buffers import move_captured
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
@@ -68,7 +68,7 @@ class Target:
             self._model_cache = EncoderDecoderCache(self.cache, given.cross_attention_cache)
         self.returns_cache = compat.is_user_defined(given)
         """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
-        self._given = text if reads_encoder or self.returns_cache else None
+        self._given = text
         self._starts: tuple[int, ...] = ()
         self._queue: ReplayQueue | None = None
         if reads_encoder and not takes_positions(model):
@@ -385,13 +385,14 @@ class Target:
         self.cache.batch_select_indices(torch.tensor(indices))
 
     def finish(self) -> Any:
-        """Return the cache with the generated tokens: the user's own object if one was given."""
+        """Return the cache of plain `generate`, which the contents move to: the caller's own object if it gave one."""
         if (queue := self._replays) is not None:
             self._process_uncached(queue)
             self._set_lengths(queue.cached)
+        cache = DynamicCache(config=self._config) if self._given is None else self._given
+        self.cache.to_dynamic(cache)
         if self._graphs is not None:
             self._graphs.release(self.cache)
-        cache = return_cache(self.cache, self._given)
         if self._model_cache is self.cache:
             return cache
         self._model_cache.self_attention_cache = cache

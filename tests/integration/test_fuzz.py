@@ -33,6 +33,7 @@ along = vars(verification)["_along"]
 positions = RowLayout.positions
 noise_at = NoiseBuffer.at
 keep_accepted = RaggedCache.keep_accepted
+from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
 append = GenerationState.append
 of_call = GenerationState.of_call.__func__  # type: ignore[attr-defined]
@@ -117,6 +118,12 @@ def _token_of_another_thread(self: Any, row: int, tokens: Any) -> int:
     return append(self, row, tokens)
 
 
+def _empty_the_given_cache(cls: Any, cache: Any, slots: Any) -> Any:
+    taken = from_dynamic(cache, slots)
+    cache.reset()
+    return taken
+
+
 _PLACES: dict[str, tuple[Any, str, Any]] = {
     "accept one token too many": (verification, "accepted_path", _accept_one_too_many),
     "position off by one": (RowLayout, "positions", _positions_off_by_one),
@@ -129,7 +136,11 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "end tokens are passed over": (GenerationState, "of_call", classmethod(_without_end_tokens)),
     "scores of another token": (verification, "_along", _scores_of_the_last_token),
     "model not restored after an exception": (ReplaceableLayers, "replaced", _layers_stay_replaced),
-    "given cache not restored after an exception": (RaggedCache, "shared_copy", lambda self: self),
+    "given cache not restored after an exception": (
+        RaggedCache,
+        "from_dynamic",
+        classmethod(_empty_the_given_cache),
+    ),
     "changed model not checked again": (self_check, "computation", lambda model: ()),
     "refusal stays": (self_check.Results, "find", _keep_the_first_result),
     "wrong positions in half precision": (RowLayout, "positions", _positions_off_by_one),

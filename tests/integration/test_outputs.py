@@ -1,19 +1,21 @@
 """What a call returns and keeps alive; scores, logits and caches are compared in `test_cases.py`."""
 
+import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
 from hf_specgen.compat import CACHE
-from hf_specgen.targets.cache import RaggedCache
 from tests.helpers import Oracle, RecordingStreamer, perturbed_copy, prompts, tiny_model
 from tests.helpers.comparison import plain_output
-from tests.helpers.models import recorded_inputs, width
+from tests.helpers.encoder_decoder import encoder_decoder, encoder_inputs
+from tests.helpers.models import STATEFUL, recorded_inputs, stateful_model, width
 
 
 def test_second_turn_reads_only_what_is_new() -> None:
@@ -21,12 +23,75 @@ def test_second_turn_reads_only_what_is_new() -> None:
     model, candidates = tiny_model("llama"), NgramCandidates(k=4, tree=8)
     arguments = {"max_new_tokens": 9, "return_dict_in_generate": True, "candidate_generator": candidates}
     first = model.generate(**prompts(3), **arguments)
-    assert isinstance(first, GenerateDecoderOnlyOutput) and type(first[CACHE]) is RaggedCache
+    assert isinstance(first, GenerateDecoderOnlyOutput) and type(first[CACHE]) is DynamicCache
     ids = torch.cat([first.sequences, torch.full((3, 3), 17)], dim=1)
     mask = torch.cat([prompts(3)["attention_mask"], torch.ones(3, 12, dtype=torch.long)], dim=1)
     with recorded_inputs(model, width) as read:
         model.generate(input_ids=ids, attention_mask=mask, **{CACHE: first[CACHE]}, **arguments)
     assert 4 <= read[0] <= 4 + 4  # the second prompt, the last token of the first turn, and tokens drafted behind them
+
+
+def any_model(architecture: str) -> Any:
+    return stateful_model(architecture) if architecture in STATEFUL else tiny_model(architecture)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in an object, in its dicts, lists and attributes, in their order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else vars(value).values()
+    return [
+        tensor
+        for one in parts
+        if isinstance(one, dict | list) or hasattr(one, "__dict__")
+        for tensor in tensors_of(one)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "deepseek_v3", "lfm2", "falcon_h1", "glm_moe_dsa", "t5"])
+def test_output_holds_what_that_of_plain_generate_holds(architecture: str) -> None:
+    """Would catch: a cache of another class, with spare slots or rejected drafts; statistics in the place of the cache.
+
+    Full attention, windows, keys and values of different sizes, convolutions, recurrent states, indexers, an encoder.
+    """
+    is_encoder_decoder = architecture == "t5"
+    model = encoder_decoder(architecture) if is_encoder_decoder else any_model(architecture)
+    inputs = encoder_inputs(architecture, 2) if is_encoder_decoder else prompts(2, length=20)
+    arguments = {"max_new_tokens": 9, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, **arguments)
+    oracle = Oracle(plain.sequences[:, -9:], 0.6)
+    ours = model.generate(**inputs, **arguments, candidate_generator=oracle)
+    assert list(ours) == list(plain) and ours[-1] is ours[CACHE] and len(ours.to_tuple()) == len(plain.to_tuple())
+    assert repr(ours[CACHE]) == repr(plain[CACHE])
+    for mine, expected in zip(tensors_of(ours[CACHE]), tensors_of(plain[CACHE]), strict=True):
+        assert mine.shape == expected.shape and mine.dtype == expected.dtype
+        assert torch.allclose(mine, expected, atol=1e-3)
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert copied.speculation.accepted == ours.speculation.accepted > 0
+        assert all(map(torch.equal, tensors_of(copied[CACHE]), tensors_of(ours[CACHE])))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "falcon_h1"])
+def test_returned_cache_continues_in_plain_generate_and_in_ours(architecture: str) -> None:
+    """Would catch: a cache that only this package can use, or that it cannot use again; another object returned."""
+    model, inputs = any_model(architecture), prompts(2, length=20)
+    arguments = {"max_new_tokens": 7, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, **arguments)
+    ours = model.generate(**inputs, **arguments, candidate_generator=NgramCandidates(k=3))
+    ids = torch.cat([plain.sequences, plain.sequences[:, :3]], dim=1)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 10), value=1)
+    expected, *outputs = (
+        model.generate(ids, attention_mask=mask, **arguments, **{CACHE: copy.deepcopy(cache)}, **more)
+        for cache, more in [
+            (plain[CACHE], {}),
+            (ours[CACHE], {}),
+            (ours[CACHE], {"candidate_generator": NgramCandidates(k=3)}),
+            (plain[CACHE], {"candidate_generator": NgramCandidates(k=3)}),
+        ]
+    )
+    for output in outputs:
+        assert torch.equal(output.sequences, expected.sequences)
+        assert [one.shape for one in tensors_of(output[CACHE])] == [one.shape for one in tensors_of(expected[CACHE])]
 
 
 def test_cache_made_in_inference_mode_continues_outside() -> None:
