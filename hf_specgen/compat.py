@@ -10,6 +10,7 @@ import copy
 import re
 import sys
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -262,17 +263,17 @@ def is_sharded(model: PreTrainedModel) -> bool:
     return bool(names.is_deepspeed_zero3_enabled() or names.is_fsdp_managed_module(model))
 
 
-def on_batch_processor(manager: Any, make_steps: Callable[[Any], Any]) -> None:
-    """Hook what `make_steps` makes of the processor of a continuous-batching manager, also when it is used again.
+def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> None:
+    """Hook what `make_steps` makes of a continuous-batching manager and its processor, also when it is used again.
 
     Symbol: `ContinuousBatchingManager._create_batch_processor`.
     """
     vars(manager).pop("_create_batch_processor", None)
-    plain = manager._create_batch_processor
+    plain, this = type(manager)._create_batch_processor, weakref.proxy(manager)
 
     def create() -> Any:
-        processor = plain()
-        _hook_packed_steps(processor, make_steps(processor))
+        processor = plain(this)
+        _hook_packed_steps(processor, make_steps(this, weakref.proxy(processor)))
         return processor
 
     manager._create_batch_processor = create
@@ -281,6 +282,7 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any], Any]) -> None:
 def _hook_packed_steps(processor: Any, steps: Any) -> None:
     """Let `steps` extend, sample and read the packed steps of a `ContinuousBatchProcessor`; None removes the hooks.
 
+    The hooks refer to the processor weakly: in a cycle it would keep its cache until the next garbage collection.
     Symbols: its `scheduler.schedule_batch`; `prepare_batch_update` and `_bulk_input_tensor` of its
     `inputs_and_outputs`; `model_runner.compute_batch` and `_sample`.
     """
@@ -291,26 +293,28 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
             vars(part).pop(name, None)
     if steps is None:
         return
-    schedule, compute = scheduler.schedule_batch, runner.compute_batch
+    this = weakref.proxy(processor)
+    schedule, compute = type(scheduler).schedule_batch, type(runner).compute_batch
 
     def schedule_batch(token_budget: int, cache_budget: int) -> Any:
-        requests, is_decode, tokens, kv_read = schedule(token_budget, cache_budget)
+        requests, is_decode, tokens, kv_read = schedule(this.scheduler, token_budget, cache_budget)
         if requests:
             drafted = steps.extend(requests, tokens, token_budget if kv_read <= cache_budget else tokens)
             is_decode, tokens = is_decode and not drafted, tokens + drafted
         return requests, is_decode, tokens, kv_read
 
     def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
+        ios = this.inputs_and_outputs
         chosen, requests = steps.place_drafts(batch_data["position_ids"][0], batch_data["attention_mask"])
         arguments = ios._bulk_input_tensor[ios.static_inputs :]
-        processor.logit_processor.prepare_tensor_args(requests, arguments)
+        this.logit_processor.prepare_tensor_args(requests, arguments)
         batch_data["logits_indices"] = torch.tensor(chosen, dtype=torch.long, device=ios.device)
         batch_data["logits_processor_args"] = arguments[:, : len(chosen)]
         with steps.capturing():
-            compute(model, batch_data)
+            compute(this.model_runner, model, batch_data)
 
     scheduler.schedule_batch, runner.compute_batch, runner._sample = schedule_batch, compute_batch, steps.sample
-    ios.prepare_batch_update = lambda: (ios.requests_in_batch, *steps.commit())
+    ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.commit())
 
 
 def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> None:

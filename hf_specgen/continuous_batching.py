@@ -36,7 +36,7 @@ class PackedRun:
         settings: None to run plainly.
         add: receives the counters of every request that has ended.
         report_plain: receives the reason why a manager runs plainly.
-        steps: those of each batch processor.
+        steps: those of each batch processor of a `generate_batch` call, which ends them.
     """
 
     settings: Settings | None
@@ -62,6 +62,7 @@ def generate_batch(
         _run.reset(token)
         for steps in run.steps:
             steps.close()
+        run.steps.clear()
     if settings is not None and run.settings is not None:
         rows, lengths = [row for one in requests for row in one.rows], [one.emitted for one in requests]
         seconds = {"total": perf_counter() - begin}
@@ -83,7 +84,8 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
-    run, arguments = _run.get() or _run_of({}, attachment), by_name(original, args, kwargs)
+    of_call, arguments = _run.get(), by_name(original, args, kwargs)
+    run = of_call or _run_of({}, attachment)
     if run.settings is not None:
         run.settings = run.settings.for_model(compat.unwrapped(model))
         config = copy.copy(arguments.get("continuous_batching_config") or ContinuousBatchingConfig())
@@ -101,11 +103,13 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
             run.settings = replace(run.settings, policy=_packed_policy(run.settings.policy, compat.unwrapped(model)))
     manager, settings = original(model, **arguments), run.settings
 
-    def make_steps(processor: Any) -> PackedSteps | None:
+    def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
         if settings is None:
             return None
-        run.steps.append(PackedSteps(processor, manager, settings, run.add))
-        return run.steps[-1]
+        steps = PackedSteps(processor, manager, settings, run.add)
+        if of_call is not None:
+            of_call.steps.append(steps)
+        return steps
 
     compat.on_batch_processor(manager, make_steps)
     return manager

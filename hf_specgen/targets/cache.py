@@ -322,12 +322,13 @@ class RaggedCache(Cache):
             window = getattr(layer, "sliding_window", None)
             result.layers.append(new := RaggedLayer(window, type(layer) is not LinearAttentionLayer))
             if isinstance(layer, DynamicLayer) and (length := layer.get_seq_length()):
-                held = layer.keys.shape[2]
-                new.lazy_initialization(layer.keys, layer.values)
+                states: Any = layer.keys, layer.values
+                held = states[0].shape[2]
+                new.lazy_initialization(*states)
                 new.reserve(held if window else slots)
-                new.update(layer.keys, layer.values)
+                new.update(*states)
                 layer.keys, layer.values = new.keys[:, :, :held], new.values[:, :, :held]
-                new.lengths = (length,) * len(layer.keys)
+                new.lengths = (length,) * len(states[0])
                 new.first = length - held
             if getattr(layer, "is_indexer_initialized", False):
                 result.update_indexer(layer.indexer_keys, index)

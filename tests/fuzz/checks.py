@@ -234,7 +234,8 @@ def _possible_text(case: Case, ours: Run, prompt: torch.Tensor, vocab: int) -> I
         # Where nothing but end tokens is allowed, plain `generate` samples one of them too.
         # Where the padding token is an end token, a row that a stop string ended looks as if that had come too early.
         is_padding = bool(ends) and all(token == case.pad_id for token in row[ends[0] :])
-        if ends and ends[0] < case.min_new_tokens and not is_padding and "allowed_tokens" not in case.options:
+        earliest = min(case.min_new_tokens, case.max_new_tokens - ("forced_eos" in case.options))  # in the last column
+        if ends and ends[0] < earliest and not is_padding and "allowed_tokens" not in case.options:
             yield Difference("length", f"an end token before min_new_tokens={case.min_new_tokens}: {row}")
 
 

@@ -1,11 +1,14 @@
 """`generate_batch`: tokens of plain `generate_batch` and `generate`; cancelled requests are in tests/slow."""
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 import hf_specgen
 from hf_specgen import (
@@ -115,6 +118,29 @@ def test_scarce_resources_same_tokens(batching: dict[str, Any]) -> None:
     candidates = STRATEGIES["trees"](model)
     assert run(model, prompts, batching, candidate_generator=candidates) == expected
     assert candidates.speculation.emitted == sum(map(len, expected))
+
+
+def test_paged_cache_is_freed_at_the_end_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: cycles of references by which the next call holds two paged caches, gigabytes of a large model."""
+    caches, init = list[Any](), PagedAttentionCache.__init__
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        caches.append(weakref.ref(self))
+
+    monkeypatch.setattr(PagedAttentionCache, "__init__", recorded)
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)  # which Transformers calls as soon as a manager has stopped
+    model, prompts = fresh_model("llama"), requests(3)
+    gc.disable()
+    try:
+        run(model, prompts)
+        run(model, prompts, candidate_generator=STRATEGIES["trees"](model))
+        run(model, prompts, candidate_generator=STRATEGIES["draft model"](model))
+        hf_specgen.attach(model, NgramCandidates(k=3))
+        run(model, prompts)
+    finally:
+        gc.enable()
+    assert [cache() for cache in caches] == [None] * 4
 
 
 def raise_in_second_draft(session: Any) -> None:

@@ -10,11 +10,20 @@ import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
+from hf_specgen import (
+    CombinedCandidates,
+    DraftModelCandidates,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+    attached,
+    generate_many,
+)
 from hf_specgen.compat import CACHE
 from tests.helpers import Oracle, RecordingStreamer, perturbed_copy, prompts, tiny_model
 from tests.helpers.comparison import plain_output
 from tests.helpers.encoder_decoder import encoder_decoder, encoder_inputs
+from tests.helpers.medusa import random_heads
 from tests.helpers.models import STATEFUL, recorded_inputs, stateful_model, width
 
 
@@ -206,6 +215,41 @@ def test_repeated_calls_do_not_accumulate_tensors() -> None:
         gc.collect()
         counts.append(sum(type(item) is torch.Tensor for item in gc.get_objects()))
     assert counts[1] == counts[2]
+
+
+def live_states() -> int:
+    """How many tensors of keys, values, hidden states or logits exist; indices of slots are kept for later calls."""
+    return sum(type(item) is torch.Tensor and item.dim() > 2 for item in gc.get_objects())
+
+
+@pytest.mark.parametrize("strategy", ["ngram", "draft", "medusa", "skip", "combined"])
+def test_tensors_of_a_call_are_freed_without_garbage_collection(strategy: str) -> None:
+    """Would catch: cycles of references by which a call keeps its cache until the collector runs."""
+    model, rows = tiny_model("llama"), [prompts(1)["input_ids"][0].tolist()] * 3
+    draft, arguments = DraftModelCandidates(model, k=2), {"max_new_tokens": 6, "do_sample": True}
+    candidates = {
+        "ngram": NgramCandidates(k=3, tree=6),
+        "draft": draft,
+        "medusa": MedusaCandidates(random_heads(model)),
+        "skip": LayerSkipCandidates(1, k=2),
+        "combined": CombinedCandidates([NgramCandidates(k=3), draft], tree=6),
+    }[strategy]
+
+    def calls() -> None:
+        model.generate(**prompts(2), **arguments, candidate_generator=candidates)
+        list(generate_many(model, rows, candidates, max_rows=2, **arguments))
+        with attached(model, candidates):
+            model.generate(**prompts(2), **arguments, return_dict_in_generate=True, output_scores=True)
+
+    calls()
+    gc.collect()
+    gc.disable()
+    try:
+        before = live_states()
+        calls()
+        assert live_states() == before
+    finally:
+        gc.enable()
 
 
 # Rows that end leave the batch, and streamers receive the columns
