@@ -7,10 +7,11 @@ in one target whose rows are replaced, and drafters with a forward pass draft fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from numbers import Integral
 from time import perf_counter
 from typing import Any
 
@@ -68,7 +69,8 @@ def generate_many(
 
     Args:
         model: the target.
-        prompts: token ids of each prompt, as lists or tensors `[length]` or `[1, length]`; read as rows become free.
+        prompts: token ids of each prompt, as lists or tensors `[length]` or `[1, length]`, or the output of a tokenizer
+            for a text; read as rows become free.
         candidate_generator: proposes draft tokens.
         max_rows: prompts that are processed at a time.
         ordered: yield in the order of the prompts; otherwise in the order of completion.
@@ -82,8 +84,9 @@ def generate_many(
         a `Completion` for each prompt.
 
     Raises:
-        ValueError: for `max_rows` below 1, several sequences per prompt, a verification mode other than "exact", and
-            what `generate(candidate_generator=…)` refuses.
+        ValueError, TypeError: for `max_rows` below 1, several sequences per prompt, a verification mode other than
+            "exact", and what `generate(candidate_generator=…)` refuses. What concerns a prompt names its index, and is
+            raised after the prompts before it were answered.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -98,6 +101,9 @@ def generate_many(
         raise ValueError(f"max_rows must be at least 1, got {max_rows!r}")
     if isinstance(seed, Sequence) and isinstance(prompts, Sized) and len(seed) < len(prompts):
         raise ValueError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
+    for value in seed if isinstance(seed, Sequence) else [0 if seed is None else seed]:
+        if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
+            raise ValueError(f"seed must be an integer below 2**63, or one for each prompt, got {value!r}")
     given = settings_in(arguments)
     settings = Settings(candidate_generator, **{**given, "compile": False})
     if not isinstance(settings.verification, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
@@ -172,16 +178,42 @@ def _prefilled(
 ) -> Iterator[_Row]:
     """The rows of the prompts, each after its prefill."""
     for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            raise TypeError(f"prompts must be token ids, such as tokenizer(text)['input_ids'], got {prompt!r:.60}")
-        ids = torch.as_tensor(prompt, device=compat.input_device(model))
-        ids = ids[None] if ids.dim() == 1 else ids
-        if ids.dim() != 2 or len(ids) != 1:
-            raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
-        row = _Row(settings, streamer and streamer(index))
-        row.index, row.seed = index, seed + index if isinstance(seed, int) else seed[index]
-        model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=row)
+        with _named(index):
+            ids = _token_ids(prompt).to(compat.input_device(model))
+            row = _Row(settings, streamer and streamer(index))
+            row.index = index
+            row.seed = int(seed[index]) if isinstance(seed, Sequence) else int(seed) + index
+            model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=row)
         yield row
+
+
+def _token_ids(prompt: Any) -> torch.Tensor:
+    """The ids `[1, tokens]` of a prompt, which may be the output of a tokenizer."""
+    is_encoding = isinstance(prompt, Mapping) and "input_ids" in prompt
+    found = prompt["input_ids"] if is_encoding else getattr(prompt, "ids", prompt)
+    try:
+        ids = torch.as_tensor(found)
+        is_valid = not (ids.is_floating_point() and ids.numel())
+    except (TypeError, ValueError, RuntimeError):
+        is_valid = False
+    if not is_valid:
+        raise TypeError(f"a prompt must be token ids, such as tokenizer(text)['input_ids'], got {prompt!r:.60}")
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or len(ids) != 1:
+        raise ValueError(f"a prompt must have the shape [length] or [1, length], got {list(ids.shape)}")
+    if is_encoding and "attention_mask" in prompt:
+        ids = ids[torch.as_tensor(prompt["attention_mask"]).view(1, -1) != 0][None]
+    return ids.long()
+
+
+@contextmanager
+def _named(index: int) -> Iterator[None]:
+    """Lets an error begin with the index of the prompt that it concerns."""
+    try:
+        yield
+    except Exception as error:
+        error.args = (f"prompt {index}: {error}",)
+        raise
 
 
 class _Batch:
@@ -196,16 +228,26 @@ class _Batch:
 
     def run(self, rows: Iterator[_Row], max_rows: int) -> Iterator[Completion]:
         """Complete all rows, of which `max_rows` are processed at a time."""
+        failure: Exception | None = None
         try:
             while True:
-                while len(self._rows) < max_rows and (row := next(rows, None)) is not None:
+                while len(self._rows) < max_rows and failure is None:
+                    try:
+                        row = next(rows, None)
+                    except Exception as error:  # raised once the rows in work are completed
+                        failure = error
+                        break
+                    if row is None:
+                        break
                     self._rows.append(row)
                     if not row.is_joinable:
-                        with self._decoding():
+                        with _named(row.index), self._decoding():
                             row.loop.decode()
                     if row.loop.state.all_stopped:
                         yield self._completed(row)
                 if not self._rows:
+                    if failure is not None:
+                        raise failure
                     return
                 with self._decoding():
                     self._exchange_rows()
@@ -249,7 +291,8 @@ class _Batch:
         for place, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
             loop.timer.add("forward", seconds)
             loop.target.take_states(self._target, place, 1 + tree.nodes)
-            loop.end_step(tree, logits[place : place + 1, : 1 + tree.nodes])
+            with _named(self._rows[place].index):
+                loop.end_step(tree, logits[place : place + 1, : 1 + tree.nodes])
         self._target.commit_rows([loop.target for loop in loops])
         records = [loop.statistics.passes[-1] for loop in loops]
         passes = self.steps.passes or [tokens for one in records for tokens in one.passes]

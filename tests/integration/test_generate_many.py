@@ -166,6 +166,32 @@ def test_exception_and_early_exit_end_the_sessions_of_all_rows() -> None:
     assert many(model, prompts, NgramCandidates(), **GREEDY) == alone(model, prompts, **GREEDY)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_failing_prompt_is_named_after_the_prompts_before_it_are_answered(ordered: bool) -> None:
+    """Would catch: answers of rows in work that are lost, an error that does not say which of many prompts it means."""
+    model, prompts, answered = tiny_model("llama"), [[1, 2, 3], [4, 5], [6, 7, 8], [], [9, 9]], []
+    arguments = {"max_rows": 2, "max_new_tokens": 5, "do_sample": False, "ordered": ordered}
+    with pytest.raises(ValueError, match="prompt 3: the prompt is empty"):
+        for completion in generate_many(model, prompts, NgramCandidates(), **arguments):
+            answered.append(completion.index)
+    assert sorted(answered) == [0, 1, 2]
+
+
+def test_prompt_may_be_what_a_tokenizer_returns(tokenizer: Any, reference_model: Any) -> None:
+    """Would catch: "Could not infer dtype of tokenizers.Encoding", padding that is read as text."""
+    text, arguments = "def add(x, y):", {"max_new_tokens": 4, "do_sample": False, "ordered": True}
+    padded = tokenizer(text, padding="max_length", max_length=20, return_tensors="pt", padding_side="left")
+    prompts = [tokenizer(text).input_ids, tokenizer(text), tokenizer(text).encodings[0], padded]
+    first, *others = generate_many(reference_model, prompts, NgramCandidates(), **arguments)
+    assert all(other.tokens == first.tokens for other in others)
+
+
+@pytest.mark.parametrize("prompt", [None, {"text": "x"}, [1.5], [["x"]]])
+def test_prompt_that_is_no_token_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(TypeError, match=r"prompt 1: a prompt must be token ids, such as tokenizer\(text\)"):
+        list(generate_many(tiny_model("llama"), [[1, 2], prompt], NgramCandidates(), max_new_tokens=2))
+
+
 def test_policy_with_a_latency_model_sizes_drafts_for_all_rows() -> None:
     """Would catch: a draft for each row as if it were alone, so that a common pass is too large."""
     model, prompts = tiny_model("llama"), some_prompts(8)
