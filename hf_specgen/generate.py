@@ -53,6 +53,9 @@ OTHER_MODES = {
 }
 """The settings that ask for decoding methods other than greedy search, sampling and beam search."""
 
+MODE_SETTINGS = ("num_beams", "penalty_alpha", "dola_layers", "assistant_early_exit", "use_mtp")
+"""Those that decide on the decoding method."""
+
 
 class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
@@ -270,6 +273,18 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     return replaced
 
 
+def _saved(model: PreTrainedModel, config: GenerationConfig, *names: str) -> str:
+    """The end of a message about settings of a call: which of them the checkpoint brought."""
+    defaults = compat.default_generation_settings()
+    values = {name: getattr(model.generation_config, name, None) for name in names}
+    saved = [
+        f"{name}={value!r}"
+        for name, value in values.items()
+        if value is not None and value == getattr(config, name, None) != defaults.get(name)
+    ]
+    return f" ({', '.join(saved)} is saved in model.generation_config, where it can be changed too)" if saved else ""
+
+
 def _problems(
     model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Iterator[str]:
@@ -280,20 +295,26 @@ def _problems(
     if input_ids.numel() == 0:
         yield f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
     if config.prompt_lookup_num_tokens is not None:
-        yield "both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out"
+        saved = _saved(model, config, "prompt_lookup_num_tokens")
+        yield f"both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out{saved}"
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         setting = OTHER_MODES.get(mode, "the setting that asks for it")
         remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else f"leave out {setting}"
         yield (
             f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
-            "candidate_generator out"
+            f"candidate_generator out{_saved(model, config, *MODE_SETTINGS)}"
         )
     cache, tokens = model_kwargs.get(compat.CACHE), input_ids.shape[1]
     if not model_kwargs.get("use_cache", True):
-        yield "candidate_generator= needs the key/value cache; leave out use_cache=False"
-    if config.output_attentions or config.output_hidden_states:
-        yield "output_attentions and output_hidden_states are not available with candidate_generator=; leave them out"
+        saved = _saved(model, config, "use_cache")
+        yield f"candidate_generator= needs the key/value cache; give use_cache=True{saved}"
+    if hidden := [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]:
+        remedy, saved = " and ".join(f"{name}=False" for name in hidden), _saved(model, config, *hidden)
+        yield (
+            "output_attentions and output_hidden_states are not available with candidate_generator=; "
+            f"give {remedy}{saved}"
+        )
     mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
     computes_loss = model_kwargs.get(ROUTER_LOGITS, bool(without_router_loss(model)))
     if computes_loss and mask is not None and not bool(mask.all()):

@@ -71,6 +71,8 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
         _check_configs(getattr(self, "generation_config", None), kwargs.get("generation_config"), *args[1:2])
         # Recognised without an import: other threads may be importing the module of `Speculation` now.
         is_ours = getattr(type(kwargs.get("custom_generate")), "_hf_specgen_speculation", False)
+        if hasattr(kwargs.get("custom_generate"), "get_candidates"):
+            raise ValueError("custom_generate= takes no strategy; give it as candidate_generator=, or as speculate(…)")
         if is_ours or kwargs.get("candidate_generator") is not None:
             from hf_specgen.generate import generate_speculatively
 
