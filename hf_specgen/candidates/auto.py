@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class AutoCandidates:
             DraftModelCandidates('benchmarks/assets/draft-lm', k=4)
         """
         cache = None if cache_dir is None else str(cache_dir)
-        source = Source(str(name_or_path), revision, token, subfolder, cache, trust_remote_code)
+        source = Source(os.path.expanduser(name_or_path), revision, token, subfolder, cache, trust_remote_code)
         build = _strategy(source)
         if tokenizer is not None and (warning := other_chat_format(source, tokenizer, chat_template_kwargs or {})):
             logger.warning("%s: %s", source, warning)

@@ -6,6 +6,7 @@ The user builds a `Candidates` object, which holds settings only, before any mod
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -308,7 +309,7 @@ class PretrainedCandidates(Candidates):
             trust_remote_code: run the code of a draft model's repository; heads and adapters have none.
             settings: of the strategy, such as `k=4`.
         """
-        source = Source(str(name_or_path), revision, token, subfolder, cache_dir, trust_remote_code)
+        source = Source(os.path.expanduser(name_or_path), revision, token, subfolder, cache_dir, trust_remote_code)
         if trust_remote_code and cls.may_have_code:
             settings["trust_remote_code"] = True
         return cls.of_checkpoint(source.local_name(), **settings)

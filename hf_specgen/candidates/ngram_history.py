@@ -105,7 +105,7 @@ class NgramHistory:
             ValueError: if there are none.
             UnicodeDecodeError: if one of them is no UTF-8 text.
         """
-        paths = [path for path in sorted(Path(folder).rglob(files)) if path.is_file()]
+        paths = [path for path in sorted(Path(folder).expanduser().rglob(files)) if path.is_file()]
         if not paths:
             raise ValueError(f"there are no files {files!r} in {str(folder)!r}; give the folder and pattern of texts")
         self.add_texts((path.read_text(encoding="utf-8") for path in paths), tokenizer)
@@ -118,7 +118,7 @@ class NgramHistory:
         Returns:
             Whether there was a new file.
         """
-        status = os.stat(path)
+        status = Path(path).expanduser().stat()
         version = status.st_mtime_ns, status.st_ino, status.st_size
         if version == self._version:
             return False
@@ -153,6 +153,9 @@ class NgramHistory:
         with self._lock:
             tokens = np.array(self.index.tokens, dtype=np.int32)
             is_output = np.array(self._is_output, dtype=np.uint8)
+        path = Path(path).expanduser()
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to save the history in; make it first")
         written = f"{path}.{os.getpid()}.{get_ident()}"
         metadata = {"format": FORMAT, "max_tokens": str(self.max_tokens)}
         try:
@@ -169,7 +172,8 @@ class NgramHistory:
             ValueError: if it is another file, or a damaged one.
             OSError: if it cannot be read.
         """
-        if not Path(path).is_file():
+        path = Path(path).expanduser()
+        if not path.is_file():
             raise FileNotFoundError(f"there is no file {str(path)!r}")
         try:
             with safe_open(str(path), framework="numpy") as file:

@@ -209,13 +209,13 @@ class LatencyModel:
     def save(self, path: str | Path) -> None:
         """Write a file for `load`."""
         data = {"format": FORMAT, "slices": [bucket._asdict() for bucket in self.buckets]}
-        Path(path).write_text(json.dumps(data, indent=1, default=asdict) + "\n", encoding="utf-8")
+        Path(path).expanduser().write_text(json.dumps(data, indent=1, default=asdict) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> LatencyModel:
         """Read a latency file, such as `benchmarks/profiles/gpu_like.json`; `ValueError` for any other file."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
                 raise ValueError(f"unknown format {data['format']!r}, expected {FORMAT!r}")
             return cls(tuple(map(_bucket, data["slices"])))

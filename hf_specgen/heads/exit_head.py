@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def load_exit_head(target: PreTrainedModel, path_or_id: str | Path) -> ExitHead:
         check_target(sizes, str(fields.get("base_model")))
         head = ExitHead.from_target(target, fields.integer("exit_layer"))
     matrix = output_matrix(target).weight
-    tensors = load_adapter(head, Source(str(path_or_id)), saved=["norm"])
+    tensors = load_adapter(head, Source(os.path.expanduser(path_or_id)), saved=["norm"])
     head.down, head.up = (tensors.pop(f"head.lora_{part}.weight") for part in "AB")
     head.norm.load_state_dict({name.removeprefix("norm."): tensor for name, tensor in tensors.items()}, strict=False)
     return head.to(device=matrix.device, dtype=matrix.dtype).requires_grad_(False).eval()
@@ -92,7 +93,7 @@ def exit_layer_of(path_or_id: str | Path) -> int:
 def _config(path_or_id: str | Path) -> tuple[Fields, Path]:
     """The config of a trained head, and its file."""
     remedy = ": not an exit head written by recipes/train_layer_skip.py"
-    path = Source(str(path_or_id)).required_file(EXIT_CONFIG, remedy)
+    path = Source(os.path.expanduser(path_or_id)).required_file(EXIT_CONFIG, remedy)
     return Fields(read_json(path)), path
 
 

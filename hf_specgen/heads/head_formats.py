@@ -18,6 +18,7 @@ A further format is a file like `hf_specgen.heads.block`, and an entry in `FORMA
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -105,7 +106,7 @@ def load_head(
         The head, on the CPU, frozen, in evaluation mode; `head.bind(target)` makes it ready to draft.
     """
     cache = None if cache_dir is None else str(cache_dir)
-    source = Source(str(path_or_id), revision, token, subfolder, cache)
+    source = Source(os.path.expanduser(path_or_id), revision, token, subfolder, cache)
     if (base := base_of_adapter(source)) is not None:
         head = load_head(base, token=token, cache_dir=cache_dir, dtype=dtype)
         merge_adapter(head, source)
