@@ -74,6 +74,8 @@ class CombinedCandidates(Candidates):
     ):
         if strategies is None:
             strategies = [NgramCandidates(), RecyclingCandidates()]
+        if not isinstance(strategies, Sequence) or isinstance(strategies, str):
+            raise TypeError(f"CombinedCandidates takes a list of strategies, got {strategies!r}; put it in brackets")
         if not strategies:
             raise ValueError("CombinedCandidates needs at least one strategy, such as NgramCandidates()")
         for strategy in strategies:

@@ -155,7 +155,14 @@ class SharedVocabulary:
 
 def target_tokenizer(call: Call) -> PreTrainedTokenizerBase:
     """The tokenizer that was given to `generate`, or else that of the target's checkpoint."""
-    return load_tokenizer(str(cast(Any, call.model).name_or_path)) if call.tokenizer is None else call.tokenizer
+    if call.tokenizer is not None:
+        return call.tokenizer
+    if not (name := str(cast(Any, call.model).name_or_path or "")):
+        raise ValueError(
+            "the target was not loaded from a folder or repository, so that its tokenizer is not known; give "
+            "generate(tokenizer=…), or a prediction= of token ids"
+        )
+    return load_tokenizer(name)
 
 
 @lru_cache(maxsize=8)

@@ -116,7 +116,7 @@ class DraftModelCandidates(PretrainedCandidates):
         if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold!r}")
         loaded = not isinstance(model_or_id, str | os.PathLike)
-        self.drafter = drafter = _without_wrapper(model_or_id) if loaded else os.fspath(cast(Any, model_or_id))
+        self.drafter = drafter = _without_wrapper(model_or_id) if loaded else os.path.expanduser(cast(Any, model_or_id))
         if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
             raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
         self._copies: BoundModules[PreTrainedModel] | None = None
@@ -135,6 +135,9 @@ class DraftModelCandidates(PretrainedCandidates):
             raise ValueError(f'compile must be "auto", "graphs" or False, got {compile!r}')
         self.compile = compile
         self._model = cast(PreTrainedModel, drafter) if loaded else None
+        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+        if name not in ("", "auto") and not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ValueError(f'dtype must be "auto" or a dtype such as torch.bfloat16, got {dtype!r}')
         self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
         if trust_remote_code:
             self._loading["trust_remote_code"] = True
@@ -215,6 +218,7 @@ class DraftModelCandidates(PretrainedCandidates):
             options = {name: value for name, value in self._loading.items() if value is not None}
             if target is not None:
                 options.setdefault("device_map", compat.input_device(target))
+            _check_device(options.get("device_map"))
             device = torch.device("cpu") if target is None else compat.input_device(target)
             # Transformers initialises at random what the checkpoint lacks.
             with source_errors(self.drafter), random_state.kept(device):
@@ -226,6 +230,17 @@ class DraftModelCandidates(PretrainedCandidates):
                 )
             self._model = model
         return self._model
+
+
+def _check_device(device: Any) -> None:
+    """Raise a `ValueError` for a device that PyTorch cannot use here; the other names are Transformers' own."""
+    try:
+        if device not in (None, "auto", "balanced", "balanced_low_0", "sequential"):
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(
+            f"device {str(device)!r} cannot be used for the draft ({first_line(error)}); leave it out for the target's"
+        ) from error
 
 
 def quantised_copy(model: PreTrainedModel, config: Any) -> PreTrainedModel:

@@ -137,7 +137,9 @@ def rows_of(settings: GenerateSettings) -> list[Row]:
 def _problem(row: Row, settings: GenerateSettings) -> str:
     """Why a row cannot be answered; empty if it can."""
     prompt = row.get(settings.column)
-    if not isinstance(prompt, str | list) or not prompt:
+    if prompt is not None and not isinstance(prompt, str | list):
+        return f"has {prompt!r:.60} in column {settings.column!r}; give a text, or a list of chat messages"
+    if not prompt:
         return f"has no prompt in column {settings.column!r}; its columns are {', '.join(row)}; name one with --column"
     if settings.answer_column in row:
         return f"has a column {settings.answer_column!r} already; name another one with --answer-column"

@@ -68,6 +68,14 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: prepacked("x").__enter__(), TypeError, "prepacked takes a model, got 'x'"),
     (lambda: list(generate_many(tiny_model("llama"), ["x"])), TypeError, "must be token ids, such as tokenizer(text)"),
     (lambda: generate_many(tiny_model("llama"), [[1], [2]], seed=[1]), ValueError, "1 entries for 2 prompts; give one"),
+    *(
+        (
+            partial(generate_many, tiny_model("llama"), [[1]], seed=seed),
+            ValueError,
+            "integer below 2**63, or one for each",
+        )
+        for seed in (1.5, 2**64, [None])
+    ),
     *((partial(attach, one, "auto"), TypeError, NOT_A_MODEL) for one in ("model", torch.nn.Linear(2, 2), None)),
     (lambda: NgramCandidates(min_ngram=0), ValueError, "min_ngram must be at least 1, got 0"),
     (lambda: NgramCandidates(min_ngram=4, max_ngram=3), ValueError, "max_ngram must be at least min_ngram=4, got 3"),
@@ -88,6 +96,8 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: DraftModelCandidates(tiny_model("llama"), dtype="bfloat16"), ValueError, "this one is loaded"),
     (lambda: CombinedCandidates([]), ValueError, "at least one strategy"),
     (lambda: CombinedCandidates([5]), TypeError, "takes strategies"),
+    (lambda: CombinedCandidates(NgramCandidates()), TypeError, "takes a list of strategies, got NgramCandidates("),
+    (lambda: DraftModelCandidates("org/d", dtype="float23"), ValueError, 'dtype must be "auto" or a dtype such as'),
     (lambda: CombinedCandidates([MTPCandidates()], prediction=[1]), ValueError, "needs n-grams among the strategies"),
     *((partial(DraftModelCandidates, "org/draft", draft_window=one), ValueError, WINDOW) for one in NO_WINDOWS),
     *((partial(MTPCandidates, draft_vocabulary=one), ValueError, VOCABULARY) for one in NO_VOCABULARIES),
@@ -130,6 +140,51 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"memory": 1}, TypeError, "memory must be True or False, got 1"),
 ]
 """Settings of a call, by keyword, for `speculate` and for `attach`."""
+
+
+def test_strategy_as_custom_generate_raises() -> None:
+    """Would catch: a call that is silently plain, since Transformers ignores what it cannot call."""
+    with pytest.raises(ValueError, match=r"custom_generate= takes no strategy; give it as candidate_generator="):
+        tiny_model("llama").generate(**prompts(1), max_new_tokens=4, custom_generate=NgramCandidates())
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77"])
+def test_draft_on_a_device_that_does_not_exist_raises(device: str) -> None:
+    """Would catch: an error about the draft's tokenizer for a misspelt device."""
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used for the draft"):
+        draft = DraftModelCandidates(str(DRAFT_LM), device=device)
+        tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=draft)
+
+
+def test_predicted_text_for_a_target_without_a_name_raises() -> None:
+    """Would catch: an error of the Hub about a repository named ''."""
+    with pytest.raises(ValueError, match=r"not loaded from a folder or repository.*give generate\(tokenizer="):
+        tiny_model("llama").generate(**prompts(1), candidate_generator=NgramCandidates(), prediction="some text")
+
+
+SAVED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    (
+        {"use_cache": False},
+        "give use_cache=True (use_cache=False is saved in model.generation_config",
+        {"use_cache": True},
+    ),
+    ({"num_beams": 3}, "set num_beams=1 instead of 3", {"num_beams": 1}),
+    ({"prompt_lookup_num_tokens": 3}, "(prompt_lookup_num_tokens=3 is saved in model.generation_config", {}),
+    ({"output_hidden_states": True}, "give output_hidden_states=False (", {"output_hidden_states": False}),
+]
+
+
+@pytest.mark.parametrize(("saved", "words", "remedy"), SAVED)
+def test_setting_saved_in_a_checkpoint_is_named_with_a_remedy(saved: dict, words: str, remedy: dict) -> None:
+    """Would catch: a setting of the checkpoint that is refused as if the caller had given it."""
+    model = fresh_model("llama", num_hidden_layers=1)
+    model.generation_config.update(**saved)
+    call = {**prompts(1), "max_new_tokens": 4, "candidate_generator": NgramCandidates()}
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        model.generate(**call)
+    assert "saved in model.generation_config" in str(caught.value)
+    if remedy:
+        model.generate(**call, **remedy)
 
 
 @pytest.mark.parametrize("entry", ["keyword", "speculate", "attach", "call of an attached model"])
@@ -183,7 +238,7 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"dola_layers": "low"}, "not with dola_generation; leave out dola_layers="),
     ({"assistant_early_exit": 1}, "not with assisted_generation; leave out assistant_early_exit="),
     ({"assistant_model": "any"}, "both candidate_generator= and assistant_model= were given"),
-    ({"use_cache": False}, "leave out use_cache=False"),
+    ({"use_cache": False}, "give use_cache=True"),
     ({"use_mtp": True}, "leave out assistant_early_exit= and use_mtp="),
     ({"candidate_generator": None, "policy": FixedDepth(3)}, "policy= needs a strategy: give candidate_generator= too"),
     ({"candidate_generator": None, "prediction": "x"}, "prediction= needs a strategy: give candidate_generator= too"),

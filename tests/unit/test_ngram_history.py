@@ -146,6 +146,18 @@ def test_load_of_a_saved_history_reads_the_same_texts(tmp_path: Path, max_tokens
     assert outputs(loaded) == [bool(flag) for flag in (0, 0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1)][first:]
 
 
+def test_save_in_the_home_folder_and_in_a_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a file in a folder named ~; an error of safetensors about a temporary file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    history = NgramHistory()
+    history.add([1, 2, 3])
+    history.save("~/texts.safetensors")
+    assert len(NgramHistory.load("~/texts.safetensors")) == len(history) and (tmp_path / "texts.safetensors").is_file()
+    assert NgramHistory().refresh("~/texts.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing' to save the history in"):
+        history.save(tmp_path / "missing" / "texts.safetensors")
+
+
 def test_load_of_another_file_raises(tmp_path: Path) -> None:
     """Would catch: a file of another program read as tokens."""
     path = tmp_path / "other.safetensors"
