@@ -212,7 +212,8 @@ def has_virtual_tokens(model: PreTrainedModel) -> bool:
 
 def uses_activated_lora(model: PreTrainedModel) -> bool:
     """Whether a call has an activated LoRA (aLoRA) of PEFT, whose offsets count from the end of each pass."""
-    return any("alora_offsets" in keywords for _, _, keywords in _adapter_hooks(model))
+    is_used = "peft" in sys.modules
+    return is_used and any("alora_offsets" in keywords for _, _, keywords in _adapter_hooks(model))
 
 
 @contextmanager

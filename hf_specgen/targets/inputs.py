@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,7 +17,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.device_tree import DeviceTree, Frontier, PassTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
-from hf_specgen.targets.fingerprint import treats_rows_alike
+from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, text_config
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
@@ -144,7 +145,7 @@ class CallInputs:
     ):
         self._model, self._input_ids, self._config, self._kwargs = model, input_ids, config, model_kwargs
         self._names = {name: decoder_argument(model, name) for name in TOKEN_ARGUMENTS}
-        self._takes_positions, self._treats_rows_alike = takes_positions(model), treats_rows_alike(model)
+        self._takes_positions = takes_positions(model)
         if "encoder_outputs" in model_kwargs:
             check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
         given, mask = (model_kwargs.get(self._names[name]) for name in ("position_ids", "attention_mask"))
@@ -179,7 +180,12 @@ class CallInputs:
 
     def is_text(self, cache: Any) -> bool:
         """Whether passes read text alone, at one position for each token, so that rows can be dropped and joined."""
-        return self._axes is None and self._treats_rows_alike and not accompanying_inputs(self.others(cache, 1))
+        is_alone = self._axes is None and not accompanying_inputs(self.others(cache, 1))
+        return is_alone and self._treats_rows_alike
+
+    @cached_property
+    def _treats_rows_alike(self) -> bool:
+        return treats_rows_alike(self._model)
 
     @property
     def axes(self) -> torch.Tensor | None:

@@ -28,7 +28,8 @@ from hf_specgen import compat
 from hf_specgen.random_state import RandomOperations, global_generator
 from hf_specgen.targets.early_exit import EarlyExitTarget, divisible_layers
 from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
-from hf_specgen.targets.fingerprint import computation, foreign_hooks, function_state, treats_rows_alike
+from hf_specgen.targets.fingerprint import computation
+from hf_specgen.targets.hooks import WatchedHooks, treats_rows_alike
 from hf_specgen.targets.inputs import accompanying_inputs, without_router_loss
 from hf_specgen.targets.model_parts import is_causal_kernel, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements, make_target
@@ -140,7 +141,7 @@ class SelfCheck:
         mask = model_kwargs.get("attention_mask")
         is_single = len(input_ids) == 1 and (mask is None or bool(mask.all()))
         reads = reads_encoder(self._model)
-        rows = 2 if treats_rows_alike(self._model) else max(2, len(input_ids))
+        rows = 2 if len(input_ids) <= 2 or treats_rows_alike(self._model) else len(input_ids)
         problem = None if reads else self._of_text(rows, is_single)
         inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
         if problem is not None or not (inputs or reads):
@@ -323,52 +324,6 @@ def _decode_plainly(
     given = model_kwargs.get(compat.CACHE)
     cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
     return compat.decode_plainly(model, input_ids, config, STEPS, {**model_kwargs, compat.CACHE: cache})
-
-
-class WatchedHooks:
-    """In this context, the hooks of a model that are not this package's are watched.
-
-    `keep_state` afterwards: whether one changed the results of its module, and plain values that it refers to.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        names = ("_forward_hooks", "_forward_pre_hooks")
-        self._registries = [getattr(module, name) for module in model.modules() for name in names]
-        self._hooks: list[tuple[Any, int, Any, tuple[Any, ...]]] = []
-        self._changing: set[int] = set()
-        self.keep_state = False
-
-    def __enter__(self) -> WatchedHooks:
-        for registry in filter(None, self._registries):
-            for number, hook in foreign_hooks(registry).items():
-                self._hooks.append((registry, number, hook, function_state(hook)))
-                registry[number] = self._watched(number, hook)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for registry, number, hook, state in self._hooks:
-            if number in registry:  # a hook may have removed itself
-                registry[number] = hook
-            if number in self._changing and function_state(hook) != state:
-                self.keep_state = True
-
-    def _watched(self, number: int, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = _versions((args, kwargs))
-            result = hook(*args, **kwargs)
-            if result is not None or _versions((args, kwargs)) != before:
-                self._changing.add(number)
-            return result
-
-        return call
-
-
-def _versions(value: Any) -> list[int]:
-    """How often each tensor in nested collections was changed in place."""
-    if isinstance(value, torch.Tensor):
-        return [] if value.is_inference() else [value._version]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [version for element in values for version in _versions(element)]
 
 
 def _precision(model: PreTrainedModel) -> torch.dtype:

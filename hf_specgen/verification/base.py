@@ -137,7 +137,8 @@ class VerificationSession(ABC):
             logits = logits.to(device=self.call.state.device, dtype=torch.float32)
         choose_tokens = self._choose_at_once if self.processors.score_only else self._choose_by_column
         # Columns are looked at before a processor that may keep a state receives them.
-        if tree.nodes and not self.processors.score_only and bool(are_nan(logits)[list(active)].any()):
+        validates = not self.processors.score_only or self.processors.score_processors.reads_scores
+        if tree.nodes and validates and bool(are_nan(logits)[list(active)].any()):
             return None
         chosen, scores, logits_of = choose_tokens(tree, logits, active)
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
@@ -162,9 +163,10 @@ class VerificationSession(ABC):
         scores = self.processors.score_processors(logits)
         steps = self._steps(tree, active) if self.call.do_sample else []
         choices = self.choose(scores, steps, tree, [range(-1, tree.nodes)] * tree.batch)
-        if tree.nodes:  # on the device, so that the host waits once a step
-            choices = choices.masked_fill(are_nan(logits), INVALID)
         chosen = tree.read_with(choices)
+        if tree.nodes and any(0 in tokens for tokens in chosen):  # which the argmax of NaN may be
+            pairs = zip(chosen, are_nan(logits).tolist(), strict=True)
+            chosen = [[INVALID if nan else token for token, nan in zip(*pair, strict=True)] for pair in pairs]
         draft_tokens, rows = tree.token_lists(), [row for row in range(tree.batch) if active[row]]
         paths = {row: accepted_path(draft_tokens[row], tree.parents[row], chosen[row]) for row in rows}
         return paths, scores, logits
@@ -306,9 +308,8 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def are_nan(logits: torch.Tensor) -> torch.Tensor:
-    """`[batch, slots]` whether logits `[batch, slots, vocab]` are NaN, as most of them are if the last state is."""
-    sample = logits[..., :: max(1, logits.shape[-1] // 16)]
-    return sample.isnan().float().mean(dim=-1) > 0.5
+    """`[batch, slots]` whether logits `[batch, slots, vocab]` are NaN, as all of them are if the last state is."""
+    return logits[..., 0].isnan()
 
 
 def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -243,12 +243,11 @@ class Comparison:
                     self._check_whole_model()
         return True
 
-    def _check_whole_model(self) -> None:
+    def _check_whole_model(self, rows: int = 1) -> None:
         """A first call, in which the package finds out what the model can do: not while it is broken on purpose."""
+        prompts = torch.tensor([[5, 6]] * rows, device=device())
         with contextlib.suppress(*checks.REFUSALS):
-            self.model.generate(
-                torch.tensor([[5, 6]], device=device()), max_new_tokens=1, candidate_generator=self.candidates
-            )
+            self.model.generate(prompts, max_new_tokens=1, candidate_generator=self.candidates)
 
     def _new_cache(self) -> Any:
         return DynamicCache(config=self.model.config) if self.case.cache == "dynamic" else None
@@ -330,7 +329,8 @@ class Comparison:
         case = self.case
         fault = (Interrupt if case.interrupt else Fault)("on purpose")
         held = checks.slots(cache)
-        with fault_in(case, fault, self.model, self.candidates, self._check_whole_model):
+        rows = len(inputs["input_ids"]) * case.num_return_sequences  # a model with hooks is checked with as many rows
+        with fault_in(case, fault, self.model, self.candidates, lambda: self._check_whole_model(rows)):
             ours = self._speculate(inputs, ends, cache, fault)[0]
         if ours.error is not fault:
             if ours.error is not None and not ours.is_refusal:

@@ -195,7 +195,7 @@ def test_self_check_hook_that_counts_passes_and_changes_results_is_refused() -> 
 
     def steer_later(module: Any, args: Any, output: Any) -> Any:
         passes["count"] += 1
-        return first(output) + VECTOR * (passes["count"] > 20)
+        return first(output) + VECTOR if passes["count"] > 20 else None
 
     handle = model.model.layers[0].register_forward_hook(steer_later)
     with pytest.raises(ValueError, match="a variable of its own in every pass"):

@@ -1,0 +1,205 @@
+"""Hooks and replaced functions of users: which ones a model has, and the settings that they refer to.
+
+Hooks of this package are registered during a pass, and are none of these.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_specgen import compat
+
+PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
+SETTING_TYPES = PLAIN_TYPES | {list, tuple}
+LIBRARIES = ("torch", "transformers", "transformers_modules", "peft", "accelerate", "builtins", "hf_specgen")
+"""Packages whose modules have their settings in plain attributes, and whose functions refer to no other settings."""
+QUANTIZERS = ("bitsandbytes", "torchao", "compressed_tensors", "gptqmodel", "auto_gptq", "awq", "hqq", "optimum")
+"""Packages of quantised layers, which treat each row alike."""
+MAX_VALUES = 64
+"""Values that are read of a hook's variables; a longer collection holds recorded data, and no settings."""
+
+
+def changed_functions(module: nn.Module) -> Iterator[Any]:
+    """The hooks of a module that are not this package's, and its `forward` if it is not that of its class."""
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        yield from foreign_hooks(getattr(module, name)).values()
+    if "forward" in vars(module):
+        yield vars(module)["forward"]
+
+
+def foreign_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """The hooks that are not this package's, whose own are registered during a pass."""
+    package = package_of(__name__)
+    return {
+        number: hook for number, hook in hooks.items() if package_of(str(getattr(hook, "__module__", ""))) != package
+    }
+
+
+def treats_rows_alike(model: nn.Module) -> bool:
+    """Whether a model has no hook, replaced `forward` or class of a user, which may hold something for each row."""
+    for module in model.modules():
+        functions = (getattr(function, "func", function) for function in changed_functions(module))
+        is_changed = any(package_of(getattr(function, "__module__", "")) != "accelerate" for function in functions)
+        if is_changed or package_of(type(module).__module__) not in (*LIBRARIES, *QUANTIZERS):
+            return False
+    return not compat.global_hooks()
+
+
+def function_state(function: Any) -> tuple[Hashable, ...]:
+    """The identity of a function, and the plain values among the variables, attributes and globals that it refers to.
+
+    So a hook that is switched by a variable has another state afterwards.
+    """
+    return (_reference(function), *plain_values(_variables(function)))
+
+
+def _reference(function: Any) -> Hashable:
+    """A weak reference, which is equal to none of an object that takes its address later."""
+    if isinstance(function, functools.partial):
+        return _reference(function.func)
+    if hasattr(function, "__func__"):  # bound methods are made anew each time
+        return _reference(function.__func__), _reference(function.__self__)
+    try:
+        reference = weakref.ref(function)
+        hash(reference)
+    except TypeError:
+        return id(function)
+    return reference
+
+
+def _variables(function: Any) -> list[Any]:
+    """The objects that a function, a bound method, a partial or a callable object refers to; none of a library's."""
+    if isinstance(function, functools.partial):
+        return [*function.args, function.keywords, *_variables(function.func)]
+    if hasattr(function, "__func__"):
+        return [_attributes(function.__self__), *_variables(function.__func__)]
+    if not hasattr(function, "__code__"):
+        return [_attributes(function)]
+    if package_of(function.__globals__.get("__name__", "")) in LIBRARIES:
+        return []
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    names = function.__code__.co_names
+    global_values = [function.__globals__[name] for name in names if name in function.__globals__]
+    return [*cells, *(function.__defaults__ or ()), function.__kwdefaults__ or {}, *global_values]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _attributes(instance: Any) -> Any:
+    return getattr(instance, "__dict__", {})
+
+
+def plain_values(variables: Iterable[Any], limit: int | None = MAX_VALUES) -> list[Hashable]:
+    """The plain values among variables and in the collections and objects among them, in order."""
+    values: list[Hashable] = []
+    for variable in variables:
+        if type(variable) in PLAIN_TYPES:
+            values.append(variable)
+        elif isinstance(variable, dict | list | tuple | set):
+            elements = variable.values() if isinstance(variable, dict) else variable
+            if limit is None or len(elements) <= limit:
+                values += [value if type(value) in PLAIN_TYPES else text_of(value) for value in elements]
+        elif package_of(type(variable).__module__) not in LIBRARIES:
+            values += [value for value in _attributes(variable).values() if type(value) in PLAIN_TYPES]
+    return values
+
+
+def text_of(value: Any) -> str | None:
+    """A plain value, or a collection of plain values, as text; None for any other."""
+    return repr(value) if is_plain(value) else None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string, None, or a collection of such values."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(is_plain, value))
+    return type(value) in PLAIN_TYPES
+
+
+def package_of(module_name: str) -> str:
+    """The package of a module, by their names."""
+    return module_name.partition(".")[0]
+
+
+class WatchedHooks:
+    """In this context, the hooks of a model that are not this package's are watched.
+
+    `keep_state` afterwards: whether one changed both the results of its module and plain values that it refers to, or
+    may do so in a later pass: it changed some values, and has a statement that returns a result.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        names = ("_forward_hooks", "_forward_pre_hooks")
+        self._registries = [getattr(module, name) for module in model.modules() for name in names]
+        self._hooks: list[tuple[Any, int, Any, tuple[Any, ...]]] = []
+        self._changing: set[int] = set()
+        self.keep_state = False
+
+    def __enter__(self) -> WatchedHooks:
+        for registry in filter(None, self._registries):
+            for number, hook in foreign_hooks(registry).items():
+                self._hooks.append((registry, number, hook, function_state(hook)))
+                registry[number] = self._watched(number, hook)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for registry, number, hook, state in self._hooks:
+            if number in registry:  # a hook may have removed itself
+                registry[number] = hook
+            after = function_state(hook)
+            # Values that were added are records, such as the shapes of all passes.
+            may_act_later = len(after) == len(state) and may_return_a_value(hook)
+            if after != state and (number in self._changing or may_act_later):
+                self.keep_state = True
+
+    def _watched(self, number: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = _versions((args, kwargs))
+            result = hook(*args, **kwargs)
+            if result is not None or _versions((args, kwargs)) != before:
+                self._changing.add(number)
+            return result
+
+        return call
+
+
+def may_return_a_value(function: Any) -> bool:
+    """Whether a function has a return statement with anything but None."""
+    if isinstance(function, functools.partial):
+        return may_return_a_value(function.func)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        code = getattr(type(function).__call__, "__code__", None)
+    if code is None:  # not written in Python
+        return True
+    for before, instruction in itertools.pairwise(dis.get_instructions(code)):
+        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
+            return True
+        returns_none = before.opname == "LOAD_CONST" and before.argval is None and not instruction.is_jump_target
+        if instruction.opname == "RETURN_VALUE" and not returns_none:
+            return True
+    return False
+
+
+def _versions(value: Any) -> list[int]:
+    """How often each tensor in nested collections was changed in place."""
+    if isinstance(value, torch.Tensor):
+        return [] if value.is_inference() else [value._version]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [version for element in values for version in _versions(element)]
