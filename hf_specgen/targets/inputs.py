@@ -179,9 +179,12 @@ class CallInputs:
         return cast(torch.Tensor, outputs.logits)
 
     def is_text(self, cache: Any) -> bool:
-        """Whether passes read text alone, at one position for each token, so that rows can be dropped and joined."""
-        is_alone = self._axes is None and not accompanying_inputs(self.others(cache, 1))
-        return is_alone and self._treats_rows_alike
+        """Whether passes read text alone, at one position for each token."""
+        return self._axes is None and not accompanying_inputs(self.others(cache, 1))
+
+    def rows_can_change(self, cache: Any) -> bool:
+        """Whether rows can be dropped and joined: nothing but the text belongs to a row."""
+        return self.is_text(cache) and self._treats_rows_alike
 
     @cached_property
     def _treats_rows_alike(self) -> bool:

@@ -303,7 +303,7 @@ class Target:
         """
         if self.verifies_chains_only or self._graphs is not None or self.reuses_drafter_states:
             return False
-        return self._inputs.is_text(self.cache)
+        return self._inputs.rows_can_change(self.cache)
 
     def common(self) -> Target:
         """A target that runs the passes of this one, and of others that `replace_rows` adds, until they `leave`."""
@@ -375,7 +375,7 @@ class Target:
         """Remove ended rows from the batch, with their part of the cache, once enough rows have ended."""
         indices = self._layout.rows_to_keep(needed)
         # Another number of rows would be captured anew.
-        if indices is not None and self._graphs is None and self._inputs.is_text(self.cache):
+        if indices is not None and self._graphs is None and self._inputs.rows_can_change(self.cache):
             self._keep_rows(indices)
 
     def _keep_rows(self, indices: Sequence[int]) -> None:
