@@ -271,7 +271,8 @@ class _Batch:
         new = [row.loop.target for row in self._rows[len(kept) :]]
         if not kept:
             self._target = new.pop(0).common()
-        self._target.replace_rows(kept or [0], *new)
+        self._target.keep_rows(kept or [0])
+        self._target.append_rows(*new)
         self._joined = list(self._rows)
 
     def _step(self) -> None:

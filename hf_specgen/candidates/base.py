@@ -56,6 +56,16 @@ class DraftCall(Call):
         """The call with its target and sessions."""
         return cls(**vars(call), target=target, verification=verification, depth=depth)
 
+    @property
+    def carries_over(self) -> bool:
+        """Whether acceptance counted in earlier calls may be used, and this call's kept for later ones.
+
+        Not where equal calls have to draft alike: with a policy that measures nothing, and in rejection sampling, whose
+        text depends on the draft.
+        """
+        samples_draft = self.verification is not None and self.verification.wants_q
+        return self.remembers and not samples_draft and (self.depth is None or self.depth.remembers)
+
 
 class DraftSession(ABC):
     """The state of one strategy in one `generate` call.
@@ -72,25 +82,24 @@ class DraftSession(ABC):
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after the prefill too."""
 
-    rows_can_change = False
-    """Whether rows can join and leave between steps, see `keep_rows`."""
-
     def __init__(self, call: DraftCall):
         self.call = call
 
-    def keep_rows(self, kept: Sequence[int], new: int) -> None:
-        """Continue with these rows, in this order, and `new` ones after them; `call.state` has their texts already."""
+    @property
+    def rows_can_change(self) -> bool:
+        """Whether rows can join and leave between steps, by `keep_rows` and `append_rows`."""
+        return False
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Continue with these rows, in this order; `call.state` has their texts already."""
+
+    def append_rows(self, new: int) -> None:
+        """Add new rows after the present ones; `call.state` has their texts already."""
 
     @property
     def remembers(self) -> bool:
-        """Whether acceptance counted in earlier calls may be used, and this call's kept for later ones.
-
-        Not where equal calls have to draft alike: with a policy that measures nothing, and in rejection sampling, whose
-        text depends on the draft.
-        """
-        call = self.call
-        samples_draft = call.verification is not None and call.verification.wants_q
-        return call.remembers and not samples_draft and (call.depth is None or call.depth.remembers)
+        """See `DraftCall.carries_over`."""
+        return self.call.carries_over
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Receive the depths of the next `draft` in advance, so that several sessions can share its passes."""

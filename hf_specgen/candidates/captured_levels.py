@@ -18,7 +18,7 @@ from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, c
 from hf_specgen.candidates.growth import Grown, Growth, Shape
 from hf_specgen.device_tree import Selection
 from hf_specgen.targets.masks import StepLayout
-from hf_specgen.targets.passes import LevelPasses
+from hf_specgen.targets.passes import CapturablePasses
 from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
@@ -157,7 +157,7 @@ def grow_captured(
     passes: int,
     width: int,
     nodes: int,
-    drafter: LevelPasses,
+    drafter: CapturablePasses,
     proposals: Proposals,
     noise: torch.Tensor | None,
 ) -> Drafted | None:

@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen import random_state
+from hf_specgen.call import memory
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
@@ -32,18 +33,21 @@ from hf_specgen.candidates.draft_vocabulary import (
     vocabulary_ids,
 )
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
-from hf_specgen.candidates.head_sessions import EagleSession, LastStateSession, PathSession
-from hf_specgen.candidates.one_pass import MarkovSession, MedusaSession, ParallelSession, default_size
+from hf_specgen.candidates.features import FeatureQueue, LastStates
+from hf_specgen.candidates.level_session import LevelSession
+from hf_specgen.candidates.one_pass import OnePassSession, default_size
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
+from hf_specgen.heads.block_drafter import BlockDrafter
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
-from hf_specgen.heads.gemma_assistant import AssistantHead, AssistantRunner
+from hf_specgen.heads.eagle_drafter import EagleDrafter, PEagleDrafter
+from hf_specgen.heads.gemma_assistant import AssistantDrafter, AssistantHead
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.medusa import MedusaHeads, MedusaRunner
-from hf_specgen.heads.mtp import LayeredRunner, MTPHead, load_mtp
-from hf_specgen.heads.path_head import PathHead, PathRunner
-from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
+from hf_specgen.heads.medusa import MedusaDrafter, MedusaHeads
+from hf_specgen.heads.mtp import MTPHead, load_mtp
+from hf_specgen.heads.mtp_drafter import LayeredDrafter
+from hf_specgen.heads.path_head import LayoutEvidence, PathDrafter, PathHead
 from hf_specgen.targets.graphs import CAPTURES
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
@@ -135,8 +139,10 @@ class HeadCandidates(PretrainedCandidates):
         device = next(bound.head.parameters()).device.type
         captures = isinstance(bound.head, Eagle1Head | Eagle3Head) and device in CAPTURES
         captures = captures and not torch.is_autocast_enabled(device)
-        runner = EagleRunner(bound, call.state.batch, call.compiled if captures else False)
-        return EagleSession(call, target, runner, self.k, self.tree, self.window(call, bound))
+        window = self.window(call, bound)
+        source = features(call, target, bound, window)
+        drafter = EagleDrafter(bound, source, call.state.batch, call.compiled if captures else False)
+        return LevelSession(call, drafter, self.k, self.tree, watches_length=window is None)
 
     def window(self, call: DraftCall, bound: BoundHead) -> DraftWindow | None:
         """The part of the texts of a call that the head reads."""
@@ -170,6 +176,11 @@ class HeadCandidates(PretrainedCandidates):
             )
         weight = output_matrix(model).weight
         return head.to(device=weight.device, dtype=weight.dtype).eval().bind(model, self.aux_hidden_state_layers)
+
+
+def features(call: DraftCall, target: HiddenStateTarget, bound: BoundHead, window: DraftWindow | None) -> FeatureQueue:
+    """The hidden states of all accepted tokens that a head reads, in the window."""
+    return FeatureQueue(call.state, target, bound.aux_hidden_state_layers, window)
 
 
 class EagleCandidates(HeadCandidates):
@@ -210,8 +221,9 @@ class PEagleCandidates(HeadCandidates):
     head_classes, has_mask_token, expected = (Eagle3Head,), True, "a P-EAGLE head"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        runner = PEagleRunner(bound, call.state.batch)
-        return ParallelSession(call, target, runner, self.k, self.tree, self.window(call, bound))
+        window = self.window(call, bound)
+        drafter = PEagleDrafter(bound, features(call, target, bound, window), call.state.batch)
+        return OnePassSession(call, drafter, self.k, self.tree, watches_length=window is None)
 
 
 class DFlashCandidates(HeadCandidates):
@@ -233,12 +245,26 @@ class DFlashCandidates(HeadCandidates):
     head_classes, expected = (BlockHead,), "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino)"
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        runner: Any = (PathRunner if isinstance(bound.head, PathHead) else BlockRunner)(bound, call.state.batch)
-        session: Any = ParallelSession
-        if isinstance(bound.head, PathHead):
-            session = PathSession if bound.head.state_size else MarkovSession
         window = self.window(call, bound)
-        return cast(DraftSession, session(call, target, runner, min(self.k, runner.depth), self.tree, window))
+        source = features(call, target, bound, window)
+        k = min(self.k, cast(BlockHead, bound.head).config.depth)
+        if not isinstance(bound.head, PathHead):
+            block = BlockDrafter(bound, source, call.state.batch)
+            return OnePassSession(call, block, k, self.tree, watches_length=window is None)
+        drafter = PathDrafter(bound, source, call.state.batch, self._layout(call, bound.head))
+        if bound.head.state_size:
+            return LevelSession(call, drafter, k, self.tree, watches_length=window is None)
+        return OnePassSession(call, drafter, k, self.tree, watches_length=window is None)
+
+    def _layout(self, call: DraftCall, head: PathHead) -> LayoutEvidence | None:
+        """What earlier calls have inferred of the layout of a head's block; None if it is configured."""
+        if not head.config.measures_layout:
+            return None
+        key = "layout", call.drafting.key
+        model = call.model if call.carries_over else None
+        evidence = memory.recall(model, key, LayoutEvidence)
+        memory.store(model, key, evidence)  # now, so that calls side by side share it
+        return evidence
 
 
 class MTPCandidates(HeadCandidates):
@@ -287,8 +313,9 @@ class MTPCandidates(HeadCandidates):
             bound = self._restricted.on(call.model, lambda: restricted_head(full, ids))
         if layers == 1:
             return super().begin(call, target, bound)
-        runner = LayeredRunner(bound, call.state.batch)
-        return EagleSession(call, target, runner, min(self.k, layers), self.tree, self.window(call, bound))
+        window = self.window(call, bound)
+        drafter = LayeredDrafter(bound, features(call, target, bound, window), call.state.batch)
+        return LevelSession(call, drafter, min(self.k, layers), self.tree, watches_length=window is None)
 
 
 class GemmaAssistantCandidates(HeadCandidates):
@@ -311,7 +338,8 @@ class GemmaAssistantCandidates(HeadCandidates):
         return replace(super().target_requirements(model), reads_cache=True)
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        return LastStateSession(call, target, AssistantRunner(bound, target), self.k, self.tree)
+        source = LastStates(call.state, target, bound.aux_hidden_state_layers)
+        return LevelSession(call, AssistantDrafter(bound, source, target), self.k, self.tree)
 
 
 class MedusaCandidates(HeadCandidates):
@@ -334,6 +362,10 @@ class MedusaCandidates(HeadCandidates):
 
     def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
         assert call.model is not None
-        runner, tree = MedusaRunner(bound, call.model), default_size(call, self.tree)
-        session = LastStateSession if cast(MedusaHeads, bound.head).config.reads_path else MedusaSession
-        return session(call, target, runner, min(self.k, runner.num_heads), tree)
+        source = LastStates(call.state, target, bound.aux_hidden_state_layers)
+        drafter = MedusaDrafter(bound, source, call.model)
+        k = min(self.k, drafter.num_heads)
+        tree = default_size(call, self.tree)
+        if cast(MedusaHeads, bound.head).config.reads_path:
+            return LevelSession(call, drafter, k, tree)
+        return OnePassSession(call, drafter, k, tree)

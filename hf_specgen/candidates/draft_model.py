@@ -28,7 +28,7 @@ from hf_specgen.call import Compile
 from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_heads import BoundModules
-from hf_specgen.candidates.draft_sessions import DraftModelSession, DraftRunner, ParallelDraft, ParallelDraftSession
+from hf_specgen.candidates.draft_runner import DraftModelDrafter, ParallelDrafter
 from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
     check_vocabulary,
@@ -37,8 +37,13 @@ from hf_specgen.candidates.draft_vocabulary import (
 )
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.encoder_draft import check_pair
+from hf_specgen.candidates.features import FeatureQueue
+from hf_specgen.candidates.level_session import LevelSession
+from hf_specgen.candidates.one_pass import OnePassSession
+from hf_specgen.candidates.parallel_draft import ParallelDraft, TargetFeatures
 from hf_specgen.depth import Policy
 from hf_specgen.heads.source import first_line, source_errors
+from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.support import check_model
@@ -183,17 +188,30 @@ class DraftModelCandidates(PretrainedCandidates):
             draft, token_ids = self._restricted.on(full, lambda: restricted_model(full, ids))
         # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
         compile = False if reads_target or call.state.drafts_together else self.compile
-        runner = DraftRunner(call, draft, texts, window, self.share_encoder, compile)
-        session: DraftModelSession | ParallelDraftSession
+        model = draft, texts, window, self.share_encoder, compile
+        watches_length = takes_window and window is None
         if parallel is not None:
-            depth = min(self.k, MAX_PARALLEL_DEPTH) if self.adaptive_tree else self.k
-            session = ParallelDraftSession(call, draft, runner, parallel, depth, self.tree)
-        else:
-            session = DraftModelSession(call, runner, size, shared, self.k, self.tree, self.confidence_threshold)
-            session.token_ids = token_ids
-        if takes_window and window is None:
-            session.watch_length()
-        return session
+            features = self._features(call, draft, parallel)
+            k = min(self.k, MAX_PARALLEL_DEPTH) if self.adaptive_tree else self.k
+            one_pass = ParallelDrafter(call, *model, k=k, mask_token=parallel.mask_token, vocab=size, features=features)
+            return OnePassSession(call, one_pass, k, self.tree, watches_length)
+        drafter = DraftModelDrafter(call, *model, k=self.k, shared=shared, token_ids=token_ids)
+        return LevelSession(
+            call,
+            drafter,
+            self.k,
+            None if drafter.reader.verifies_chains_only else self.tree,
+            confidence_threshold=self.confidence_threshold,
+            watches_length=watches_length,
+        )
+
+    def _features(self, call: DraftCall, draft: PreTrainedModel, parallel: ParallelDraft) -> TargetFeatures | None:
+        """What a PARD-2 draft reads of the target; None for other drafts."""
+        if not parallel.layers or not isinstance(call.target, HiddenStateTarget):
+            return None
+        assert call.model is not None
+        queue = FeatureQueue(call.state, call.target, parallel.layers_of(call.model))
+        return TargetFeatures(call.state, queue, call.model, draft, parallel)
 
     def _has_other_tokenizer(self, draft: PreTrainedModel, call: DraftCall) -> bool:
         if call.model is None or have_same_vocabulary(draft, call.model):

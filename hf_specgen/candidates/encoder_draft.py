@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.call import EncoderInput
+from hf_specgen.call import Call, EncoderInput
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.targets.model_parts import reads_encoder
 
@@ -68,7 +68,7 @@ def embedding_size(model: PreTrainedModel) -> int:
 
 
 def decoder_prompt(
-    draft: PreTrainedModel, call: DraftCall, prompts: Sequence[Sequence[int]]
+    draft: PreTrainedModel, call: Call, prompts: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
     """The prompts of a decoder-only draft model, its generation config, and the arguments of its forward pass."""
     input_ids, mask = left_padded(prompts, compat.input_device(draft))

@@ -77,7 +77,9 @@ class JoinedDrafter:
             self._session = self._start(new[0].call)
         elif changed:
             self._texts.set_rows(self.rows)
-            self._session.keep_rows(kept, len(new))
+            self._session.keep_rows(kept)
+            if new:
+                self._session.append_rows(len(new))
         self._depth.latency = self.rows[0].policy.latency
         depths = [self.planned.pop(row, 0) for row in self.rows]
         tree = checked_draft(self._session.draft(depths), self._session.call)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.candidates.autoregressive import AutoregressiveSession
-from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
+from hf_specgen.call import GenerationState
+from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_heads import BoundModules
+from hf_specgen.candidates.level_session import LevelSession
 from hf_specgen.depth import Policy
 from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
@@ -77,8 +78,8 @@ class LayerSkipCandidates(PretrainedCandidates):
                 "LayerSkipCandidates runs layers of the target, which Transformers' own assisted decoding does not "
                 "allow; pass it as generate(candidate_generator=…)"
             )
-        vocab = vocabulary_size(call.model)
-        return _LayerSkipSession(call, call.target, self.k, self.tree, vocab, self._head_on(call.model))
+        drafter = EarlyExitDrafter(call.state, call.target, self._head_on(call.model))
+        return LevelSession(call, drafter, self.k, self.tree)
 
     def _head_on(self, model: PreTrainedModel) -> nn.Module | None:
         """The adapter for this model, in its dtype on its device; None without an adapter."""
@@ -97,35 +98,69 @@ class LayerSkipCandidates(PretrainedCandidates):
         return self._bound.on(model, load)
 
 
-class _LayerSkipSession(AutoregressiveSession):
+class EarlyExitText(NamedTuple):
+    """The last token of each row, `[batch, 1]`, for one draft; `active` are the rows that have not ended."""
+
+    tokens: torch.Tensor
+    active: list[bool]
+    depths: Sequence[int]
+    passes: list[int]
+
+
+class EarlyExitDrafter:
+    """Drafts with the first layers of the target, whose states verification uses again.
+
+    Args:
+        state: the texts of the rows.
+        target: runs the layers.
+        head: turns states into logits; None for the target's own norm and output matrix.
+    """
+
+    rows_can_change = False
+    token_ids = None
     expanded_nodes_first = True  # as `EarlyExitTarget.forward` expects
+    single_pass_tokens = 0
 
-    def __init__(
-        self,
-        call: DraftCall,
-        target: EarlyExitTarget,
-        k: int,
-        tree: str | int | None,
-        vocab: int,
-        head: nn.Module | None,
-    ):
-        super().__init__(call, k, tree, vocab)
-        self._target, self._head = target, head
+    def __init__(self, state: GenerationState, target: EarlyExitTarget, head: nn.Module | None):
+        self._state = state
+        self._target = target
+        self._head = head
 
-    def first_scores(self) -> torch.Tensor:
-        """Run the first layers on each row's last token."""
-        state = self.call.state
-        self.passes.append(sum(depth > 0 for depth in self.max_depths))
-        active = [not state.has_ended(row) for row in range(state.batch)]
-        return self._scores(DraftTree.empty(state.batch), torch.tensor(state.pending())[:, None], active)[:, -1]
+    def take(self, max_depths: Sequence[int]) -> EarlyExitText | None:
+        """The last token of each row; None if no row drafts."""
+        if not any(max_depths):
+            return None
+        active = [not self._state.has_ended(row) for row in range(self._state.batch)]
+        passes = [sum(depth > 0 for depth in max_depths)]
+        return EarlyExitText(torch.tensor(self._state.pending())[:, None], active, max_depths, passes)
 
-    def next_scores(self, frontier: Frontier) -> torch.Tensor:
-        return self._scores(frontier, frontier.tokens)
+    def read(self, text: EarlyExitText) -> torch.Tensor:
+        """Run the first layers on each row's last token: `[batch, vocab]` logits."""
+        return self._logits(DraftTree.empty(self._state.batch), text.tokens, text.active)[:, -1]
 
-    def _scores(self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> torch.Tensor:
+    def expand(self, frontier: Frontier) -> torch.Tensor:
+        """Run the first layers on the last nodes of a tree: `[batch, new, vocab]` logits."""
+        return self._logits(frontier, frontier.tokens)
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """The target keeps what it computed for accepted nodes."""
+
+    def capture(self, text: EarlyExitText | None = None) -> None:
+        """Nothing is captured."""
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Rows of other targets have states of their own."""
+        raise NotImplementedError
+
+    def append_rows(self, new: int) -> None:
+        """As `keep_rows`."""
+        raise NotImplementedError
+
+    def _logits(self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> torch.Tensor:
         state, logits = self._target.run_early(tree, tokens, active, with_logits=self._head is None)
         if self._head is not None:
             logits = self._head(state)
         if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != state.shape[:-1]:
-            raise ValueError(f"the adapter of {self.call.drafting.name} must return logits {[*state.shape[:-1], '…']}")
+            adapter = type(self._head).__name__
+            raise ValueError(f"the adapter {adapter} must return logits {[*state.shape[:-1], '…']}")
         return logits

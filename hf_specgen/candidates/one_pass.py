@@ -1,4 +1,4 @@
-"""Sessions of drafters that predict several depths in one pass: parallel heads, and those with a Markov correction.
+"""Drafting with one pass for all depths: independent heads, and those with a Markov correction.
 
 Parallel heads have one distribution for each depth, independent of the path. A correction that reads the previous token
 alone (DSpark, DFlash2) gives one for each depth and likely token of the depth before, all of them in one operation. The
@@ -9,20 +9,20 @@ Sources: Cai et al., "Medusa" (2024), section 2.3.3; DDTree (2026), https://arxi
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.acceptance import MAX_PROBABILITY, NetworkSession, confidence_by_rank, finite
+from hf_specgen.candidates.acceptance import MAX_PROBABILITY, confidence_by_rank, finite
 from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_of
+from hf_specgen.candidates.drafter import DrafterSession, OnePassDrafter, T
 from hf_specgen.candidates.growth import Floats
-from hf_specgen.candidates.head_sessions import HeadSession, MeasuresLayout, ReadsFeatures
 from hf_specgen.candidates.tree_size import TreeSize, tree_size
+from hf_specgen.heads.head_text import DepthLogits
 from hf_specgen.tree import DraftTree
 
 DEFAULT_NODES = 16
@@ -53,64 +53,59 @@ class Ranked(NamedTuple):
     numbers: NDArray[np.integer[Any]]
 
 
-class OnePassSession(NetworkSession):
-    """Base class: drafts trees from distributions of all depths."""
+class OnePassSession(DrafterSession[OnePassDrafter[T]], Generic[T]):
+    """The state of one call with a `OnePassDrafter`: drafts trees from distributions of all depths."""
 
-    def __init__(self, call: DraftCall, depth: int, size: str | int | None, vocab: int):
-        super().__init__(call)
-        self.ranks = 1 if size is None else MAX_RANKS
-        self._depth, self._size, self._vocab = depth, size, vocab
-
-    @abstractmethod
-    def depth_logits(self, depth: int) -> torch.Tensor:
-        """Run the head: `[batch, depths, vocab]` float32 logits, for at least `depth` depths."""
-
-    def corrected(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits `[batch, depths, previous, columns]`, and the tokens `[batch, depths, columns]`; None: all of them.
-
-        The i-th of the previous tokens is that of column i of the depth before.
-        """
-        return logits[:, :, None], None
+    def __init__(
+        self, call: DraftCall, drafter: OnePassDrafter[T], k: int, tree: str | int | None, watches_length: bool = False
+    ):
+        super().__init__(call, drafter, k, tree, watches_length)
+        self.ranks = 1 if tree is None else MAX_RANKS
 
     @torch.no_grad()
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        depths = [min(depth, self._depth) for depth in max_depths]
-        if max(depths) == 0:
+        self.passes = []
+        text = self.drafter.take([min(self._k, depth) for depth in max_depths])
+        if text is None:
             return self.not_drafted(len(max_depths))
-        scores, columns = self.corrected(self.depth_logits(max(depths)))
-        scores, rows = self._ranked(scores, columns)
+        self.passes = text.passes
+        depths = text.depths
+        scores, rows = self._ranked(self.drafter.read_depths(text, max(depths)))
         size = tree_size(default_size(self.call, self._size), self.call, depths)
         trees = [best_combinations(*pair, size, self.wants_q) for pair in zip(rows, depths, strict=True)]
-        drafting = size.drafting_seconds(self.passes or ())
+        drafting = size.drafting_seconds(self.passes)
         nodes = size.best_size([tree.probability for tree in trees], drafting, self.wants_q)
-        draft, places = draft_of(trees, nodes), [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
+        draft = draft_of(trees, nodes)
         if self.wants_q and draft.nodes:
-            draft = with_q(draft, places, scores, columns, self._vocab)
+            places = [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
+            draft = with_q(draft, places, scores, self._vocab)
         self._tree = draft
         return draft
 
-    def _ranked(self, scores: torch.Tensor, columns: torch.Tensor | None) -> tuple[torch.Tensor, list[Ranked]]:
-        """The scores after the score-only processors, and what the host reads of each row."""
+    def _ranked(self, predicted: DepthLogits) -> tuple[DepthLogits, list[Ranked]]:
+        """The logits after the score-only processors, and what the host reads of each row."""
+        candidates = predicted.candidates
         verification = self.call.verification
         assert verification is not None
-        scores = verification.processors.score_processors(finite(scores), columns is None)
+        scores = verification.processors.score_processors(finite(predicted.logits), candidates is None)
         steps = [range(len(text), len(text) + scores.shape[1]) for text in self.call.state.generated]
-        draft_scores = verification.draft_scores(scores, steps, columns)
+        draft_scores = verification.draft_scores(scores, steps, candidates)
         probability, index = draft_scores.softmax(dim=-1).topk(min(self.ranks, draft_scores.shape[-1]))
         if self.wants_q:
             probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])
         # In one transfer; token ids below 2**24 are exact.
-        parts = [probability, index, *([] if columns is None else [columns])]
+        parts = [probability, index, *([] if candidates is None else [candidates])]
         read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
-        size, integers = index[0].numel(), read[:, index[0].numel() :].astype(int)
+        size = index[0].numel()
+        integers = read[:, size:].astype(int)
         values = np.minimum(read[:, :size].reshape(index.shape).astype(np.float64), MAX_PROBABILITY)
         tokens = integers[:, :size].reshape(index.shape)
         numbers = np.zeros_like(tokens)
-        if columns is not None:
+        if candidates is not None:
             numbers = np.where(tokens < scores.shape[2], tokens, -1)
-            ids = integers[:, size:].reshape(*columns.shape[:2], 1, -1)
+            ids = integers[:, size:].reshape(*candidates.shape[:2], 1, -1)
             tokens = np.take_along_axis(ids, tokens, axis=3)
-        return scores, list(map(Ranked, tokens, values, numbers))
+        return DepthLogits(scores, candidates), list(map(Ranked, tokens, values, numbers))
 
 
 def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bool = False) -> SearchTree[Place]:
@@ -140,57 +135,23 @@ def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bo
 def with_q(
     draft: DraftTree,
     places: Sequence[NDArray[np.integer[Any]]],
-    scores: torch.Tensor,
-    columns: torch.Tensor | None,
+    predicted: DepthLogits,
     vocab: int,
 ) -> DraftTree:
     """The draft with the probabilities that each node was drawn with.
 
     Args:
         places: of each row's nodes, `[nodes, 3]`.
-        scores, columns: as `OnePassSession.corrected` returns them.
+        predicted: the scores of each depth.
         vocab: number of tokens.
     """
+    scores, candidates = predicted
     batch, _, previous, size = scores.shape
     index = np.zeros((2, batch, draft.nodes), dtype=np.int64)
     for row, place in enumerate(places):
         index[:, row, : len(place)] = place[:, 0], place[:, 0] * previous + place[:, 1]
     depth, source = torch.from_numpy(index).to(scores.device)[..., None].expand(-1, -1, -1, size)
     q = scores.flatten(1, 2).gather(1, source).softmax(dim=-1)
-    if columns is not None:
-        q = q.new_zeros(batch, draft.nodes, vocab).scatter(2, columns.gather(1, depth), q)
+    if candidates is not None:
+        q = q.new_zeros(batch, draft.nodes, vocab).scatter(2, candidates.gather(1, depth), q)
     return DraftTree(draft.token_lists(), draft.parents, q)
-
-
-class ParallelSession(ReadsFeatures, OnePassSession):
-    """The state of one call with a head that drafts all depths in one pass: DFlash, JetSpec, P-EAGLE."""
-
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        self.passes = []
-        return super().draft(max_depths)
-
-    def depth_logits(self, depth: int) -> torch.Tensor:
-        """As `PathSession.first_scores`."""
-        features, tokens = self.queue.take(self.limits)
-        active = self.queue.active_rows()
-        self.passes = [sum(active) * depth]
-        return cast(torch.Tensor, self.runner.draft(features, tokens, active, depth).float())
-
-
-class MarkovSession(MeasuresLayout, ParallelSession):
-    """The state of one call with a block head whose correction reads the previous token alone: DSpark, DFlash2."""
-
-    def corrected(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return cast("tuple[torch.Tensor, torch.Tensor]", self.runner.pair_logits(logits))
-
-
-class MedusaSession(HeadSession, OnePassSession):
-    """The state of one call with Medusa heads that do not read the path."""
-
-    passes = []  # heads run once per draft: the overhead of a draft
-    rows_can_change = True
-
-    def depth_logits(self, depth: int) -> torch.Tensor:
-        """All heads read the state that chose each row's last token."""
-        states = self.target.states_of(self.runner.bound.aux_hidden_state_layers)
-        return cast(torch.Tensor, self.runner.all_logits(states, depth).float())

@@ -1,4 +1,4 @@
-"""Gemma 4 assistants: a stack without keys and values of its own, which attends to the target's; loader and runner.
+"""Gemma 4 assistants: a stack without keys and values of its own, which attends to the target's; loader and drafter.
 
 Every layer reads the keys and values that the target's last full-attention layer, or its last sliding one, has in its
 cache. All draft tokens of a step have the position of the last known token, and influence later ones only through the
@@ -20,6 +20,7 @@ from transformers import Gemma4TextConfig, PretrainedConfig
 from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.head_file import HeadFile, count_layers
+from hf_specgen.heads.head_text import StateSource, StateText
 from hf_specgen.heads.source import first_line
 from hf_specgen.targets.inputs import spread_rows
 from hf_specgen.targets.target import Target
@@ -168,33 +169,59 @@ def is_assistant(file: HeadFile) -> bool:
     return file.fields.get("model_type") in MODEL_TYPES
 
 
-class AssistantRunner:
-    """Runs a Gemma 4 assistant for one step: with the target's own keys and values, and no cache of its own."""
+class AssistantDrafter:
+    """Drafts with a Gemma 4 assistant: with the target's own keys and values, and no cache of its own."""
 
-    def __init__(self, bound: BoundHead, target: Target):
-        self.bound, self._target = bound, target
-        self._sources = source_layers(target.model.config)
+    rows_can_change = False
+    token_ids = None
+    expanded_nodes_first = False
+    single_pass_tokens = 0
+
+    def __init__(self, bound: BoundHead, source: StateSource, target: Target):
+        self.bound = bound
+        self._source = source
+        self._target = target
+        self._layers_read = source_layers(target.model.config)
         self._like = next(bound.head.parameters())
         self._hidden = self._like.new_zeros(0)
 
-    def first_logits(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
-        """Draft from each row's last token; earlier draft tokens are dropped."""
-        rows = self._target.rows
-        logits = self._run(torch.tensor([[pending[row]] for row in rows]), states[rows][:, None].to(self._like))
-        return spread_rows(logits[:, 0], rows, len(pending))
+    def take(self, max_depths: Sequence[int]) -> StateText | None:
+        """The state and the last token of each row."""
+        return self._source.take(max_depths)
 
-    def next_logits(self, frontier: Frontier) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the nodes of a frontier; as for `EagleRunner.next_logits`."""
+    def read(self, text: StateText) -> torch.Tensor:
+        """`[batch, vocab]` logits after each row's last token; earlier draft tokens are dropped."""
+        rows = list(text.rows)
+        pending = torch.tensor([[text.pending[row]] for row in rows])
+        logits = self._run(pending, text.states[rows][:, None].to(self._like))
+        return spread_rows(logits[:, 0], rows, len(text.pending))
+
+    def expand(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes of a tree."""
         active = frontier.select(self._target.rows)
         logits = self._run(active.tokens.to(self._like.device), active.gather_parents(self._hidden))
         return spread_rows(logits, self._target.rows, frontier.batch)
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Nothing is kept from draft to draft."""
+
+    def capture(self, text: StateText | None = None) -> None:
+        """Nothing is captured."""
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Rows of other targets have caches of their own, which the assistant does not read."""
+        raise NotImplementedError
+
+    def append_rows(self, new: int) -> None:
+        """As `keep_rows`."""
+        raise NotImplementedError
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, length, vocab]` of one pass; `tokens` `[rows, length]`, `hidden` `[rows, length, hidden]`."""
         device, filled = self._like.device, max(self._target.cache.lengths)
         lengths = torch.tensor(self._target.cache.lengths, device=device)
         padding = torch.tensor(self._target.padding, device=device)
-        layers: dict[str, Any] = {name: self._target.cache.layers[index] for name, index in self._sources.items()}
+        layers: dict[str, Any] = {name: self._target.cache.layers[index] for name, index in self._layers_read.items()}
         dropped = {name: layer.first for name, layer in layers.items()}
         shared: KeysValues = {
             name: tuple(part[:, :, : filled - layer.first].to(self._like) for part in (layer.keys, layer.values))

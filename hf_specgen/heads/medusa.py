@@ -35,6 +35,7 @@ from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, load_adapter
 from hf_specgen.heads.head_file import HeadFile
+from hf_specgen.heads.head_text import DepthLogits, StateSource, StateText
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE
 
@@ -163,30 +164,61 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0].unsqueeze(-2) if len(parts) == 1 else torch.stack(list(parts), dim=-2)
 
 
-class MedusaRunner:
-    """Runs a set of heads on the target's last hidden state of each row; it has no cache."""
+class MedusaDrafter:
+    """Drafts with a set of heads on the target's last hidden state of each row; it has no cache.
 
-    def __init__(self, bound: BoundHead, target: PreTrainedModel):
-        self.bound, self._head, self._target = bound, cast(MedusaHeads, bound.head), target
-        self._like, self.num_heads = next(bound.head.parameters()), self._head.config.num_heads
+    Heads that read the path (Hydra) draft a level at a time, others all depths at once.
+    """
+
+    rows_can_change = True
+    token_ids = None
+    expanded_nodes_first = False
+    single_pass_tokens = 0
+
+    def __init__(self, bound: BoundHead, source: StateSource, target: PreTrainedModel):
+        self.bound = bound
+        self._head = cast(MedusaHeads, bound.head)
+        self._source = source
+        self._target = target
+        self._like = next(bound.head.parameters())
+        self.num_heads = self._head.config.num_heads
         self._states: torch.Tensor = self._like
         self._path: torch.Tensor = self._like  # embeddings read in the last pass
 
-    def first_logits(self, states: torch.Tensor, pending: Sequence[int]) -> torch.Tensor:
-        """The logits of head 0, `[batch, vocab]`, from each row's hidden state and last token, if it reads that."""
-        self._states = states.to(self._like)[:, None]
-        return self._logits([0], self.bound.embed(torch.tensor(pending)[:, None, None]))[:, 0, 0]
+    def take(self, max_depths: Sequence[int]) -> StateText | None:
+        """The state and the last token of each row."""
+        text = self._source.take(max_depths)
+        if text is None or self._head.config.reads_path:
+            return text
+        return text._replace(passes=())  # all heads run once in a draft: that is its overhead
 
-    def next_logits(self, frontier: Frontier) -> torch.Tensor:
-        """`[batch, new, vocab]` logits after the nodes of a frontier, by the head of their depth."""
+    def read(self, text: StateText) -> torch.Tensor:
+        """`[batch, vocab]` the logits of head 0, from each row's hidden state and last token, if it reads that."""
+        self._states = text.states.to(self._like)[:, None]
+        return self._logits([0], self.bound.embed(torch.tensor(text.pending)[:, None, None]))[:, 0, 0]
+
+    def expand(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, vocab]` logits after the last nodes, by the head of their depth."""
         last = self.bound.embed(frontier.tokens.to(self._like.device))[:, :, None]
         path = torch.cat([frontier.gather_parents(self._path), last], dim=2)
         return self._logits([frontier.depth], path)[:, :, 0]
 
-    def all_logits(self, states: torch.Tensor, heads: int) -> torch.Tensor:
-        """The logits of the first heads, `[batch, heads, vocab]`, if they read no tokens."""
-        self._states = states.to(self._like)[:, None]
-        return self._logits(range(heads))[:, 0]
+    def read_depths(self, text: StateText, depth: int) -> DepthLogits:
+        """The logits of the first `depth` heads, if they read no tokens."""
+        self._states = text.states.to(self._like)[:, None]
+        return DepthLogits(self._logits(range(depth)).transpose(1, 2).float())
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Nothing is kept from draft to draft."""
+
+    def capture(self, text: StateText | None = None) -> None:
+        """Nothing is captured."""
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Nothing is kept from draft to draft."""
+
+    def append_rows(self, new: int) -> None:
+        """Nothing is kept from draft to draft."""
 
     def _logits(self, heads: Sequence[int], path: torch.Tensor | None = None) -> torch.Tensor:
         """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own.

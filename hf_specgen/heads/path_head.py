@@ -1,4 +1,4 @@
-"""Block heads whose logits are corrected by the path, and their runner: DSpark, DFlash2 and Domino.
+"""Block heads whose logits are corrected by the path, and their drafter: DSpark, DFlash2 and Domino.
 
 A block head predicts every position of a block independently of the others. A correction adds what the tokens drafted
 before a position say about it, without a further pass of the layers:
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -22,13 +23,15 @@ import torch
 from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
-from hf_specgen.heads.runner import BlockRunner
+from hf_specgen.heads.block_drafter import BlockDrafter
+from hf_specgen.heads.head_text import DepthLogits, FeatureSource, HeadText, NewFeatures
 
 MAX_CANDIDATES = 2048
 """Tokens of a position that are corrected, as in SGLang's drafter for Domino."""
 CLEAR_LEAD = 4
 """Correct tokens that one layout must have more than the other before it is chosen; a wrong one has almost none."""
-PAIR_COLUMNS, PAIR_PREVIOUS = 256, 128
+PAIR_CANDIDATES = 256
+PAIR_PREVIOUS = 128
 """Tokens of a depth that can be drafted, and those that can be continued, where the previous token alone corrects."""
 Embed = Callable[[torch.Tensor], torch.Tensor]
 Step = tuple[torch.Tensor, torch.Tensor]
@@ -73,19 +76,38 @@ class PathHead(BlockHead):
         return hidden.new_zeros(len(hidden), self.state_size)
 
 
-class PathRunner(BlockRunner):
-    """Runs a block head with a correction: one pass of the block, then logits after any path without another pass.
+@dataclass
+class LayoutEvidence:
+    """Which position of a block proposes first, as inferred from drafts: shared by all calls with a head.
+
+    Args:
+        lead: how many more correct tokens position 1 has proposed than position 0.
+    """
+
+    lead: int = 0
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no further drafts are compared."""
+        return abs(self.lead) >= CLEAR_LEAD
+
+
+class PathDrafter(BlockDrafter):
+    """Drafts with a block head with a correction: one pass of the block, then logits after any path without another.
 
     Attributes:
-        lead: for a head whose layout is measured, how many more correct tokens position 1 has proposed than position 0.
+        layout: for a head whose layout is not configured; else None.
+        proposes_from: the first position of the last block that proposes a token.
         max_candidates: how many tokens of a position can be drafted: those with the highest base logits.
     """
 
-    lead: int | None = None
-
-    def __init__(self, bound: BoundHead, batch: int):
-        super().__init__(bound, batch)
+    def __init__(self, bound: BoundHead, source: FeatureSource, batch: int, layout: LayoutEvidence | None = None):
+        super().__init__(bound, source, batch)
         self._head = cast(PathHead, bound.head)
+        self.layout = layout
+        self.proposes_from = self.config.first_proposing_position
+        # Deeper levels need no further pass of the block.
+        self.single_pass_tokens = self.config.block_size
         limit = self._head.max_candidates or MAX_CANDIDATES
         self.max_candidates = min(limit, self.config.draft_vocab_size)
         self._proposed: dict[int, list[int]] = {}
@@ -94,57 +116,60 @@ class PathRunner(BlockRunner):
         if (ids := self._head.draft_to_target) is not None:
             self._draft_ids = ids.new_zeros(self.config.vocab_size).scatter(0, ids, torch.arange(len(ids)).to(ids))
 
-    @property
-    def first(self) -> int:
-        """The first position of a block that proposes a token."""
-        return int(self.lead > 0) if self.lead else self.config.first_proposing_position
+    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
+        if not self._head.state_size:
+            return super()._passes(new, max_depths)
+        return [sum(new.active) * self.config.block_size]
 
-    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
+    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+        """As `BlockDrafter.read_depths`, corrected by the previous token: for heads without a state along the path.
+
+        The likeliest tokens of each depth are corrected after each of the likeliest tokens of the depth before; those
+        of the first depth all follow the last known token.
+        """
+        features, tokens = self._new(text)
         self._run_block(features, tokens)
         hidden = self._hidden[:, :depth]
-        self._hidden, self._anchor = self._scatter(hidden), self._scatter(self._anchor)
-        return hidden
-
-    def pair_logits(self, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Corrected logits of the likeliest tokens of each depth after those of the depth before, without a state.
-
-        Args:
-            base: `[batch, depths, vocab]`, what `draft` has returned.
-
-        Returns:
-            `[batch, depths, previous, columns]` logits; `[batch, depths, columns]` tokens, of which the first ones are
-            the previous tokens of the next depth. Those of the first depth are all the last known token.
-        """
-        base, columns = base.topk(min(PAIR_COLUMNS, self.max_candidates), dim=-1)
-        count = min(PAIR_PREVIOUS, columns.shape[-1])
-        anchors = self._anchor[:, None, None].expand(-1, 1, count)
-        previous = torch.cat([anchors, columns[:, :-1, :count]], dim=1)
-        hidden = self._hidden[:, :, None]
+        base = self._scatter(self.bound.target_logits(hidden)).float()
+        hidden = self._scatter(hidden)[:, :, None]
+        base, candidates = base.topk(min(PAIR_CANDIDATES, self.max_candidates), dim=-1)
+        count = min(PAIR_PREVIOUS, candidates.shape[-1])
+        anchors = self._scatter(self._anchor)[:, None, None].expand(-1, 1, count)
+        previous = torch.cat([anchors, candidates[:, :-1, :count]], dim=1)
         query, _ = self._head.step(hidden, previous, hidden[..., :0], 0, self.bound.embed)
-        keys = self._head.keys()[columns if self._draft_ids is None else self._draft_ids[columns]]
-        return base[:, :, None] + query @ keys.transpose(2, 3), columns
+        keys = self._head.keys()[candidates if self._draft_ids is None else self._draft_ids[candidates]]
+        return DepthLogits(base[:, :, None] + query @ keys.transpose(2, 3), candidates)
 
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         block = self._run_block(features, tokens)
-        state = self._head.first_state(block, self._anchor, self.bound.embed, self.first)
+        state = self._head.first_state(block, self._anchor, self.bound.embed, self.proposes_from)
         self._base, ids = self.bound.logits(self._hidden).topk(self.max_candidates, dim=-1)
-        self._keys, self._tokens = self._head.keys()[ids], self._head.target_ids(ids)  # of each position's candidates
+        # Of each position's candidates.
+        self._keys = self._head.keys()[ids]
+        self._tokens = self._head.target_ids(ids)
         return self._step(self._anchor[:, None], 0, state[:, None])[:, 0]
 
-    def keep_rows(self, kept: Sequence[int], new: int) -> None:
-        super().keep_rows(kept, new)
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        super().keep_rows(kept)
+        self._proposed = {}
+
+    def append_rows(self, new: int) -> None:
+        super().append_rows(new)
         self._proposed = {}
 
     def _next(self, frontier: Frontier) -> torch.Tensor:
-        tokens = frontier.tokens.to(self._like.device)
-        return self._step(tokens, frontier.depth, frontier.gather_parents(self._states))
+        states = frontier.gather_parents(self._states)
+        return self._step(frontier.tokens.to(self._like.device), frontier.depth, states)
 
     def _run_block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run the block after new accepted positions: `[active, block, hidden]`."""
         block = self._block(features, tokens, self.config.block_size)
-        if self.lead is not None and abs(self.lead) < CLEAR_LEAD:
-            self.lead += self._counted(block, tokens)
-        self._hidden = block[:, self.first :]
+        if self.layout is not None:
+            if not self.layout.is_clear:
+                self.layout.lead += self._counted(block, tokens)
+            lead = self.layout.lead
+            self.proposes_from = int(lead > 0) if lead else self.config.first_proposing_position
+        self._hidden = block[:, self.proposes_from :]
         return block
 
     def _step(self, tokens: torch.Tensor, depth: int, states: torch.Tensor) -> torch.Tensor:

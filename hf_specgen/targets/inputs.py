@@ -125,7 +125,9 @@ class RowLayout:
 
     def add_rows(self, other: RowLayout) -> None:
         """Add the rows of another layout after those of this one."""
-        self.offsets, self.prompt_slots = self.offsets + other.offsets, self.prompt_slots + other.prompt_slots
+        self.offsets += other.offsets
+        self.prompt_slots += other.prompt_slots
+        self.rows = list(range(len(self.offsets)))
 
 
 def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:

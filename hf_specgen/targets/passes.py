@@ -5,7 +5,7 @@ Passes that compute the same are equal, and share a graph; tensors that differ b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -56,6 +56,10 @@ class LayoutPass:
     run: Any
     masks: StepMasks = field(compare=False)
 
+    def level(self) -> ModelLevel:
+        """The pass over nodes of one level of a tree, for a function over several levels."""
+        return ModelLevel(self.run, self.masks)
+
     def run_on(
         self,
         model: Any,
@@ -100,7 +104,7 @@ class TreePass(LayoutPass):
 
 
 class ModelLevel(LayoutPass):
-    """One pass of a draft model over nodes of a draft tree, see `LevelPasses`."""
+    """One pass of a draft model over nodes of a draft tree, see `CapturablePasses`."""
 
     def __call__(
         self,
@@ -131,12 +135,15 @@ class NewText(NamedTuple):
         return cls(counts, tokens, None if features is None else pad(features, (0, 0, 0, width - features.shape[1])))
 
 
-class LevelPasses(NamedTuple):
+class CapturablePasses(NamedTuple):
     """What a drafter provides for passes over several levels of a draft tree in one captured function.
 
     `level` receives the module, tokens `[batch, new]`, their `StepLayout`, the states of their parents, `offsets`, a
     cache, and whether the tokens are new text, with its features as states; it returns logits, states, and other
-    tensors whose values at the last token of new text the drafter receives.
+    tensors whose values at the last token of new text the drafter receives by `store_text`.
+
+    After the captured function, `store_levels` receives the states of the last level, `[batch, nodes, hidden]`, and how
+    many nodes of each row are expanded in all.
     """
 
     functions: CapturedFunctions
@@ -144,10 +151,12 @@ class LevelPasses(NamedTuple):
     module: nn.Module
     cache: RaggedCache
     level: Any
+    store_levels: Callable[[torch.Tensor | None, int], None]
     states: torch.Tensor | None = None  # [batch, nodes, hidden] of the nodes of the last pass
     visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding
     offsets: torch.Tensor | None = None  # [batch, 1] position minus slot
     text: NewText | None = None  # what is processed before the levels
+    store_text: Callable[[Sequence[torch.Tensor]], None] | None = None  # where there is such text
 
     @property
     def device(self) -> torch.device:

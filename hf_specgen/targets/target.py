@@ -20,7 +20,7 @@ from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, takes_p
 from hf_specgen.targets.lasting_buffers import move_captured
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import keeps_state, text_config
-from hf_specgen.targets.passes import LevelPasses, ModelLevel, NewText, PassOutput, TreeInputs, TreePass, model_pass
+from hf_specgen.targets.passes import CapturablePasses, NewText, PassOutput, TreeInputs, TreePass, model_pass
 from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
@@ -162,7 +162,7 @@ class Target:
         self._starts = tuple(length - cached for length in self.cache.lengths)
         return self._of_pass(self._run(self.model, frontier, inputs, active, cached).logits, frontier.batch, new)
 
-    def level_passes(self, levels: int, text: NewText | None = None) -> LevelPasses | None:
+    def capturable_passes(self, levels: int, text: NewText | None = None) -> CapturablePasses | None:
         """What `grow` over so many levels in one captured function needs; None if it cannot be captured.
 
         The function starts from a root that is cached, as `grow` does, or from text that is not.
@@ -173,18 +173,19 @@ class Target:
         most = levels + (0 if text is None else text.tokens.shape[1])
         if len(self.rows) < self.batch or max(map(sum, places)) + most > self.last_position:
             return None
-        level = ModelLevel(self._pass, self._step_masks)
+        level = TreePass(self._pass, self._step_masks).level()
         offsets = torch.tensor(self._layout.offsets)[:, None]
-        return LevelPasses(graphs, self._mode, self.model, self.cache, level, None, self._masks.visible, offsets, text)
+        passes = CapturablePasses(graphs, self._mode, self.model, self.cache, level, self._store_levels)
+        return passes._replace(visible=self._masks.visible, offsets=offsets, text=text)
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
         """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
         return len(self.rows), tokens if self._active_graphs is None else padded_width(tokens)
 
-    def after_levels(self, cached: int) -> None:
-        """Go on after passes that were made by a captured function; the root and so many nodes are cached."""
+    def _store_levels(self, states: torch.Tensor | None, expanded: int) -> None:
+        """Go on after passes that were made by a captured function; the root and the expanded nodes are cached."""
         self._has_pending = False
-        self._starts = tuple(length - cached for length in self.cache.lengths)
+        self._starts = tuple(length - 1 - expanded for length in self.cache.lengths)
 
     def _of_pass(self, values: torch.Tensor, batch: int, results: int) -> torch.Tensor:
         """Values of a pass, `[present, …]`, as `[batch, results, …]` of the tokens that it was made for."""
@@ -306,7 +307,7 @@ class Target:
         return self._inputs.rows_can_change(self.cache)
 
     def common(self) -> Target:
-        """A target that runs the passes of this one, and of others that `replace_rows` adds, until they `leave`."""
+        """A target that runs the passes of this one, and of others that `append_rows` adds, until they `leave`."""
         common = copy.copy(self)
         common._layout, common._masks, self.has_common = copy.copy(self._layout), copy.copy(self._masks), True
         return common
@@ -361,28 +362,28 @@ class Target:
             queue.cut(row, kept[row])
         self._set_lengths(queue.cached)
 
-    def replace_rows(self, kept: Sequence[int], *new: Target) -> None:
-        """Continue with these rows, and with those of other such targets after them; all are `is_joinable`."""
-        self._keep_rows(kept)
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Continue with these rows of the cache, in this order."""
+        self._layout.keep_rows(kept)
+        self._masks.select_rows(kept)
+        self.cache.batch_select_indices(torch.tensor(kept))
+        self._layout.rows = list(range(len(kept)))
+
+    def append_rows(self, *new: Target) -> None:
+        """Add the rows of other such targets after the present ones; all are `is_joinable`."""
         for other in new:
             self._masks.add_rows(len(self._layout.offsets), other._masks, len(other.rows))
             self._layout.add_rows(other._layout)
             self.cache.add_rows(other.cache)
             other.has_common = True
-        self._layout.rows = list(range(len(self._layout.offsets)))
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
-        """Remove ended rows from the batch, with their part of the cache, once enough rows have ended."""
+        """Remove ended rows, with their part of the cache, once enough have ended; not where passes are captured."""
         indices = self._layout.rows_to_keep(needed)
-        # Another number of rows would be captured anew.
         if indices is not None and self._graphs is None and self._inputs.rows_can_change(self.cache):
-            self._keep_rows(indices)
-
-    def _keep_rows(self, indices: Sequence[int]) -> None:
-        """Continue with the rows at these indices of the cache."""
-        self._layout.keep_rows(indices)
-        self._masks.select_rows(indices)
-        self.cache.batch_select_indices(torch.tensor(indices))
+            rows = [self.rows[index] for index in indices]
+            self.keep_rows(indices)
+            self._layout.rows = rows  # by their number in the call
 
     def finish(self) -> Any:
         """Return the cache of plain `generate`, which the contents move to: the caller's own object if it gave one."""

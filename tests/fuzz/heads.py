@@ -1,6 +1,6 @@
 """Random draft heads for any target, and sessions whose scores are raised for the tokens that will be generated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -16,6 +16,7 @@ from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.dflash2 import DFlash2Config, DFlash2Head
 from hf_specgen.heads.dspark import DominoConfig, DominoHead, DSparkConfig, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
+from hf_specgen.heads.head_text import DepthLogits
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification.result import TopTokens
@@ -75,32 +76,49 @@ def _places(text: list[int], accuracy: float, seed: int) -> list[int | None]:
 
 
 def steer(session: Any, texts: Sequence[Sequence[int | None]], fault: str = "") -> Any:
-    """Let the session of a head prefer the tokens that will be generated, by row, where they are not None.
+    """Let the drafter of a session prefer the tokens that will be generated, by row, where they are not None.
 
     With a fault its scores are not finite, see `spoil_scores`.
     """
+    drafter = session.drafter
 
-    def raised(compute: Callable[..., torch.Tensor], depths: Callable[..., Sequence[int]]) -> Any:
-        def scores_of(*arguments: Any) -> torch.Tensor:
-            scores, ids = compute(*arguments), getattr(session, "token_ids", None)
-            by_place = scores if scores.dim() == 3 else scores[:, None]
-            for row, generated in enumerate(session.call.state.generated):
-                for place, depth in enumerate(depths(row, *arguments)):
-                    known = texts[row][len(generated) + depth :]
-                    if known and known[0] is not None:
-                        by_place[row, place, known[0] if ids is None else ids == known[0]] += RAISED
-            spoil_scores(fault, scores)
-            return scores
+    def known_tokens(depths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Row, index in `depths`, and token of what is known of the texts at these depths."""
+        for row, generated in enumerate(session.call.state.generated):
+            for index, depth in enumerate(depths):
+                known = texts[row][len(generated) + depth :]
+                if known and known[0] is not None:
+                    yield row, index, known[0]
 
-        return scores_of
+    def raised(logits: torch.Tensor, depths: Sequence[int]) -> torch.Tensor:
+        ids = drafter.token_ids
+        by_place = logits if logits.dim() == 3 else logits[:, None]
+        for row, place, token in known_tokens(depths):
+            by_place[row, place, token if ids is None else ids == token] += RAISED
+        spoil_scores(fault, logits)
+        return logits
 
-    if hasattr(session, "depth_logits"):
-        vars(session)["depth_logits"] = raised(session.depth_logits, lambda row, depth: range(depth))
-    else:
-        depths = lambda row, frontier: [frontier.depth] * frontier.tokens.shape[1]  # noqa: E731
-        first, following = raised(session.first_scores, lambda row: [0]), raised(session.next_scores, depths)
-        # Captured functions over several levels would not be steered.
-        vars(session).update(first_scores=first, next_scores=following, level_passes=lambda: None)
+    def raised_depths(predicted: DepthLogits, depth: int) -> DepthLogits:
+        logits, candidates = predicted
+        for row, place, token in known_tokens(range(depth)):
+            index = token
+            if candidates is not None:  # the first candidate, after which the next depth can go on
+                at_depth, index = candidates[row, place], 0
+                at_depth[at_depth == token] = at_depth[0].clone()
+                at_depth[0] = token
+            logits[row, place, :, index] += RAISED
+        spoil_scores(fault, logits)
+        return predicted
+
+    replaced: dict[str, Any] = {"capture": lambda *_: None}  # captured functions would not be steered
+    if hasattr(drafter, "read"):
+        read, expand = drafter.read, drafter.expand
+        replaced["read"] = lambda text: raised(read(text), [0])
+        replaced["expand"] = lambda frontier: raised(expand(frontier), [frontier.depth] * frontier.tokens.shape[1])
+    if hasattr(drafter, "read_depths"):
+        read_depths = drafter.read_depths
+        replaced["read_depths"] = lambda text, depth: raised_depths(read_depths(text, depth), depth)
+    vars(drafter).update(replaced)
     return session
 
 

@@ -1,4 +1,4 @@
-"""Calls without a model, for tests of single sessions."""
+"""Calls for tests of single sessions, without a model or beside a target."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from hf_specgen import Candidates, DraftCall, NgramCandidates
-from hf_specgen.call import GenerationState
+from hf_specgen import Candidates, DraftCall, FixedDepth, NgramCandidates
+from hf_specgen.call import Call, GenerationState
+from hf_specgen.candidates.encoder_draft import decoder_prompt
 from hf_specgen.device_tree import Ancestors, Frontier
+from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import Parents
+from hf_specgen.verification import CoupledVerifier
 
 AMPLE = 2**31
 """A budget that limits no draft."""
@@ -35,6 +38,25 @@ def frontier_of(tokens: torch.Tensor, depth: int, nodes: int, parent_index: torc
     """The nodes of a drafter's next pass, for drafters that read no ancestors: `[rows, new]` tokens of one depth."""
     ancestors = Ancestors(*tokens.shape, tokens.device)
     return Frontier(tokens, depth, nodes, parent_index is None, ancestors, parent_index=parent_index)
+
+
+@torch.no_grad()
+def call_on(model: Any, texts: Sequence[Sequence[int]], candidates: Candidates) -> DraftCall:
+    """A greedy call on a target that has processed these texts but for their last token, which counts as generated."""
+    state = make_state([text[:-1] for text in texts])
+    call = Call(model, state, GenerationConfig(), candidates.settings())
+    target = make_target(candidates.target_requirements(model), model, *decoder_prompt(model, call, state.prompts))
+    target.prefill()
+    target.commit([[]] * state.batch)
+    for row, text in enumerate(texts):
+        state.append(row, text[-1:])
+    return DraftCall.of(call, target, CoupledVerifier().start(call), FixedDepth().start(call))
+
+
+def drafted_after(model: Any, text: Sequence[int], candidates: Candidates) -> list[int]:
+    """The leftmost chain of the draft after a text, beside a target."""
+    draft = candidates.start(call_on(model, [text], candidates)).draft([candidates.k])
+    return draft.leftmost_chain().tokens[0].tolist()
 
 
 def ngram_draft(candidates: NgramCandidates, text: list[int], budget: int = AMPLE) -> tuple[list[int], Parents]:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
+from hf_specgen.heads.head_text import HeadText
 from hf_specgen.heads.layers import LayerConfig
-from hf_specgen.heads.path_head import PathRunner
-from hf_specgen.heads.runner import ParallelRunner
+from hf_specgen.heads.path_head import PathDrafter
 from tests.fuzz.heads import steer
 from tests.helpers.models import SHARED
 from tests.helpers.paths import HEAD_FIXTURES
@@ -178,15 +178,16 @@ def steered(candidates: Any, texts: Sequence[Sequence[int]]) -> Any:
 
 @torch.no_grad()
 def reread(session: Any, row: int, count: int) -> Any:
-    """The reference: the runner of a head that has read the first `count` positions of a row's text, in one pass."""
-    call, bound = session.call, session.runner.bound
+    """The reference: the drafter of a head that has read the first `count` positions of a row's text, in one pass."""
+    call, bound = session.call, session.drafter.bound
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
     features = features_of(bound, call.model(text[:, :-1], output_hidden_states=True).hidden_states)[0, :count]
-    fresh, tokens = type(session.runner)(bound, 1), text[0, 1 : 1 + count].tolist()
-    if isinstance(fresh, ParallelRunner) and not isinstance(fresh, PathRunner):
-        fresh.draft([features], [tokens], [True], 2)
+    fresh: Any = type(session.drafter)(bound, None, 1)
+    new = HeadText([features], [text[0, 1 : 1 + count].tolist()], [True])
+    if hasattr(fresh, "read_depths") and not isinstance(fresh, PathDrafter):
+        fresh.read_depths(new, 2)
     else:
-        fresh.first_logits([features], [tokens], [True])
+        fresh.read(new)
     return fresh
 
 

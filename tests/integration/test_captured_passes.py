@@ -325,7 +325,7 @@ def test_captured_text_leaves_the_states_of_an_eager_pass(captures: list[Any]) -
 
         def recorded(max_depths: Any) -> Any:
             tree = draft(max_depths)
-            last.append(session.runner.last)
+            last.append(session.drafter._last)
             return tree
 
         session.draft = recorded

@@ -19,6 +19,7 @@ from hf_specgen import (
 from hf_specgen.compat import CACHE
 from hf_specgen.heads.head_formats import load_head
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
+from tests.helpers.calls import drafted_after
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.models import small_llama
@@ -39,9 +40,7 @@ def test_window_that_is_exceeded_again_and_again_same_tokens(name: str, batch: i
 
 def drafted(draft: Any, text: list[int], **settings: Any) -> list[int]:
     """The chain that is drafted after a text."""
-    candidates = DraftModelCandidates(draft, k=4, **settings)
-    ids, _ = candidates.get_candidates(torch.tensor([text]))
-    return ids[0, len(text) :].tolist()
+    return drafted_after(draft, text, DraftModelCandidates(draft, k=4, **settings))
 
 
 def test_draft_model_with_a_window_drafts_what_it_drafts_after_the_window_alone() -> None:
@@ -123,14 +122,15 @@ def test_restricted_drafter_same_tokens(name: str, mode: str, vocabulary: Any) -
 def test_restricted_draft_model_drafts_the_most_likely_of_its_tokens(vocabulary: Any) -> None:
     """Would catch: ids of rows instead of tokens, in the draft or in what the draft model reads next."""
     draft, text = small_llama(40, 3, initializer_range=0.3), torch.randint(2, 40, (1, 9))
-    ids, _ = DraftModelCandidates(draft, k=4, draft_vocabulary=vocabulary).get_candidates(text)
-    seen = [token for token, _ in Counter(text[0].tolist()).most_common()]
+    candidates = DraftModelCandidates(draft, k=4, draft_vocabulary=vocabulary)
+    drafted = drafted_after(draft, text[0].tolist(), candidates)
+    seen = [token for token, _ in Counter(text[0, :-1].tolist()).most_common()]
     allowed = sorted([*dict.fromkeys([*seen, *range(40)])][:10]) if vocabulary == "frequent" else vocabulary
     expected = text
     for _ in range(4):
         logits = draft(expected).logits[0, -1, allowed]
         expected = torch.cat([expected, torch.tensor([[allowed[int(logits.argmax())]]])], dim=1)
-    assert ids.tolist() == expected.tolist()
+    assert [text[0].tolist() + drafted] == expected.tolist()
     assert draft.get_output_embeddings().out_features == 40
 
 

@@ -88,23 +88,6 @@ def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPat
     assert tracer(None, candidate_generator=None) == "plain []"
 
 
-# Our strategies in Transformers' own loop
-
-
-def test_draft_model_in_transformers_own_loop_learns_of_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a session learns of acceptance through `update_candidate_strategy`; this draft is always accepted."""
-    model, inputs = tiny_model("llama"), prompts(1)
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    expected, lengths = model.generate(**inputs, max_new_tokens=25), list[int]()
-    candidates = DraftModelCandidates(model, k=4)
-    get = candidates.get_candidates
-    recorded = lambda ids, **given: (lengths.append(ids.shape[1]), get(ids, **given))[1]  # noqa: E731
-    monkeypatch.setattr(candidates, "get_candidates", recorded)
-    monkeypatch.setattr(type(model), "_get_candidate_generator", lambda self, **_: candidates)
-    assert torch.equal(model.generate(**inputs, max_new_tokens=25, prompt_lookup_num_tokens=4), expected)
-    assert lengths == [12, 17, 22, 27, 32]
-
-
 # Transformers' generators in our loop
 
 

@@ -14,7 +14,7 @@ import torch
 
 from hf_specgen import AutoCandidates, Call, Candidates, CombinedCandidates, FixedDepth, MedusaCandidates, MTPCandidates
 from hf_specgen.candidates.encoder_draft import decoder_prompt
-from hf_specgen.heads.runner import PREFILL_CHUNK
+from hf_specgen.heads.drafter import PREFILL_CHUNK
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier, VerificationResult, VerificationSession
@@ -155,11 +155,11 @@ def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree:
     statistics = assert_same_tokens(target, inputs, candidates, **arguments)
     assert 0 < statistics.accepted < statistics.drafted
     session = candidates.session
-    runner = session.runner
-    for place, (row, length) in enumerate(zip(runner.rows, runner.lengths, strict=True)):
+    drafter = session.drafter
+    for place, (row, length) in enumerate(zip(drafter.rows, drafter.lengths, strict=True)):
         assert length > len(session.call.state.prompts[row])
-        scratch = reread(session, row, length + getattr(runner, "layers", 1) - 1)  # some layers read positions again
-        for ours, theirs in zip(runner.cache.layers, scratch.cache.layers, strict=True):
+        scratch = reread(session, row, length + getattr(drafter, "layers", 1) - 1)  # some layers read positions again
+        for ours, theirs in zip(drafter.cache.layers, scratch.cache.layers, strict=True):
             for mine, expected in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
                 torch.testing.assert_close(mine[place, :, :length], expected[0, :, :length], atol=1e-4, rtol=1e-4)
 
@@ -178,7 +178,7 @@ def test_ended_rows_leave_the_batch(name: str) -> None:
     candidates = partly_right(name, inputs, 20, k=3, tree=6)
     end = int(plain_output(target, inputs, max_new_tokens=20)[0][0, 12])
     assert_same_tokens(target, inputs, candidates, max_new_tokens=20, eos_token_id=end, pad_token_id=0)
-    assert len(candidates.session.runner.rows) < 3
+    assert len(candidates.session.drafter.rows) < 3
 
 
 class WaitingRows(CoupledVerifier):

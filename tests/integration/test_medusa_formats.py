@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from hf_specgen import EagleCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.heads import MedusaConfig, MedusaHeads, export_head, load_head, save_head
-from hf_specgen.heads.medusa import MedusaRunner
+from hf_specgen.heads.head_text import StateText
+from hf_specgen.heads.medusa import MedusaDrafter
 from tests.helpers import VOCAB, assert_same_tokens, fresh_model, prompts, tiny_model
 from tests.helpers.calls import frontier_of
 from tests.helpers.goodness_of_fit import fit_of_two_tokens
@@ -38,7 +39,8 @@ def edit_config(folder: Path, **fields: Any) -> None:
 
 def logits_of(heads: Any, model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """`[rows, heads, vocab]` logits of loaded heads on a target."""
-    return MedusaRunner(heads.bind(model), model).all_logits(hidden, heads.config.num_heads)
+    text = StateText(hidden, [0] * len(hidden), range(len(hidden)))
+    return MedusaDrafter(heads.bind(model), None, model).read_depths(text, heads.config.num_heads).logits[:, :, 0]
 
 
 def states_of(heads: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -251,8 +253,8 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
     """Would catch: the token of a sibling or of another row, the head of another depth."""
     model = tiny_model("llama")
     heads: Any = random_heads(model, own_outputs=True, **HYDRA)
-    runner, states, paths = MedusaRunner(heads.bind(model), model), torch.randn(2, 64), [[[5]], [[7]]]
-    logits, nodes = runner.first_logits(states, [5, 7])[:, None], 0
+    drafter, states, paths = MedusaDrafter(heads.bind(model), None, model), torch.randn(2, 64), [[[5]], [[7]]]
+    logits, nodes = drafter.read(StateText(states, [5, 7], [0, 1]))[:, None], 0
     levels: list[Any] = [([[0, 0], [0, 0]], [[8, 9], [3, 4]]), ([[0, 1], [1, 0]], [[1, 2], [6, 2]]), None]
     for depth, level in enumerate(levels):
         for row, places in enumerate(paths):
@@ -264,7 +266,7 @@ def test_hydra_logits_of_a_tree_are_those_of_each_nodes_path() -> None:
             rows = [(before, zip(*pair, strict=True)) for before, *pair in zip(paths, *level, strict=True)]
             paths = [[[*before[at], token] for at, token in pairs] for before, pairs in rows]
             last = torch.tensor(level[1])
-            logits = runner.next_logits(frontier_of(last, depth + 1, nodes, torch.tensor(level[0])))
+            logits = drafter.expand(frontier_of(last, depth + 1, nodes, torch.tensor(level[0])))
 
 
 def test_new_heads_return_the_state_of_the_target() -> None:
@@ -303,9 +305,7 @@ def test_profile_keys_of_loaded_modules_differ_by_object() -> None:
 
 def test_medusa_wrong_uses_raise() -> None:
     """Would catch: a path of another length read as far as it goes."""
-    heads, sizes = random_heads(tiny_model("llama")), {"target_hidden_size": 8, "num_aux_hidden_states": 1}
-    with pytest.raises(ValueError, match="works with generate"):
-        MedusaCandidates(heads).get_candidates(torch.tensor([[1, 2]]))
+    sizes = {"target_hidden_size": 8, "num_aux_hidden_states": 1}
     config = MedusaConfig(hidden_size=8, vocab_size=9, draft_vocab_size=9, num_heads=2, **sizes, **HYDRA)
     with pytest.raises(ValueError, match="head 1 reads 2 tokens"):
         MedusaHeads(config).head_state(1, torch.zeros(1, 8), torch.zeros(1, 1, 8))

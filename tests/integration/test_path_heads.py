@@ -15,8 +15,10 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hf_specgen import DFlashCandidates, MTPCandidates
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.mtp import LayeredRunner, load_mtp
-from hf_specgen.heads.path_head import PathRunner
+from hf_specgen.heads.head_text import HeadText
+from hf_specgen.heads.mtp import load_mtp
+from hf_specgen.heads.mtp_drafter import LayeredDrafter
+from hf_specgen.heads.path_head import PathDrafter
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.tree import DraftTree
 from tests.helpers import assert_same_tokens, prompts
@@ -28,14 +30,14 @@ LAYERED = FIXTURES["mtp_transformers_glm4_moe_2layers"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> torch.Tensor:
+def level_by_level(drafter: Any, first: torch.Tensor, paths: list[list[int]]) -> torch.Tensor:
     """`[batch, paths, depths, vocab]` logits along chains beside each other in one tree that grows level by level."""
     batch, tokens = len(first), torch.tensor(paths)
     found, root = [first[:, None].expand(-1, len(paths), -1)], torch.zeros(batch, len(paths), dtype=torch.long)
     for level in range(1, tokens.shape[1]):
         above = root if level == 1 else torch.arange(len(paths)).expand(batch, -1)
         last = tokens[:, level - 1].expand(batch, -1)
-        found.append(runner.next_logits(frontier_of(last, level, level * len(paths), above)))
+        found.append(drafter.expand(frontier_of(last, level, level * len(paths), above)))
     return torch.stack(found, dim=2)
 
 
@@ -44,22 +46,22 @@ def level_by_level(runner: Any, first: torch.Tensor, paths: list[list[int]]) -> 
     [*((name, False) for name in HEADS), ("domino_specforge", True), ("speculators_dspark_rnn", True)],
 )
 @torch.no_grad()
-def test_path_runner_has_the_logits_of_the_original_on_two_paths(name: str, limited: bool) -> None:
+def test_path_drafter_has_the_logits_of_the_original_on_two_paths(name: str, limited: bool) -> None:
     """The greedy path and another one, in one tree. Would catch: the state of another path or depth."""
     fixture = HEADS[name]
     bound: Any = load_head(fixture.head_folder).bind(fixture.target)
     if limited:
         bound.head.max_candidates = 10
     for prompt in fixture.prompts:
-        runner = PathRunner(bound, 1)
+        drafter = PathDrafter(bound, None, 1)
         features, tokens = states_of(fixture, bound, fixture.text(prompt, 1))
         recorded = [fixture.drafted(prompt, 1, part) for part in ("greedy.", "second.")]
-        first = runner.first_logits([features], [tokens], [True])
-        logits = level_by_level(runner, first, [one.tokens for one in recorded])[0]
+        first = drafter.read(HeadText([features], [tokens], [True]))
+        logits = level_by_level(drafter, first, [one.tokens for one in recorded])[0]
         for ours, one in zip(logits, recorded, strict=True):
             ours = ours if one.candidates is None else ours.gather(-1, one.candidates)
             ours, kept = ours.softmax(dim=-1) if one.is_normalised else ours, ours > -torch.inf
-            assert not limited or (kept.sum(dim=-1) == min(runner.max_candidates, 10)).all()
+            assert not limited or (kept.sum(dim=-1) == min(drafter.max_candidates, 10)).all()
             torch.testing.assert_close(ours[kept], one.logits[kept], atol=2e-4, rtol=1e-4)
 
 
@@ -70,15 +72,15 @@ def states_of(fixture: Fixture, bound: Any, text: list[int]) -> tuple[torch.Tens
 
 
 @torch.no_grad()
-def test_layered_runner_tree_has_the_logits_of_each_path_alone() -> None:
+def test_layered_drafter_tree_has_the_logits_of_each_path_alone() -> None:
     """Would catch: a node that reads the tokens or states of a sibling."""
     bound = load_mtp(LAYERED.target, str(LAYERED.target_folder)).bind(LAYERED.target)
     for number in LAYERED.rounds:
         features, tokens = states_of(LAYERED, bound, LAYERED.text("a", number))
 
         def after(paths: list[list[int]], features: Any = features, tokens: Any = tokens) -> torch.Tensor:
-            runner = LayeredRunner(bound, 1)
-            return level_by_level(runner, runner.first_logits([features], [tokens], [True]), paths)[0]
+            drafter = LayeredDrafter(bound, None, 1)
+            return level_by_level(drafter, drafter.read(HeadText([features], [tokens], [True])), paths)[0]
 
         paths = [[token, 0] for token in (5, 17, 40)]
         for path, logits in zip(paths, after(paths), strict=True):
@@ -239,14 +241,14 @@ def test_layout_that_the_file_leaves_open_is_measured(first: int) -> None:
     class Recording(DFlashCandidates):
         def begin(self, *arguments: Any) -> Any:
             sessions.append(super().begin(*arguments))
-            bound, state = sessions[-1].runner.bound, sessions[-1].call.state
+            bound, state = sessions[-1].drafter.bound, sessions[-1].call.state
 
             def logits(output: torch.Tensor) -> torch.Tensor:
                 """Position `first` of the block prefers the next token, the other positions token 0."""
                 known = len(state.prompts[0]) + len(state.generated[0])
                 preferred = torch.zeros(output.shape[:-1], dtype=torch.long)
                 if output.dim() == 3:
-                    preferred[:, first - sessions[-1].runner.first] = text[0, min(known, text.shape[1] - 1)]
+                    preferred[:, first - sessions[-1].drafter.proposes_from] = text[0, min(known, text.shape[1] - 1)]
                 elif (calls.append(1) or len(calls) % 2) == 1 - first:
                     preferred[:] = text[0, min(known, text.shape[1] - 1)]
                 return 99.0 * torch.nn.functional.one_hot(preferred, head.config.vocab_size)
@@ -257,7 +259,7 @@ def test_layout_that_the_file_leaves_open_is_measured(first: int) -> None:
 
     for _ in range(2):
         assert_same_tokens(fixture.target, prompts(1), Recording(head, k=3), max_new_tokens=24)
-        assert sessions[-1].runner.first == first and abs(sessions[-1].runner.lead) >= 4
+        assert sessions[-1].drafter.proposes_from == first and abs(sessions[-1].drafter.layout.lead) >= 4
 
 
 def test_path_head_counts_one_pass_of_its_block_per_draft() -> None:

@@ -15,8 +15,10 @@ import train_eagle
 from conversations import IGNORED
 from drafter import choose_anchors
 from hf_specgen.heads import MedusaHeads
+from hf_specgen.heads.block_drafter import BlockDrafter
+from hf_specgen.heads.eagle_drafter import EagleDrafter, PEagleDrafter
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.runner import BlockRunner, EagleRunner, PEagleRunner
+from hf_specgen.heads.head_text import HeadText
 from hf_specgen.targets.model_parts import output_logits
 from losses import Drafts, Learnt, acceptance_counts, draft_loss, later_pairs
 from target import read_target
@@ -74,16 +76,17 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
     for number, (row, begin, text, root) in enumerate(conversations_of(batch)):
         known, following = features[row, begin : begin + root + 1], text[1 : root + 2]
         if parallel:
-            logits = PEagleRunner(bound, 1).draft([known], [following], [True], depth)[0]
+            new = HeadText([known], [following], [True])
+            logits = PEagleDrafter(bound, None, 1).read_depths(new, depth).logits[0, :, 0]
             for step, state in enumerate(drafted):
                 torch.testing.assert_close(bound.target_logits(state[number]), logits[step], atol=1e-4, rtol=1e-4)
             continue
-        runner = EagleRunner(bound, 1)
-        outputs = [runner.first_logits([known], [following], [True])[0]]
+        drafter = EagleDrafter(bound, None, 1)
+        outputs = [drafter.read(HeadText([known], [following], [True]))[0]]
         for step in range(1, depth):
             if root + 1 + step < len(text):
                 chain = frontier_of(torch.tensor([[text[root + 1 + step]]]), step, step)
-                outputs.append(runner.next_logits(chain)[0, 0])
+                outputs.append(drafter.expand(chain)[0, 0])
         for step, expected in enumerate(outputs):
             torch.testing.assert_close(bound.logits(drafted[step][number]), expected, atol=1e-4, rtol=1e-4)
 
@@ -98,9 +101,9 @@ def test_block_training_equals_drafting(name: str, packed: bool) -> None:
     features = read_target(fixture.target, batch, bound.aux_hidden_state_layers).features
     block = train_dflash.block_states(bound, batch, features, choose_anchors(batch, ALL, 0))
     for number, (row, begin, text, root) in enumerate(conversations_of(batch)):
-        runner = BlockRunner(bound, 1)
-        known = features[row, begin : begin + root + 1]
-        logits = runner.draft([known], [text[1 : root + 2]], [True], runner.depth)[0]
+        drafter = BlockDrafter(bound, None, 1)
+        new = HeadText([features[row, begin : begin + root + 1]], [text[1 : root + 2]], [True])
+        logits = drafter.read_depths(new, drafter.depth).logits[0, :, 0]
         states = block[number, bound.head.config.first_proposing_position :]
         torch.testing.assert_close(bound.target_logits(states), logits, atol=1e-4, rtol=1e-4)
 

@@ -1,0 +1,367 @@
+"""Drafters with a draft model: a pass for each token, or one pass for all of them.
+
+A parallel draft model (PARD) reads the new text and K - 1 mask tokens after it; the last K positions predict the next K
+tokens, independently of each other. The mask tokens do not stay in its cache. PARD-2 adds to the embedding of each
+token a projection of the target's hidden states at the token before it.
+
+Source: An et al., "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation" (2025), and PARD-2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen.call import Compile
+from hf_specgen.candidates.base import DraftCall
+from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
+from hf_specgen.candidates.draft_window import DraftWindow
+from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size
+from hf_specgen.candidates.parallel_draft import TargetFeatures
+from hf_specgen.device_tree import Frontier
+from hf_specgen.heads.head_text import DepthLogits
+from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
+from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, NewText
+from hf_specgen.targets.requirements import TargetRequirements, make_target
+from hf_specgen.targets.self_check import check_computation
+from hf_specgen.targets.support import position_table
+from hf_specgen.targets.target import Target
+from hf_specgen.tree import DraftTree
+
+
+@dataclass
+class _CachedRow:
+    """How much of a row's text is in the cache of the draft model: the first `cached` tokens.
+
+    The first pass has processed the first `begin` of them, but the `skipped` ones in the middle of its window.
+    """
+
+    text: DraftText
+    begin: int = 0
+    skipped: int = 0
+    cached: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache, and those that are not read yet."""
+        return len(self.text.tokens) - self.skipped
+
+
+class UncachedText(NamedTuple):
+    """The tokens that a draft model has not processed, for one draft.
+
+    Args:
+        tokens: of each row; one token of rows that do not draft.
+        depths: maximum depth of each row's draft.
+        passes: tokens, over all rows, of the passes that process them; without masks.
+    """
+
+    tokens: list[list[int]]
+    depths: list[int]
+    passes: list[int]
+
+    @property
+    def drafts(self) -> list[bool]:
+        """Whether each row drafts."""
+        return [depth > 0 for depth in self.depths]
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(map(len, self.tokens))
+
+
+class DraftModelDrafter:
+    """Drafts with a model, a pass for each level; its cache holds the beginning of each row's text.
+
+    A draft model with another tokenizer drafts the tokens that it shares with the target.
+
+    Args:
+        draft: the model.
+        texts: the prompts in its tokens.
+        window: the part of the texts that it reads; None: all of it.
+        share_encoder, compile: as for `DraftModelCandidates`.
+        k: maximum depth of a draft.
+        shared: the tokens that both vocabularies have, of a draft model with another tokenizer.
+        token_ids: `[draft vocab]` the target's ids of a restricted draft vocabulary.
+
+    Attributes:
+        reader: runs the passes; it has the cache.
+    """
+
+    expanded_nodes_first = False
+    single_pass_tokens = 0
+
+    def __init__(
+        self,
+        call: DraftCall,
+        draft: PreTrainedModel,
+        texts: Sequence[DraftText],
+        window: DraftWindow | None,
+        share_encoder: bool | None,
+        compile: Compile,
+        *,
+        k: int,
+        shared: SharedVocabulary | None = None,
+        token_ids: torch.Tensor | None = None,
+    ):
+        self._call = call
+        self._draft = draft
+        self._window = window
+        self._share_encoder = share_encoder
+        self._compile = compile
+        self._k = k
+        self._shared = shared
+        self.token_ids = token_ids
+        self._max_positions = position_table(text_config(draft))
+        self._rows = [_CachedRow(text) for text in texts]
+        self._drafts = [True] * len(texts)  # rows that take part in the current draft
+        self._expanded = 0  # nodes of each row in the cache
+        self._has_prompt = False
+        self.reader = self._begin(self._rows)
+        is_plain_text = all(type(text) is DraftText for text in texts)
+        self._rows_can_change = is_plain_text and not self.reader.verifies_chains_only
+
+    @property
+    def rows_can_change(self) -> bool:
+        """Whether rows can join and leave."""
+        return self._rows_can_change
+
+    def take(self, max_depths: Sequence[int]) -> UncachedText | None:
+        """The tokens that the model has not processed; None if no row drafts. Reads the prompts before that."""
+        depths = self._limited(max_depths)
+        if not any(depths):
+            return None
+        self._prefill()
+        return self._uncached(depths)
+
+    def read(self, text: UncachedText) -> torch.Tensor:
+        """`[batch, draft vocab]` logits after the last token of each row, from one pass over its uncached tokens."""
+        logits = _last_of(self._extend(text), [len(tokens) for tokens in text.tokens])
+        return logits if self._shared is None else self._shared.target_logits(logits)
+
+    def expand(self, frontier: Frontier) -> torch.Tensor:
+        """`[batch, new, draft vocab]` logits after the last nodes of a tree, which stay in the cache."""
+        self._expanded = frontier.nodes
+        if self._shared is not None:
+            frontier = replace(frontier, tokens=self._shared.draft_tokens(frontier.tokens))
+        logits = self.reader.grow(frontier, self._drafts)
+        return logits if self._shared is None else self._shared.target_logits(logits)
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep accepted nodes in the cache; the next pass computes those that were not expanded."""
+        if self._expanded:
+            self._expanded = 0
+            self.reader.commit(list(paths))
+            self._count_cached(paths)
+
+    def capture(self, text: UncachedText | None = None) -> CapturablePasses | None:
+        """Passes over several levels, and over text before them; None if they are not captured."""
+        if self._shared is not None:
+            return None
+        if text is None:
+            passes = self.reader.capturable_passes(self._k)
+        elif all(self._drafts) and text.width <= MAX_CAPTURED and self.capture() is not None:
+            passes = self.reader.capturable_passes(self._k, NewText.of(text.tokens))
+        else:
+            return None
+        if passes is None:
+            return None
+        if text is not None:
+            passes = passes._replace(store_text=partial(self._store_text, text))
+        return passes._replace(store_levels=partial(self._store_levels, passes))
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Continue with these rows of the call."""
+        self._rows = [self._rows[row] for row in kept]
+        self._drafts = [True] * len(self._rows)
+        self._has_prompt = self._has_prompt and bool(kept)
+        if self._has_prompt:
+            self.reader.keep_rows(kept)
+        elif kept:
+            self.reader = self._begin(self._rows)
+
+    def append_rows(self, new: int) -> None:
+        """Add rows of the call, whose prompts are read now if those of the others were."""
+        added = [_CachedRow(DraftText(prompt)) for prompt in self._call.state.prompts[-new:]]
+        self._rows += added
+        self._drafts = [True] * len(self._rows)
+        if not self._has_prompt:
+            self.reader = self._begin(self._rows)
+            return
+        reader = self._begin(added)
+        reader.prefill()
+        self.reader.append_rows(reader)
+
+    def _begin(self, rows: Sequence[_CachedRow], restarts: bool = False) -> Target:
+        """A target that processes these texts, those that restart without the last token, or what is in the window."""
+        texts = [row.text.tokens[:-1] if restarts else row.text.tokens for row in rows]
+        window = self._window
+        if window and not restarts and not window.is_exceeded_by(max(map(len, texts))):
+            window = None
+        prompts = [window.kept(tokens) if window else tokens for tokens in texts]
+        for row, tokens, kept in zip(rows, texts, prompts, strict=True):
+            row.begin = row.cached = len(tokens)
+            row.skipped = len(tokens) - len(kept)
+        if (longest := max(map(len, prompts))) > self._max_positions:
+            raise ValueError(
+                f"the prompt has {longest} tokens, but the draft reads at most {self._max_positions}; use another draft"
+            )
+        known = [self._known(tokens) for tokens in prompts]
+        prompt = draft_prompt(self._draft, self._call, known, self._share_encoder)
+        try:
+            check_computation(self._draft, TargetRequirements(), *prompt)
+        except ValueError as error:
+            remedy = "give another draft, or load it without quantisation"
+            raise ValueError(f"the draft model, not the target: {error}; or {remedy}") from error
+        return make_target(TargetRequirements(), self._draft, *prompt, compile=self._compile)
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Token ids, with 0 in place of those without an embedding: a target may have a larger, padded table."""
+        size = embedding_size(self._draft)
+        return [token if token < size else 0 for token in tokens]
+
+    def _length(self, row: _CachedRow) -> int:
+        """Tokens of a row in the cache after the next pass."""
+        window = self._window
+        return 1 + sum(window) if window is not None and window.is_exceeded_by(row.length) else row.length
+
+    def _limited(self, max_depths: Sequence[int]) -> list[int]:
+        """How deep each row can draft: within its positions and cache slots, and where its text is complete."""
+        generated = self._call.state.generated
+        is_complete = [row.text.extend(tokens) for row, tokens in zip(self._rows, generated, strict=True)]
+        if max(map(self._length, self._rows)) + MAX_DRAFT_SLOTS > self.reader.slot_limit:
+            return [0] * len(self._rows)
+        limits = []
+        for row, complete in zip(self._rows, is_complete, strict=True):
+            # Nothing is known of the text after a prompt to which tokens without text were added.
+            has_text = len(row.text.tokens) > row.begin
+            limits.append(max(0, self._max_positions - self._length(row)) if complete and has_text else 0)
+        return [min(depth, limit) for depth, limit in zip(max_depths, limits, strict=True)]
+
+    def _prefill(self) -> None:
+        """Read the prompts, before the first draft, so that a call that never drafts does not."""
+        if not self._has_prompt:
+            self.reader.prefill()
+            self._has_prompt = True
+
+    def _uncached(self, depths: list[int]) -> UncachedText:
+        """The tokens of each row that the draft model has not read, in the rows that draft; otherwise one token."""
+        state, window, rows = self._call.state, self._window, self._rows
+        self._drafts = [depth > 0 for depth in depths]
+        self._expanded = 0
+        passes = []
+        pairs = list(zip(rows, self._drafts, strict=True))
+        if window and any(drafts and window.is_exceeded_by(row.length) for row, drafts in pairs):
+            self.reader = self._begin(rows, restarts=True)
+            self.reader.prefill()
+            passes.append(sum(row.begin - row.skipped for row in rows))
+        self.reader.drop_rows([not state.has_ended(row) for row in range(len(rows))])
+        # The last token of a text is computed anew.
+        kept = [max(row.begin, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
+        if kept != [row.cached for row in rows]:
+            self.reader.rewind([count - row.begin for row, count in zip(rows, kept, strict=True)])
+            for row, count in zip(rows, kept, strict=True):
+                row.cached = count
+        tokens = [self._known(row.text.tokens[row.cached :]) if drafts else [0] for row, drafts in pairs]
+        passes.append(sum(self._drafts) * max(map(len, tokens)))
+        return UncachedText(tokens, depths, passes)
+
+    def _extend(self, text: UncachedText, masks: Sequence[int] = ()) -> torch.Tensor:
+        """`[batch, tokens, vocab]` logits of a pass over uncached tokens, which are kept, and masks after them."""
+        tree = DraftTree.chains([[*tokens[1:], *masks] for tokens in text.tokens])
+        logits = self.reader.forward(tree, [tokens[0] for tokens in text.tokens], self._drafts)
+        kept = zip(text.tokens, self._drafts, strict=True)
+        self.reader.commit([list(range(len(tokens) - 1)) if drafts else None for tokens, drafts in kept])
+        self._count_cached(text.tokens)
+        return logits
+
+    def _count_cached(self, added: Sequence[Sequence[int]]) -> None:
+        """Count tokens that were added to the cache, in the rows that draft."""
+        for row, drafts, tokens in zip(self._rows, self._drafts, added, strict=True):
+            row.cached += drafts * len(tokens)
+
+    def _store_text(self, text: UncachedText, results: Sequence[torch.Tensor]) -> None:
+        """Count tokens that a captured function has processed."""
+        self._count_cached(text.tokens)
+
+    def _store_levels(self, passes: CapturablePasses, states: torch.Tensor | None, expanded: int) -> None:
+        """Count nodes that a captured function has expanded."""
+        self._expanded = expanded
+        passes.store_levels(states, expanded)
+
+
+class ParallelDrafter(DraftModelDrafter):
+    """Drafts with a model that predicts all tokens in one pass over the new text and mask tokens (PARD, PARD-2)."""
+
+    def __init__(
+        self,
+        call: DraftCall,
+        draft: PreTrainedModel,
+        texts: Sequence[DraftText],
+        window: DraftWindow | None,
+        share_encoder: bool | None,
+        compile: Compile,
+        *,
+        k: int,
+        mask_token: int,
+        vocab: int,
+        features: TargetFeatures | None,
+    ):
+        """`vocab` is the target's vocabulary; `features` adds the target's hidden states to embeddings (PARD-2)."""
+        super().__init__(call, draft, texts, window, share_encoder, compile, k=k)
+        self._mask = mask_token
+        self._vocab = vocab
+        self._features = features
+
+    @property
+    def rows_can_change(self) -> bool:
+        """Whether rows can join and leave."""
+        return self._features is None and self._rows_can_change
+
+    def take(self, max_depths: Sequence[int]) -> UncachedText | None:
+        """As `DraftModelDrafter.take`; the pass has mask tokens, too."""
+        features = self._features
+        if features is not None:
+            features.begin()
+        depths = self._limited(max_depths)
+        if not any(depths):
+            return None
+        is_first = features is not None and not features.queue.was_taken
+        with nullcontext() if features is None or not is_first else features.added(features.of_prompts()):
+            self._prefill()
+        text = self._uncached(depths)
+        masks = max(depths) - 1
+        return text._replace(passes=[*text.passes[:-1], text.passes[-1] + sum(self._drafts) * masks])
+
+    def read_depths(self, text: UncachedText, depth: int) -> DepthLogits:
+        """One pass over the uncached tokens and `depth - 1` mask tokens: logits at its last `depth` positions."""
+        features = self._features
+        masks = depth - 1
+        rows = self.reader.rows
+        with nullcontext() if features is None else features.added(features.of_text(self._drafts, rows, masks)):
+            logits = self._extend(text, [self._mask] * masks)
+        counts = torch.tensor([len(tokens) for tokens in text.tokens], device=logits.device)
+        slots = counts[:, None] - 1 + torch.arange(depth, device=logits.device)
+        batch = torch.arange(len(counts), device=logits.device)[:, None]
+        return DepthLogits(logits[batch, slots][..., : self._vocab].float()[:, :, None])
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Receive the target's hidden states of the accepted tokens."""
+        if self._features is not None:
+            self._features.queue.receive()
+
+
+def _last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """`[batch, tokens, …]` to `[batch, …]`: of row ``b`` those of token ``counts[b] - 1``; of token 0 where it is 0."""
+    if len(set(counts)) == 1:
+        return values[:, max(0, counts[0] - 1)]
+    last = torch.tensor([max(0, count - 1) for count in counts], device=values.device)
+    return values[torch.arange(len(counts), device=values.device), last]

@@ -1,0 +1,177 @@
+"""The interfaces of drafters with a forward pass, and what their sessions have in common.
+
+A drafter has the passes, caches and states of a draft model or draft head in one call. It knows nothing of trees,
+acceptance or verification, which are the matter of the session that owns it:
+
+| session | passes | drafter |
+|---|---|---|
+| `LevelSession` | one for each level of a tree | `LevelDrafter`: draft models, EAGLE, MTP, Hydra, Gemma 4, early exit |
+| `OnePassSession` | one for all depths | `OnePassDrafter`: Medusa, P-EAGLE, DFlash, DSpark, PARD |
+
+A draft begins with `take`, which returns the text that the drafter has not processed, as a value; it ends with the
+`commit` of the nodes that the target accepted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from hf_specgen.call import memory
+from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
+from hf_specgen.candidates.draft_window import warn_of_length
+from hf_specgen.device_tree import Frontier
+from hf_specgen.heads.head_text import DepthLogits
+from hf_specgen.targets.passes import CapturablePasses
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification.result import VerificationResult
+
+
+class Text(Protocol):
+    """What is new in the texts of the rows, in the form that a drafter reads."""
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """How deep each row's draft can be at most; 0 for a row that does not draft."""
+
+    @property
+    def passes(self) -> Sequence[int]:
+        """Tokens, over all rows, of each pass that reads the text; without the drafter's prefill."""
+
+
+T = TypeVar("T", bound=Text)
+T_co = TypeVar("T_co", bound=Text, covariant=True)
+
+
+class Drafter(Protocol[T_co]):
+    """What drafters of both kinds have: their text, and rows that come and go."""
+
+    @property
+    def rows_can_change(self) -> bool:
+        """Whether rows can join and leave between steps, by `keep_rows` and `append_rows`."""
+
+    def take(self, max_depths: Sequence[int]) -> T_co | None:
+        """The text that was not taken before, for a draft of these depths; None if no row can draft.
+
+        Called once in every step, with zeros for rows that do not draft.
+        """
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep what was computed for accepted nodes, and drop what was computed for others. Called after every step.
+
+        Args:
+            paths: of each row the accepted nodes that were expanded, by the number of their expansion, from 0 on.
+        """
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Continue with these rows, in this order; the state of the call has their texts already."""
+
+    def append_rows(self, new: int) -> None:
+        """Add new rows after the present ones; the state of the call has their texts already."""
+
+
+class LevelDrafter(Drafter[T], Protocol[T]):
+    """A drafter with a forward pass for each level of a draft tree."""
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """`[draft vocab]` the target's ids of the tokens that the logits are of; None if they are of all tokens."""
+
+    @property
+    def expanded_nodes_first(self) -> bool:
+        """Whether the nodes of a tree have to begin with those that were expanded."""
+
+    @property
+    def single_pass_tokens(self) -> int:
+        """Tokens of each row in the only pass of a drafter that needs none for deeper levels; 0: a pass a level."""
+
+    def read(self, text: T) -> torch.Tensor:
+        """Process new text: `[batch, draft vocab]` logits after each row's last token."""
+
+    def expand(self, frontier: Frontier) -> torch.Tensor:
+        """Process the last nodes of a tree: `[batch, new, draft vocab]` logits after each of them."""
+
+    def capture(self, text: T | None = None) -> CapturablePasses | None:
+        """What a captured function over several levels needs, which processes text first if it is given.
+
+        None if these passes are not captured: then `read` and `expand` are used.
+        """
+
+
+class OnePassDrafter(Drafter[T], Protocol[T]):
+    """A drafter that predicts all depths in one pass."""
+
+    def read_depths(self, text: T, depth: int) -> DepthLogits:
+        """Process new text, and predict at least `depth` depths."""
+
+
+D = TypeVar("D", bound=Drafter)
+
+
+class DrafterSession(DraftSession, Generic[D]):
+    """Base class of sessions that own a drafter with a forward pass.
+
+    Args:
+        call: the call.
+        drafter: runs the passes.
+        k, tree: maximum depth and size of a draft.
+        watches_length: whether to warn where acceptance falls with the length of the texts, as for drafters that could
+            have a window.
+    """
+
+    def __init__(self, call: DraftCall, drafter: D, k: int, tree: str | int | None, watches_length: bool = False):
+        super().__init__(call)
+        assert call.model is not None
+        self.drafter = drafter
+        self.passes: Sequence[int] = []
+        self.wants_q = call.verification is not None and call.verification.wants_q
+        self._k = k
+        self._size = tree
+        self._vocab = vocabulary_size(call.model)
+        self._tree = DraftTree.empty(call.state.batch)
+        self._by_length: Counter[tuple[int, bool]] | None = None
+        self._length_key = "length", call.drafting.key
+        if watches_length:
+            self._by_length = memory.recall(call.model if call.remembers else None, self._length_key, Counter)
+
+    @property
+    def rows_can_change(self) -> bool:
+        return self.drafter.rows_can_change
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        self.drafter.keep_rows(kept)
+
+    def append_rows(self, new: int) -> None:
+        self.drafter.append_rows(new)
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count the outcome, and keep what was computed for accepted nodes."""
+        self._count_by_length(result)
+        self.drafter.commit(self._expanded_paths(result))
+
+    def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:
+        """What `Drafter.commit` receives; no nodes of drafters that expand none."""
+        return [[] for _ in result.paths]
+
+    def not_drafted(self, batch: int) -> DraftTree:
+        """An empty draft."""
+        self._tree = DraftTree.empty(batch)
+        return self._tree
+
+    def _count_by_length(self, result: VerificationResult) -> None:
+        """Count by the length of the texts which drafts had an accepted token."""
+        if self._by_length is None or not self._tree.nodes:
+            return
+        for row, path in enumerate(result.paths):
+            if path is not None and self._tree.parents[row]:
+                length = len(self.call.state.prompts[row]) + len(self.call.state.generated[row])
+                self._by_length[length.bit_length(), result.accepted[row] > 0] += 1
+
+    def end(self) -> None:
+        if self._by_length is not None:
+            warn_of_length(self._by_length, self.call.drafting.name)
+            if self.call.remembers:
+                memory.store(self.call.model, self._length_key, self._by_length)

@@ -1,0 +1,194 @@
+"""What draft heads read of the target: the hidden states of accepted tokens, each of them once.
+
+text               x0   x1   x2   x3 (pending)
+hidden states      h0   h1   h2                   of the tokens that the target has processed
+a head reads       h0   h1   h2                   and with each of them the token after it
+                   x1   x2   x3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import torch
+
+from hf_specgen.call import GenerationState
+from hf_specgen.candidates.draft_window import DraftWindow
+from hf_specgen.heads.head_text import NewFeatures, StateText
+from hf_specgen.targets.hidden_states import HiddenStateTarget
+
+
+@dataclass
+class _Queue:
+    """The hidden states of a row that the head has not processed, in the order of the text.
+
+    Args:
+        parts: consecutive states `[positions, layers * hidden]`.
+        position: in the text, of the first of these states.
+        history: with a window, the states that the head has processed since it was restarted.
+        history_tokens: the token after each of these.
+    """
+
+    parts: list[torch.Tensor]
+    position: int
+    history: torch.Tensor
+    history_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many positions there are."""
+        return sum(map(len, self.parts))
+
+
+class FeatureQueue:
+    """The hidden states of accepted tokens that a head has not processed, for its drafter.
+
+    Args:
+        state: the texts of the rows.
+        target: computes the hidden states.
+        layers: whose states are read.
+        window: the part of the texts that the head reads; None: all of it.
+    """
+
+    def __init__(
+        self,
+        state: GenerationState,
+        target: HiddenStateTarget,
+        layers: Sequence[int],
+        window: DraftWindow | None = None,
+    ):
+        self._state = state
+        self._target = target
+        self._layers = layers
+        self._window = window
+        self._rows: list[_Queue] = []
+        self.was_taken = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was received since the call began."""
+        return not self._rows
+
+    def receive(self) -> None:
+        """Add the hidden states that the target computed for the tokens kept by the last step."""
+        states = self._target.committed_states(self._layers)
+        for row, new in zip(self._rows, states, strict=False):
+            row.parts.append(new)
+        self._add_rows(states)
+
+    def take(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> NewFeatures | None:
+        """Remove the features of the rows that draft, or of all rows that have not ended; None if no row drafts.
+
+        A row that does not draft, being ahead of slower ones, keeps its features for a later draft.
+        """
+        if self.is_empty:
+            self.receive()
+        if not any(max_depths) or not self._can_begin:
+            return None
+        return self._new([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
+
+    def take_prompts(self, first: int) -> NewFeatures:
+        """Remove the features of new rows, from row `first` on: of each but the last one, if there are more."""
+        new = [max(1, row.count - 1) for row in self._rows[first:]]
+        taken = self._new([*[0] * first, *new])
+        return taken._replace(
+            features=taken.features[first:], tokens=taken.tokens[first:], active=[True] * len(new), restarted=()
+        )
+
+    def remove(self, limits: Sequence[float]) -> list[torch.Tensor]:
+        """Remove at most so many features of each row that has not ended: `[removed, layers * hidden]` of each row."""
+        return self._new(limits).features
+
+    def available(self, row: int) -> int:
+        """How many features of a row are in the queue."""
+        return self._rows[row].count
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        """Continue with these rows, in this order."""
+        self._rows = [self._rows[row] for row in kept]
+
+    def append_rows(self, new: int) -> None:
+        """Add new rows after the present ones, with the hidden states of their prompts."""
+        self._add_rows(self._target.committed_states(self._layers))
+
+    @property
+    def _can_begin(self) -> bool:
+        """Whether an active row has, or had, features in the queue; none has after a prompt of padding only."""
+        rows = enumerate(self._rows)
+        return self.was_taken or any(row.count for index, row in rows if not self._state.has_ended(index))
+
+    def _add_rows(self, states: Sequence[torch.Tensor]) -> None:
+        """Add the rows after those that are in the queue, with the hidden states of their prompts."""
+        for row, new in enumerate(states[len(self._rows) :], start=len(self._rows)):
+            # The target has processed all but the last token; positions that a given cache held have no features.
+            length = len(self._state.prompts[row]) + len(self._state.generated[row]) - 1
+            new = new[max(0, len(new) - length) :]
+            self._rows.append(_Queue([new], length - len(new), new[:0]))
+
+    def _new(self, limits: Sequence[float]) -> NewFeatures:
+        """Remove at most so many features of each row that has not ended, and the token after each."""
+        new = NewFeatures([], [], [not self._state.has_ended(row) for row in range(self._state.batch)], [])
+        new = new._replace(is_first=not self.was_taken)
+        self.was_taken = True
+        restarted = []
+        for index, row in enumerate(self._rows):
+            features, tokens = self._removed(index, row, limits[index])
+            if self._window is not None and tokens:
+                row.history = torch.cat([row.history, features])
+                row.history_tokens = [*row.history_tokens, *tokens]
+                if self._window.is_exceeded_by(len(row.history_tokens)):  # the head starts again with the window
+                    first, recent = self._window
+                    row.history = torch.cat([row.history[:first], row.history[-recent:]])
+                    row.history_tokens = self._window.kept(row.history_tokens)
+                    features = row.history
+                    tokens = row.history_tokens
+                    restarted.append(index)
+            new.features.append(features)
+            new.tokens.append(tokens)
+        return new._replace(restarted=restarted)
+
+    def _removed(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
+        """The first features of a row, at most so many, and the token after each."""
+        if limit <= 0 or not row.parts or self._state.has_ended(index):
+            return row.history[:0], []
+        features = row.parts[0] if len(row.parts) == 1 else torch.cat(row.parts)
+        row.parts = []
+        if len(features) > limit:
+            features, later = features.tensor_split([int(limit)])
+            row.parts = [later]
+        tokens = self._tokens(index, row.position + 1, row.position + 1 + len(features))
+        row.position += len(tokens)
+        return features, tokens
+
+    def _tokens(self, row: int, first: int, end: int) -> list[int]:
+        """The tokens of a row's text from a position on."""
+        prompt = self._state.prompts[row]
+        generated = self._state.generated[row]
+        before = len(prompt)
+        return prompt[first:end] + generated[max(0, first - before) : max(0, end - before)]
+
+
+class LastStates:
+    """The hidden states of the target that chose the last token of each row, for heads that read nothing else.
+
+    Args:
+        state: the texts of the rows.
+        target: computes the hidden states.
+        layers: whose states are read.
+    """
+
+    def __init__(self, state: GenerationState, target: HiddenStateTarget, layers: Sequence[int]):
+        self._state = state
+        self._target = target
+        self._layers = layers
+
+    def take(self, max_depths: Sequence[int]) -> StateText | None:
+        """The states and the last tokens; None if no row drafts."""
+        if not any(max_depths):
+            return None
+        rows = self._target.rows
+        return StateText(
+            self._target.states_of(self._layers), self._state.pending(), rows, max_depths, passes=[len(rows)]
+        )

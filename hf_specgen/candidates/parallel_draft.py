@@ -1,0 +1,131 @@
+"""How a parallel draft model drafts (PARD), and what it reads of the target (PARD-2); see `draft_runner.py`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from hf_specgen.call import GenerationState
+from hf_specgen.candidates.encoder_draft import embedding_size
+from hf_specgen.candidates.features import FeatureQueue
+from hf_specgen.heads.checkpoint import Fields, read_linear
+from hf_specgen.heads.source import Source
+
+PROJECTION_FILE = "warp_model.bin"
+"""Where a PARD-2 checkpoint holds the projection of the target's hidden states."""
+
+
+@dataclass(frozen=True)
+class ParallelDraft:
+    """How a draft model drafts in one pass, from its config."""
+
+    mask_token: int
+    layers: tuple[int, ...] = ()
+    """Indices into `hidden_states` of the target (negative ones from the end) that PARD-2 reads; none for PARD."""
+    scale: float = 0.0
+    """Factor of their projection."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ParallelDraft | None:
+        """None for a model that predicts one token at a time."""
+        config = Fields(vars(model.config))
+        mask = config.optional_integer("pard_token") or config.optional_integer("ptd_token_id")
+        if mask is None:
+            return None
+        if mask >= embedding_size(model):
+            raise ValueError(f"config.json has pard_token {mask}, but the model has {embedding_size(model)} embeddings")
+        if not config.flag("pard2"):
+            return cls(mask)
+        layers = config.get("pard2_target_layers")
+        if not isinstance(layers, list) or not layers or not all(isinstance(layer, int) for layer in layers):
+            raise ValueError(f"pard2_target_layers must be a list of layers, got {layers!r:.80}")
+        return cls(mask, tuple(layers), config.number("pard2_scale"))
+
+    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """Indices from 0 on; `ValueError` for a target that does not have them."""
+        count = target.config.get_text_config().num_hidden_layers
+        if not all(-count - 1 <= layer <= count for layer in self.layers):
+            raise ValueError(
+                f"the draft reads layers {list(self.layers)} of its target, but this target has {count} layers; use "
+                "the draft that belongs to it"
+            )
+        return tuple(layer if layer >= 0 else count + 1 + layer for layer in self.layers)
+
+    def projection(self, model: PreTrainedModel, target: PreTrainedModel) -> nn.Linear:
+        """The projection of a PARD-2 checkpoint, on the model's device."""
+        sizes = [int(one.config.get_text_config().hidden_size) for one in (model, target)]
+        shape = sizes[0], sizes[1] * len(self.layers)
+        path = Source(str(model.name_or_path)).required_file(PROJECTION_FILE, "PARD-2 needs it; download it again")
+        like: Any = model.get_input_embeddings()
+        return read_linear(path, "target_proj.", shape).to(like.weight).requires_grad_(False)
+
+
+class TargetFeatures:
+    """Adds projected hidden states of the target to the embeddings of a draft model (PARD-2).
+
+    Of each token those of the token before it; of the first token zeros, of mask tokens those of the last known token.
+    """
+
+    def __init__(
+        self,
+        state: GenerationState,
+        queue: FeatureQueue,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        settings: ParallelDraft,
+    ):
+        self.queue = queue
+        self._state = state
+        self._scale = settings.scale
+        self._projection = settings.projection(draft, target)
+        self._embeddings = draft.get_input_embeddings()
+
+    def begin(self) -> None:
+        """Receive the hidden states of the prompts, before the first step."""
+        if self.queue.is_empty:
+            self.queue.receive()
+
+    def _projected(self, features: Sequence[torch.Tensor], side: str) -> torch.Tensor:
+        """`[batch, longest, hidden]` what is added to embeddings; with a bias also where there are no features."""
+        padded = pad_sequence(list(features), batch_first=True, padding_side=side)
+        return self._scale * self._projection(padded.to(self._projection.weight))
+
+    def of_prompts(self) -> torch.Tensor:
+        """`[batch, longest prompt, hidden]`; without features: tokens in a given cache, and padding on the left."""
+        later = enumerate(self._state.generated)
+        features = self.queue.remove([self.queue.available(row) - len(tokens) for row, tokens in later])
+        longest = max(map(len, self._state.prompts))
+        features[0] = nn.functional.pad(features[0], (0, 0, longest - len(features[0]), 0))
+        return self._projected(features, "left")
+
+    def of_text(self, drafts: Sequence[bool], rows: Sequence[int], masks: int) -> torch.Tensor:
+        """`[rows, tokens, hidden]` of all further tokens in the rows that draft, and of `masks` mask tokens."""
+        known = self.queue.remove([inf if row_drafts else 0 for row_drafts in drafts])
+        return self._projected([torch.cat([known[row], known[row][-1:].repeat(masks, 1)]) for row in rows], "right")
+
+    @contextmanager
+    def added(self, values: torch.Tensor) -> Iterator[None]:
+        """Inside, and in this thread, `values` are added to what the embedding returns for the next tokens."""
+        thread, begin = threading.get_ident(), 0
+
+        def add(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+            nonlocal begin
+            if threading.get_ident() != thread:
+                return None
+            begin, end = begin + output.shape[1], begin + output.shape[1]
+            return output + values[:, end - output.shape[1] : end].to(output)
+
+        handle = self._embeddings.register_forward_hook(add)
+        try:
+            yield
+        finally:
+            handle.remove()

@@ -1,0 +1,201 @@
+"""Drafters with EAGLE heads and MTP layers: a pass a level (EAGLE, a single MTP layer), or one pass (P-EAGLE)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, Self, cast
+
+import torch
+from torch.nn.functional import pad
+
+from hf_specgen.call import Compile
+from hf_specgen.device_tree import Frontier
+from hf_specgen.heads.base import BoundHead, HeadOutput
+from hf_specgen.heads.drafter import HeadDrafter, HeadInputs, padded, run_head
+from hf_specgen.heads.head_text import DepthLogits, FeatureSource, HeadText, NewFeatures
+from hf_specgen.targets import masks
+from hf_specgen.targets.cache import padded_width
+from hf_specgen.targets.graphs import captured_functions
+from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, NewText
+
+
+@lru_cache(maxsize=16)
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device)
+
+
+class EagleDrafter(HeadDrafter):
+    """Drafts with an EAGLE or MTP head: over accepted tokens, then over draft nodes with its own output as features."""
+
+    reads_all_rows = True
+
+    def __init__(self, bound: BoundHead, source: FeatureSource, batch: int, graphs: Compile = False):
+        super().__init__(bound, source, batch)
+        self.token_ids = bound.head.draft_to_target
+        self._graphs = captured_functions(bound.head) if graphs else None
+        self.keeps_all = self._graphs is not None  # another number of rows would be captured anew
+        self._mode = graphs
+        self._last: HeadOutput | None = None  # at the last accepted position of each row
+        self._hidden = self._like.new_zeros(batch, 0, 0)  # of the nodes of the last pass
+
+    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
+        return [] if new.is_first else [sum(map(len, new.tokens))]
+
+    def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
+        self._last = self._last_outputs(*self._read(features, tokens))
+        self._hidden = self._last.hidden
+        return self.bound.logits(self._last.output)[:, 0]
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        super().keep_rows(kept)
+        if not kept:
+            self._last = None
+
+    def _select(self, rows: list[int]) -> None:
+        super()._select(rows)
+        if self._last is not None:
+            self._last = HeadOutput(*(states[rows] for states in self._last))
+
+    def _add_last(self, other: Self) -> None:
+        super()._add_last(other)
+        if self._last is not None and other._last is not None:
+            pairs = zip(self._last, other._last, strict=True)
+            self._last = HeadOutput(*(torch.cat(states) for states in pairs))
+
+    def _run(self, inputs: HeadInputs) -> HeadOutput:
+        """One pass of the head, which appends to the cache; as a graph if it is short."""
+        batch, length = inputs.positions.shape
+        if self._graphs is None or self._graphs.failure is not None or length > MAX_CAPTURED or not self.cache.lengths:
+            return run_head(self.bound.head, inputs, self.cache)
+        width, lengths = padded_width(length), self.cache.lengths
+        capacity = self._graphs.capacity(self.bound.head, self.cache, width, self._mode)
+        if not capacity:
+            return run_head(self.bound.head, inputs, self.cache)
+        more = (0, width - length)
+        mask = inputs.mask.new_zeros(batch, 1, width, capacity)
+        mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
+        mask[:, :, length:, 0] = True  # a query that sees nothing would write NaN into the cache
+        embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
+        padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
+        eager = padded._replace(mask=mask[..., : max(lengths) + width])
+        run = lambda: run_head(self.bound.head, eager, self.cache)  # noqa: E731
+        output = self._graphs.run(run_head, self.bound.head, padded, self.cache, width, mode=self._mode, eagerly=run)
+        self.cache.set_lengths([before + length for before in lengths])
+        return HeadOutput(*(part[:, :length] for part in output))
+
+    def _last_outputs(self, output: HeadOutput, new: Sequence[int]) -> HeadOutput:
+        """The output at the last of `new[b]` positions of row b of a pass; of a row without any, the one before."""
+        if 0 < new[0] == max(new) == min(new):
+            return HeadOutput(*(states[:, new[0] - 1 : new[0]] for states in output))
+        ends = torch.tensor(new, device=self._like.device) - 1
+        rows = torch.arange(len(new), device=self._like.device)
+        last = HeadOutput(*(states[rows, ends.clamp(min=0)][:, None] for states in output))
+        if 0 not in new or self._last is None:
+            return last
+        is_new = (ends >= 0)[:, None, None]
+        pairs = zip(last, self._last, strict=True)
+        return HeadOutput(*(torch.where(is_new, states, before) for states, before in pairs))
+
+    def capture(self, text: HeadText | None = None) -> CapturablePasses | None:
+        """Passes over several levels, and over new text before them; None if they are not captured.
+
+        Text is not captured where a row has no new position or too many of them.
+        """
+        if self._graphs is None or self._graphs.failure is not None:
+            return None
+        level = EagleLevel(self.bound.weights, self.bound.of_head(None))
+        passes = CapturablePasses(
+            self._graphs, self._mode, self.bound.head, self.cache, level, self._store_levels, self._hidden
+        )
+        if text is None:
+            return passes
+        counts = [len(row) for row in text.tokens]
+        if not self.cache.lengths or not 0 < min(counts) <= max(counts) <= MAX_CAPTURED:
+            return None
+        features, tokens = self._new(text)
+        new_text = NewText.of(tokens, padded(features, [slice(0, count) for count in counts]))
+        return passes._replace(text=new_text, store_text=partial(self._store_text, counts))
+
+    def _store_text(self, counts: Sequence[int], results: Sequence[torch.Tensor]) -> None:
+        """Store the results of new positions, `counts` of each row, that a captured function has processed."""
+        self._last = HeadOutput(*results)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def _store_levels(self, states: torch.Tensor | None, expanded: int) -> None:
+        """Store the states of passes that were made by a captured function."""
+        assert states is not None
+        self._hidden = states
+
+    def _next(self, frontier: Frontier) -> torch.Tensor:
+        depths, ancestors = frontier.structure()
+        new = frontier.tokens.shape[1]
+        roots = [length - 1 for length in self.lengths]  # the last accepted position, of depth 0
+        layout = masks.StepLayout.after(roots, depths, ancestors)
+        embeddings = self.bound.embed(frontier.tokens.to(depths.device))
+        hidden = frontier.gather_parents(self._hidden)
+        position: Any = layout.starts + frontier.depth
+        if isinstance(position, int):  # without an operation
+            position = _numbers(padded_width(1 + position), depths.device)[position]
+        positions, mask = position.expand(frontier.batch, new), masks.full_mask(layout)[:, :, -new:]
+        output = self._run(HeadInputs(embeddings, hidden, positions, mask))
+        self._hidden = output.hidden
+        return self.bound.logits(output.output)
+
+
+@dataclass(frozen=True)
+class EagleLevel:
+    """One pass of a head over nodes of a draft tree, see `CapturablePasses`; equal for the same weights.
+
+    It does not hold the head, which would never be freed: the graphs of a module last as long as the module.
+    """
+
+    weights: tuple[int, ...]
+    bound: BoundHead = field(compare=False)
+
+    def __call__(
+        self,
+        head: Any,
+        tokens: torch.Tensor,
+        layout: masks.StepLayout,
+        states: torch.Tensor,
+        offsets: None,
+        cache: Any,
+        is_text: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        bound, positions = self.bound.of_head(head), layout.depths[:, -tokens.shape[1] :] + layout.starts
+        states = head.combine(states) if is_text else states
+        output = run_head(head, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
+        return bound.logits(output.output), output.hidden, output.output
+
+
+class PEagleDrafter(HeadDrafter):
+    """Drafts with a P-EAGLE head: mask tokens and a learned feature m stand for unknown positions.
+
+    position           i-1    i             i+1      i+2
+    feature            f      f             m        m
+    token embedded     t(i)   t(i+1)        mask     mask
+    prediction                draft 1       draft 2  draft 3
+    """
+
+    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
+        return [sum(new.active) * max(max_depths)]
+
+    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+        """Process new accepted positions and `depth - 1` mask tokens after them."""
+        output = self._outputs(*self._new(text), depth)
+        return DepthLogits(self._scatter(self.bound.target_logits(output)).float()[:, :, None])
+
+    def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
+        return self.bound.target_logits(self._outputs(features, tokens, 1)[:, 0])
+
+    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
+        """`[active, depth, hidden]` what the output matrix receives."""
+        head: Any = self.bound.head
+        masked = depth - 1
+        device = self._like.device
+        states = [torch.cat([row, head.mask_hidden[0].expand(masked, -1)]) for row in features]
+        output, counts = self._read(states, [[*row, *[head.config.mask_token_id] * masked] for row in tokens], masked)
+        places = torch.tensor(counts, device=device)[:, None] - 1 + torch.arange(depth, device=device)
+        return cast(torch.Tensor, output.output[torch.arange(len(counts), device=device)[:, None], places.clamp(min=0)])
