@@ -23,7 +23,7 @@ _MODULES = {
     "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
     "NgramHistory PEagleCandidates RecyclingCandidates",
     "call": "Call",
-    "candidates.base": "DraftCall",
+    "candidates.draft_batch": "DraftBatch",
     "counters": "CallTotals Statistics StepRecord",
     "depth": "AdaptiveDepth FixedDepth MovingWindow Policy PolicySession Schedule",
     "generate": "speculate",

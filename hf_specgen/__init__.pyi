@@ -20,7 +20,7 @@ from hf_specgen.candidates import NgramCandidates as NgramCandidates
 from hf_specgen.candidates import NgramHistory as NgramHistory
 from hf_specgen.candidates import PEagleCandidates as PEagleCandidates
 from hf_specgen.candidates import RecyclingCandidates as RecyclingCandidates
-from hf_specgen.candidates.base import DraftCall as DraftCall
+from hf_specgen.candidates.draft_batch import DraftBatch as DraftBatch
 from hf_specgen.counters import CallTotals as CallTotals
 from hf_specgen.counters import Statistics as Statistics
 from hf_specgen.counters import StepRecord as StepRecord

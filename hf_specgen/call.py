@@ -220,7 +220,7 @@ class Call:
     """One `generate` call: what verifier, policy and monitor receive in `start`. Read-only.
 
     Args:
-        model: the target; None in simulations and inside Transformers' own assisted decoding.
+        model: the target; None in simulations.
         state: the tokens of every row, updated by every step.
         config: the generation config, as prepared by `generate`.
         drafting: settings of the strategy in use.
@@ -277,7 +277,7 @@ class Call:
 
         Empty without an encoder, and for audio or images.
         """
-        ids = None if self.encoder is None or self.model is None else self.encoder.values
+        ids = None if self.encoder is None else self.encoder.values
         if ids is None or ids.dim() != 2 or ids.is_floating_point():
             return [[] for _ in range(self.state.batch)]
         embeddings = cast(Any, self.model).get_output_embeddings()

@@ -17,7 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call
-from hf_specgen.candidates.base import ChainSession, DraftCall, checked_draft
+from hf_specgen.candidates.base import ChainSession, checked_draft
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth import PolicySession
@@ -60,10 +61,9 @@ class DecodingLoop:
         self._monitor = None if settings.monitor is None else settings.monitor.start(call)
         if self._monitor is not None:
             stack.callback(self._monitor.end)
-        draft_call = DraftCall.of(call, target, self.verification, self.policy)
-        self.drafter = settings.candidates.start(draft_call)
+        self.drafter = settings.candidates.start(DraftBatch(call, target, self.verification, self.policy))
         if call.logits_processor:
-            self.drafter = with_grammar(self.drafter, draft_call, settings.candidates.tree)
+            self.drafter = with_grammar(self.drafter, settings.candidates.tree)
         if target.verifies_chains_only:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)

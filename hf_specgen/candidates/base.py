@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
@@ -17,18 +16,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen.call import Call, DraftingSettings, GenerationState
+from hf_specgen.call import Call, DraftingSettings
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.counters import Statistics
-from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy, PolicySession
+from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.heads.source import Source
 from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.requirements import TargetRequirements
-from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult, VerificationSession
+from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import result_for
 
 Depth = int | Literal["auto"]
@@ -37,41 +36,11 @@ Tree = int | Literal["auto"] | None
 """Number of draft tokens to verify; "auto" for the fastest tree of each step; None: "auto" if k is, else chains."""
 
 
-@dataclass(frozen=True)
-class DraftCall(Call):
-    """The call as a draft session receives it: `Call`, and what runs beside the session.
-
-    Args:
-        target: runs the forward passes of the model; None inside Transformers' own assisted decoding.
-        verification: the verification session; see `VerificationSession.draft_scores`. None where target is None.
-        depth: the policy's session; its `latency` is the latency model. None where target is None.
-    """
-
-    target: Target | None = None
-    verification: VerificationSession | None = None
-    depth: PolicySession | None = None
-
-    @classmethod
-    def of(cls, call: Call, target: Target, verification: VerificationSession, depth: PolicySession) -> DraftCall:
-        """The call with its target and sessions."""
-        return cls(**vars(call), target=target, verification=verification, depth=depth)
-
-    @property
-    def carries_over(self) -> bool:
-        """Whether acceptance counted in earlier calls may be used, and this call's kept for later ones.
-
-        Not where equal calls have to draft alike: with a policy that measures nothing, and in rejection sampling, whose
-        text depends on the draft.
-        """
-        samples_draft = self.verification is not None and self.verification.wants_q
-        return self.remembers and not samples_draft and (self.depth is None or self.depth.remembers)
-
-
 class DraftSession(ABC):
     """The state of one strategy in one `generate` call.
 
     Args:
-        call: the call: model, tokens so far, verification, target.
+        batch: the rows: tokens so far, and what target, verification and policy know of them.
     """
 
     passes: Sequence[int] | None = None
@@ -82,8 +51,8 @@ class DraftSession(ABC):
     """How many of the target's most likely next tokens `observe` receives for every input token of a step, as
     `VerificationResult.top_tokens`; if not 0, `observe` is called after the prefill too."""
 
-    def __init__(self, call: DraftCall):
-        self.call = call
+    def __init__(self, batch: DraftBatch):
+        self.batch = batch
 
     @property
     def rows_can_change(self) -> bool:
@@ -91,15 +60,15 @@ class DraftSession(ABC):
         return False
 
     def keep_rows(self, kept: Sequence[int]) -> None:
-        """Continue with these rows, in this order; `call.state` has their texts already."""
+        """Continue with these rows, in this order; `batch.state` has their texts already."""
 
     def append_rows(self, new: int) -> None:
-        """Add new rows after the present ones; `call.state` has their texts already."""
+        """Add new rows after the present ones; `batch.state` has their texts already."""
 
     @property
     def remembers(self) -> bool:
-        """See `DraftCall.carries_over`."""
-        return self.call.carries_over
+        """See `DraftBatch.carries_over`."""
+        return self.batch.carries_over
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Receive the depths of the next `draft` in advance, so that several sessions can share its passes."""
@@ -109,25 +78,25 @@ class DraftSession(ABC):
         """Propose what comes next in each row.
 
         Called in every step, with nothing but zeros where a plain step is wanted: then nothing should be computed that
-        the next draft can catch up on. A row for which `call.state.has_ended(row)` never takes part again.
+        the next draft can catch up on. A row for which `batch.state.has_ended(row)` never takes part again.
 
         Args:
             max_depths: `[batch]` maximum depth of each row's draft; a row with 0 gets no nodes.
         """
 
     def observe(self, result: VerificationResult) -> None:
-        """Receive the outcome of the last draft; `call.state` holds the new tokens already."""
+        """Receive the outcome of the last draft; `batch.state` holds the new tokens already."""
 
     def end(self) -> None:
-        """The call is over, possibly by an exception; `call.state` holds the final tokens."""
+        """The call is over, possibly by an exception; `batch.state` holds the final tokens."""
 
 
 class WrappedSession(DraftSession):
     """Changes the drafts of another session, which receives outcomes in terms of its own."""
 
     def __init__(self, session: DraftSession):
-        super().__init__(session.call)
-        self._session, self._own_draft = session, DraftTree.empty(session.call.state.batch)
+        super().__init__(session.batch)
+        self._session, self._own_draft = session, DraftTree.empty(session.batch.state.batch)
         self.top_tokens = session.top_tokens
 
     @abstractmethod
@@ -138,7 +107,7 @@ class WrappedSession(DraftSession):
         self._session.plan(max_depths)
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        self._own_draft = checked_draft(self._session.draft(max_depths), self.call)
+        self._own_draft = checked_draft(self._session.draft(max_depths), self.batch.call)
         self.passes = self._session.passes
         return self.change(self._own_draft, max_depths)
 
@@ -159,8 +128,7 @@ class ChainSession(WrappedSession):
 class Candidates(CandidateGenerator, ABC):
     """A strategy, as the user builds it and passes it to `generate(candidate_generator=…)`.
 
-    Subclass it and write `start`. It also works in Transformers' own assisted decoding, for one row, through
-    `get_candidates`.
+    Subclass it and write `start`.
 
     Args:
         k: maximum depth of a draft, in tokens; "auto" adapts it, up to `max_k`, to acceptance and latency.
@@ -196,7 +164,6 @@ class Candidates(CandidateGenerator, ABC):
     """What the strategy drafts with, if it is its first argument: a loaded module, or a name."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
-    _own_call: tuple[DraftCall, DraftSession] | None = None
 
     def __init__(self, k: Depth = "auto", policy: Policy | None = None, *, tree: Any = False, max_k: int = 16):
         if policy is not None and not isinstance(policy, Policy):
@@ -214,12 +181,11 @@ class Candidates(CandidateGenerator, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone, so that copies and fingerprints of a strategy do not depend on earlier calls."""
-        transient = ("speculation", "_own_call")
-        return {name: value for name, value in vars(self).items() if name not in transient}
+        return {name: value for name, value in vars(self).items() if name != "speculation"}
 
     @abstractmethod
-    def start(self, call: DraftCall) -> DraftSession:
-        """Begin a call. `call.model` is None inside Transformers' own assisted decoding."""
+    def start(self, batch: DraftBatch) -> DraftSession:
+        """Begin a call: the session that drafts for its rows."""
 
     def for_model(self, model: PreTrainedModel) -> Candidates:
         """The strategy to use with this target: the object itself; a preset chooses one."""
@@ -254,42 +220,20 @@ class Candidates(CandidateGenerator, ABC):
         """What the policy and monitor of a call may know of the strategy."""
         return DraftingSettings(self.k, self.profile_key(), self.negligible_draft_cost, self.adaptive_tree, repr(self))
 
-    def get_candidates(  # type: ignore[override]
-        self, input_ids: torch.Tensor, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Transformers' interface: the text `[1, length]` followed by a chain of draft tokens, and no draft logits.
-
-        No policy is applied here: "auto" drafts its maximum depth each time; give a number instead.
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """Transformers' interface, which has neither target nor verification.
 
         Raises:
-            ValueError: for more than one row.
+            ValueError: always.
         """
-        if input_ids.shape[0] != 1:
-            raise ValueError(f"get_candidates works on one row, got {input_ids.shape[0]}; use candidate_generator=")
-        _, session = self._continue_own_call(input_ids[0].tolist())
-        draft = session.draft([self.k]).leftmost_chain().tokens
-        return torch.cat([input_ids, draft.to(input_ids)], dim=1), None
+        raise ValueError(
+            f"{type(self).__name__} does not draft inside Transformers' own assisted decoding; pass it as "
+            "generate(candidate_generator=...)"
+        )
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Transformers' interface: the text after verification, and how many draft tokens were accepted."""
-        call, session = self._continue_own_call(input_ids[0].tolist())
-        emitted = call.state.generated[0][-num_matches - 1 :]
-        session.observe(VerificationResult([list(range(len(emitted) - 1))], [emitted], [len(emitted) - 1]))
-
-    def _continue_own_call(self, text: list[int]) -> tuple[DraftCall, DraftSession]:
-        """The session of the previous `get_candidates` call if `text` continues its text, otherwise a new one."""
-        if self._own_call is not None:
-            call, session = self._own_call
-            known = call.state.prompts[0] + call.state.generated[0]
-            if text[: len(known)] == known:
-                call.state.append(0, text[len(known) :])
-                return call, session
-        # The last token counts as generated: as in our own loop, it is not in the target's cache yet.
-        state = GenerationState(torch.tensor([text[:-1] or text]))
-        state.append(0, text[-1:])
-        call = DraftCall(None, state, GenerationConfig(), self.settings())
-        self._own_call = call, self.start(call)
-        return self._own_call
+        """As `get_candidates`."""
+        self.get_candidates(input_ids)
 
 
 class PretrainedCandidates(Candidates):

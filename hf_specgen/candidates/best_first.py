@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
 
-from hf_specgen.candidates.base import DraftCall, DraftSession, Tree
+from hf_specgen.candidates.base import DraftSession, Tree
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.tree_size import FastestSize, tree_size
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
@@ -86,7 +87,7 @@ def best_first(
 
 
 def draft_rows(
-    call: DraftCall,
+    batch: DraftBatch,
     size: Tree,
     depths: Sequence[int],
     search: Callable[[int, SearchLimits], SearchTree[Tag]],
@@ -99,7 +100,7 @@ def draft_rows(
     """
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
-    step_size = tree_size(size, call, depths)
+    step_size = tree_size(size, batch, depths)
     is_chain = size is None
     if isinstance(step_size, FastestSize):
         limits = SearchLimits(step_size.max_nodes, step_size.min_probability, is_chain)
@@ -124,8 +125,8 @@ class SearchSession(DraftSession, Generic[Tag]):
 
     passes = ()
 
-    def __init__(self, call: DraftCall, k: int, size: Tree):
-        super().__init__(call)
+    def __init__(self, batch: DraftBatch, k: int, size: Tree):
+        super().__init__(batch)
         self._k = k
         self._size = size
         self._trees: list[SearchTree[Tag]] = []
@@ -148,7 +149,7 @@ class SearchSession(DraftSession, Generic[Tag]):
             return self.search(row, depths[row], limits) if depths[row] else SearchTree()
 
         scale = min(1.0, self._accepted / self._expected)
-        draft, self._trees = draft_rows(self.call, self._size, depths, search, scale=scale)
+        draft, self._trees = draft_rows(self.batch, self._size, depths, search, scale=scale)
         self._expected += sum(map(sum, draft.probability or ()))
         return draft
 

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 
 from hf_specgen.call import DraftingSettings, Prediction, memory
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, Tree, checked_draft
+from hf_specgen.candidates.base import Candidates, DraftSession, Tree, checked_draft
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import MTPCandidates
 from hf_specgen.candidates.ngram import NgramCandidates
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
@@ -96,8 +97,8 @@ class CombinedCandidates(Candidates):
         needs = [strategy.target_requirements(model) for strategy in self.strategies]
         return reduce(TargetRequirements.__or__, needs)
 
-    def start(self, call: DraftCall) -> DraftSession:
-        return _CombinedSession(self, call)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        return _CombinedSession(self, batch)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """The kind is that of the member whose drafting takes time."""
@@ -114,23 +115,22 @@ class CombinedCandidates(Candidates):
 class _CombinedSession(DraftSession):
     """The sessions of the members, those without a forward pass first, and their drafts of the current step."""
 
-    def __init__(self, settings: CombinedCandidates, call: DraftCall):
+    def __init__(self, settings: CombinedCandidates, batch: DraftBatch):
         if settings.prediction is not None:
-            call = replace(call, prediction=settings.prediction)
-        super().__init__(call)
+            batch = batch.with_settings(prediction=settings.prediction)
+        super().__init__(batch)
         strategies = sorted(settings.strategies, key=lambda strategy: not strategy.negligible_draft_cost)
         self._size = settings.tree
-        self._members = [(strategy.start(call), strategy.k) for strategy in strategies]
+        self._members = [(strategy.start(batch), strategy.k) for strategy in strategies]
         self._first_network = sum(strategy.negligible_draft_cost for strategy in strategies)
         self.top_tokens = max(session.top_tokens for session, _ in self._members)
         recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
         self._recycling = next(recycling, None)
         # Nodes cannot be added to a draft that an early-exit target has run its first layers on. Rejection sampling
         # verifies every node that was drawn: copied ones beside them cost more than they yield.
-        draws = call.verification is not None and call.verification.wants_q
-        self._verifies_one = draws or isinstance(call.target, EarlyExitTarget)
-        self._uses_networks = call.depth is None or call.depth.affords_prefill()
-        self._drafts = [DraftTree.empty(call.state.batch)] * len(strategies)
+        self._verifies_one = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
+        self._uses_networks = batch.affords_prefill()
+        self._drafts = [DraftTree.empty(batch.state.batch)] * len(strategies)
         self._tree: DraftTree | None = None  # planned: of the members without a pass
         self._needs_networks = False
         self.passes: list[int] = []
@@ -173,7 +173,7 @@ class _CombinedSession(DraftSession):
         return tree
 
     def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int]) -> DraftTree:
-        self._drafts.append(checked_draft(session.draft([min(depth, k) for depth in max_depths]), self.call))
+        self._drafts.append(checked_draft(session.draft([min(depth, k) for depth in max_depths]), self.batch.call))
         return self._drafts[-1]
 
     def _search(self, max_depths: Sequence[int], passes: Sequence[int] | None = None) -> DraftTree:
@@ -181,10 +181,10 @@ class _CombinedSession(DraftSession):
 
         def search(row: int, limits: SearchLimits) -> SearchTree[_Origin]:
             children = merged_children(self._drafts, self._first_network, row, self._recycling)
-            root = _Origin(self.call.state.last_token(row), dict.fromkeys(range(len(self._drafts)), -1))
+            root = _Origin(self.batch.state.last_token(row), dict.fromkeys(range(len(self._drafts)), -1))
             return best_first(root, children, max_depths[row], limits)
 
-        return draft_rows(self.call, self._size, max_depths, search, passes)[0]
+        return draft_rows(self.batch, self._size, max_depths, search, passes)[0]
 
 
 class _Origin(NamedTuple):
@@ -307,5 +307,5 @@ class PresetCandidates(Candidates):
                 memory.store(model, "has MTP", False)
         return PRESETS[self.name]
 
-    def start(self, call: DraftCall) -> DraftSession:
-        return PRESETS[self.name].start(call)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        return PRESETS[self.name].start(batch)

@@ -21,7 +21,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.call import Call
-from hf_specgen.candidates.base import DraftCall, vocabulary_size
+from hf_specgen.candidates.base import vocabulary_size
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.encoder_draft import embedding_size
 
 INCOMPLETE = "\ufffd"
@@ -30,15 +31,14 @@ CONTEXT = 8
 """Tokens of the text before new ones that these are decoded with."""
 
 
-def retokenized_texts(call: DraftCall, draft: PreTrainedModel) -> tuple[list[DraftText], SharedVocabulary]:
+def retokenized_texts(batch: DraftBatch, draft: PreTrainedModel) -> tuple[list[DraftText], SharedVocabulary]:
     """The prompts in the tokens of a draft model with another tokenizer, and the tokens that both models have."""
-    assert call.model is not None
-    names = str(call.model.name_or_path), str(draft.name_or_path)
+    names = str(batch.model.name_or_path), str(draft.name_or_path)
     of_target, of_draft = map(load_tokenizer, names)
     draft_size = min(draft.config.get_text_config().vocab_size, embedding_size(draft))
-    shared = shared_vocabulary(*names, vocabulary_size(call.model), draft_size)
+    shared = shared_vocabulary(*names, vocabulary_size(batch.model), draft_size)
     codecs = Codec(of_target, of_draft), Codec(of_draft, of_target)
-    return [Retokenizer(*codecs, prompt, shared) for prompt in call.state.prompts], shared
+    return [Retokenizer(*codecs, prompt, shared) for prompt in batch.state.prompts], shared
 
 
 class DraftText:

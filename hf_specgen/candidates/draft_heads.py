@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from hf_specgen import random_state
 from hf_specgen.call import memory
-from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
     check_vocabulary,
@@ -49,7 +50,6 @@ from hf_specgen.heads.mtp import MTPHead, load_mtp
 from hf_specgen.heads.mtp_drafter import LayeredDrafter
 from hf_specgen.heads.path_head import LayoutEvidence, PathDrafter, PathHead
 from hf_specgen.targets.graphs import CAPTURES
-from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 
@@ -134,19 +134,19 @@ class HeadCandidates(PretrainedCandidates):
         self.drafter = str(head_or_path) if isinstance(head_or_path, Path) else head_or_path
         self._bound: BoundModules[BoundHead] = BoundModules()
 
-    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+    def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         """The session of a call."""
         device = next(bound.head.parameters()).device.type
         captures = isinstance(bound.head, Eagle1Head | Eagle3Head) and device in CAPTURES
         captures = captures and not torch.is_autocast_enabled(device)
-        window = self.window(call, bound)
-        source = features(call, target, bound, window)
-        drafter = EagleDrafter(bound, source, call.state.batch, call.compiled if captures else False)
-        return LevelSession(call, drafter, self.k, self.tree, watches_length=window is None)
+        window = self.window(batch, bound)
+        source = features(batch, bound, window)
+        drafter = EagleDrafter(bound, source, batch.state.batch, batch.call.compiled if captures else False)
+        return LevelSession(batch, drafter, self.k, self.tree, watches_length=window is None)
 
-    def window(self, call: DraftCall, bound: BoundHead) -> DraftWindow | None:
+    def window(self, batch: DraftBatch, bound: BoundHead) -> DraftWindow | None:
         """The part of the texts of a call that the head reads."""
-        return draft_window(self.draft_window, bound.head.config, call)
+        return draft_window(self.draft_window, bound.head.config, batch.call)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The head, on the CPU; a copy of one that was given loaded."""
@@ -156,11 +156,8 @@ class HeadCandidates(PretrainedCandidates):
         check_decoder_only(model, type(self).__name__)
         return TargetRequirements(self._on(model).aux_hidden_state_layers)
 
-    def start(self, call: DraftCall) -> DraftSession:
-        if call.model is None or not isinstance(call.target, HiddenStateTarget):
-            raise ValueError(f"{type(self).__name__} works with generate(candidate_generator=…) only")
-        bound = self._on(call.model)
-        return self.begin(call, call.target, bound)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        return self.begin(batch, self._on(batch.model))
 
     def _on(self, model: PreTrainedModel) -> BoundHead:
         """The head on its target, in its dtype on its device."""
@@ -178,9 +175,9 @@ class HeadCandidates(PretrainedCandidates):
         return head.to(device=weight.device, dtype=weight.dtype).eval().bind(model, self.aux_hidden_state_layers)
 
 
-def features(call: DraftCall, target: HiddenStateTarget, bound: BoundHead, window: DraftWindow | None) -> FeatureQueue:
+def features(batch: DraftBatch, bound: BoundHead, window: DraftWindow | None) -> FeatureQueue:
     """The hidden states of all accepted tokens that a head reads, in the window."""
-    return FeatureQueue(call.state, target, bound.aux_hidden_state_layers, window)
+    return FeatureQueue(batch, bound.aux_hidden_state_layers, window)
 
 
 class EagleCandidates(HeadCandidates):
@@ -220,10 +217,10 @@ class PEagleCandidates(HeadCandidates):
     """Published heads were trained to draft 5 to 8 tokens."""
     head_classes, has_mask_token, expected = (Eagle3Head,), True, "a P-EAGLE head"
 
-    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        window = self.window(call, bound)
-        drafter = PEagleDrafter(bound, features(call, target, bound, window), call.state.batch)
-        return OnePassSession(call, drafter, self.k, self.tree, watches_length=window is None)
+    def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
+        window = self.window(batch, bound)
+        drafter = PEagleDrafter(bound, features(batch, bound, window), batch.state.batch)
+        return OnePassSession(batch, drafter, self.k, self.tree, watches_length=window is None)
 
 
 class DFlashCandidates(HeadCandidates):
@@ -244,24 +241,24 @@ class DFlashCandidates(HeadCandidates):
     """Published heads have blocks of 8 to 16 tokens."""
     head_classes, expected = (BlockHead,), "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino)"
 
-    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        window = self.window(call, bound)
-        source = features(call, target, bound, window)
+    def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
+        window = self.window(batch, bound)
+        source = features(batch, bound, window)
         k = min(self.k, cast(BlockHead, bound.head).config.depth)
         if not isinstance(bound.head, PathHead):
-            block = BlockDrafter(bound, source, call.state.batch)
-            return OnePassSession(call, block, k, self.tree, watches_length=window is None)
-        drafter = PathDrafter(bound, source, call.state.batch, self._layout(call, bound.head))
+            block = BlockDrafter(bound, source, batch.state.batch)
+            return OnePassSession(batch, block, k, self.tree, watches_length=window is None)
+        drafter = PathDrafter(bound, source, batch.state.batch, self._layout(batch, bound.head))
         if bound.head.state_size:
-            return LevelSession(call, drafter, k, self.tree, watches_length=window is None)
-        return OnePassSession(call, drafter, k, self.tree, watches_length=window is None)
+            return LevelSession(batch, drafter, k, self.tree, watches_length=window is None)
+        return OnePassSession(batch, drafter, k, self.tree, watches_length=window is None)
 
-    def _layout(self, call: DraftCall, head: PathHead) -> LayoutEvidence | None:
+    def _layout(self, batch: DraftBatch, head: PathHead) -> LayoutEvidence | None:
         """What earlier calls have inferred of the layout of a head's block; None if it is configured."""
         if not head.config.measures_layout:
             return None
-        key = "layout", call.drafting.key
-        model = call.model if call.carries_over else None
+        key = "layout", batch.call.drafting.key
+        model = batch.model if batch.carries_over else None
         evidence = memory.recall(model, key, LayoutEvidence)
         memory.store(model, key, evidence)  # now, so that calls side by side share it
         return evidence
@@ -306,16 +303,16 @@ class MTPCandidates(HeadCandidates):
         """The layer, from the checkpoint."""
         return load_mtp(model, self.drafter)
 
-    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
+    def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         layers, full = len(cast(MTPHead, bound.head).layers), bound
-        if (vocabulary := self.draft_vocabulary) is not None and call.model is not None:
-            ids = vocabulary_ids(vocabulary, call.state.prompts, bound.head.config.draft_vocab_size)
-            bound = self._restricted.on(call.model, lambda: restricted_head(full, ids))
+        if (vocabulary := self.draft_vocabulary) is not None:
+            ids = vocabulary_ids(vocabulary, batch.state.prompts, bound.head.config.draft_vocab_size)
+            bound = self._restricted.on(batch.model, lambda: restricted_head(full, ids))
         if layers == 1:
-            return super().begin(call, target, bound)
-        window = self.window(call, bound)
-        drafter = LayeredDrafter(bound, features(call, target, bound, window), call.state.batch)
-        return LevelSession(call, drafter, min(self.k, layers), self.tree, watches_length=window is None)
+            return super().begin(batch, bound)
+        window = self.window(batch, bound)
+        drafter = LayeredDrafter(bound, features(batch, bound, window), batch.state.batch)
+        return LevelSession(batch, drafter, min(self.k, layers), self.tree, watches_length=window is None)
 
 
 class GemmaAssistantCandidates(HeadCandidates):
@@ -337,9 +334,9 @@ class GemmaAssistantCandidates(HeadCandidates):
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         return replace(super().target_requirements(model), reads_cache=True)
 
-    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        source = LastStates(call.state, target, bound.aux_hidden_state_layers)
-        return LevelSession(call, AssistantDrafter(bound, source, target), self.k, self.tree)
+    def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
+        source = LastStates(batch, bound.aux_hidden_state_layers)
+        return LevelSession(batch, AssistantDrafter(bound, source, batch.target), self.k, self.tree)
 
 
 class MedusaCandidates(HeadCandidates):
@@ -360,12 +357,11 @@ class MedusaCandidates(HeadCandidates):
     head_classes, expected = (MedusaHeads,), "a set of Medusa heads"
     latency_kind = "medusa"
 
-    def begin(self, call: DraftCall, target: HiddenStateTarget, bound: BoundHead) -> DraftSession:
-        assert call.model is not None
-        source = LastStates(call.state, target, bound.aux_hidden_state_layers)
-        drafter = MedusaDrafter(bound, source, call.model)
+    def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
+        source = LastStates(batch, bound.aux_hidden_state_layers)
+        drafter = MedusaDrafter(bound, source, batch.model)
         k = min(self.k, drafter.num_heads)
-        tree = default_size(call, self.tree)
+        tree = default_size(batch, self.tree)
         if cast(MedusaHeads, bound.head).config.reads_path:
-            return LevelSession(call, drafter, k, tree)
-        return OnePassSession(call, drafter, k, tree)
+            return LevelSession(batch, drafter, k, tree)
+        return OnePassSession(batch, drafter, k, tree)

@@ -25,8 +25,9 @@ from transformers import (
 
 from hf_specgen import compat, random_state
 from hf_specgen.call import Compile
-from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree, vocabulary_size
+from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.candidates.draft_runner import DraftModelDrafter, ParallelDrafter
 from hf_specgen.candidates.draft_vocabulary import (
@@ -37,13 +38,11 @@ from hf_specgen.candidates.draft_vocabulary import (
 )
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.encoder_draft import check_pair
-from hf_specgen.candidates.features import FeatureQueue
 from hf_specgen.candidates.level_session import LevelSession
 from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.candidates.parallel_draft import ParallelDraft, TargetFeatures
 from hf_specgen.depth import Policy
 from hf_specgen.heads.source import first_line, source_errors
-from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.support import check_model
@@ -153,9 +152,9 @@ class DraftModelCandidates(PretrainedCandidates):
         parallel = None if draft.config.is_encoder_decoder else ParallelDraft.of(draft)
         return TargetRequirements(parallel.layers_of(model) if parallel is not None and parallel.layers else ())
 
-    def start(self, call: DraftCall) -> DraftSession:
-        draft = self._load(call.model)
-        check_pair(draft, call)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        draft = self._load(batch.model)
+        check_pair(draft, batch.model)
         check_model(draft)
         if keeps_state(text_config(draft)):
             raise ValueError(
@@ -168,36 +167,40 @@ class DraftModelCandidates(PretrainedCandidates):
                 f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
                 "lengths; load the draft with attn_implementation='sdpa'"
             )
-        size, encodes = vocabulary_size(call.model or draft), reads_encoder(draft)
-        other = self._has_other_tokenizer(draft, call)
-        texts, shared = [DraftText(prompt) for prompt in call.state.prompts], None
+        prompts = batch.state.prompts
+        size = vocabulary_size(batch.model)
+        encodes = reads_encoder(draft)
+        other = self._has_other_tokenizer(draft, batch.model)
+        texts, shared = [DraftText(prompt) for prompt in prompts], None
         if other:
-            texts, shared = retokenized_texts(call, draft)
+            texts, shared = retokenized_texts(batch, draft)
         parallel = None if other or encodes else ParallelDraft.of(draft)
         reads_target = parallel is not None and bool(parallel.layers)
         takes_window, window = not (other or encodes or reads_target), None  # the target's states are of the whole text
         if takes_window:
-            window = draft_window(self.draft_window, text_config(draft), call)
+            window = draft_window(self.draft_window, text_config(draft), batch.call)
         token_ids = None
         if (vocabulary := self.draft_vocabulary) is not None:
             if other or parallel is not None:
                 kind = "of another tokenizer" if other else "that drafts all tokens in one pass (PARD)"
                 raise ValueError(f"draft_vocabulary cannot be used with a draft model {kind}; leave it out")
             full = draft
-            ids = vocabulary_ids(vocabulary, call.state.prompts, min(size, vocabulary_size(full)))
+            ids = vocabulary_ids(vocabulary, prompts, min(size, vocabulary_size(full)))
             draft, token_ids = self._restricted.on(full, lambda: restricted_model(full, ids))
         # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
-        compile = False if reads_target or call.state.drafts_together else self.compile
+        compile = False if reads_target or batch.state.drafts_together else self.compile
         model = draft, texts, window, self.share_encoder, compile
         watches_length = takes_window and window is None
         if parallel is not None:
-            features = self._features(call, draft, parallel)
+            features = TargetFeatures(batch, draft, parallel) if reads_target else None
             k = min(self.k, MAX_PARALLEL_DEPTH) if self.adaptive_tree else self.k
-            one_pass = ParallelDrafter(call, *model, k=k, mask_token=parallel.mask_token, vocab=size, features=features)
-            return OnePassSession(call, one_pass, k, self.tree, watches_length)
-        drafter = DraftModelDrafter(call, *model, k=self.k, shared=shared, token_ids=token_ids)
+            one_pass = ParallelDrafter(
+                batch, *model, k=k, mask_token=parallel.mask_token, vocab=size, features=features
+            )
+            return OnePassSession(batch, one_pass, k, self.tree, watches_length)
+        drafter = DraftModelDrafter(batch, *model, k=self.k, shared=shared, token_ids=token_ids)
         return LevelSession(
-            call,
+            batch,
             drafter,
             self.k,
             None if drafter.reader.verifies_chains_only else self.tree,
@@ -205,16 +208,8 @@ class DraftModelCandidates(PretrainedCandidates):
             watches_length=watches_length,
         )
 
-    def _features(self, call: DraftCall, draft: PreTrainedModel, parallel: ParallelDraft) -> TargetFeatures | None:
-        """What a PARD-2 draft reads of the target; None for other drafts."""
-        if not parallel.layers or not isinstance(call.target, HiddenStateTarget):
-            return None
-        assert call.model is not None
-        queue = FeatureQueue(call.state, call.target, parallel.layers_of(call.model))
-        return TargetFeatures(call.state, queue, call.model, draft, parallel)
-
-    def _has_other_tokenizer(self, draft: PreTrainedModel, call: DraftCall) -> bool:
-        if call.model is None or have_same_vocabulary(draft, call.model):
+    def _has_other_tokenizer(self, draft: PreTrainedModel, target: PreTrainedModel) -> bool:
+        if have_same_vocabulary(draft, target):
             return False
         if reads_encoder(draft):
             raise ValueError(
@@ -227,17 +222,14 @@ class DraftModelCandidates(PretrainedCandidates):
         """A draft model that is loaded by name is also identified by how."""
         return (*super().profile_key(), *map(str, self._loading.values()))
 
-    def _load(self, target: PreTrainedModel | None) -> PreTrainedModel:
+    def _load(self, target: PreTrainedModel) -> PreTrainedModel:
         if self._copies is not None:
-            if target is None:
-                raise ValueError('DraftModelCandidates("self") works with generate(candidate_generator=…) only')
             return self._copies.on(target, lambda: quantised_copy(target, self._loading["quantization_config"]))
         if self._model is None:
             options = {name: value for name, value in self._loading.items() if value is not None}
-            if target is not None:
-                options.setdefault("device_map", compat.input_device(target))
+            device = compat.input_device(target)
+            options.setdefault("device_map", device)
             _check_device(options.get("device_map"))
-            device = torch.device("cpu") if target is None else compat.input_device(target)
             # Transformers initialises at random what the checkpoint lacks.
             with source_errors(self.drafter), random_state.kept(device):
                 model, info = _auto_class(target).from_pretrained(self.drafter, output_loading_info=True, **options)
@@ -275,9 +267,9 @@ def quantised_copy(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     return copied.eval()
 
 
-def _auto_class(target: PreTrainedModel | None) -> Any:
+def _auto_class(target: PreTrainedModel) -> Any:
     """The Auto class that loads a draft of the target's kind."""
-    if target is None or not target.config.is_encoder_decoder:
+    if not target.config.is_encoder_decoder:
         return AutoModelForCausalLM
     speech = type(target.config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
     return AutoModelForSpeechSeq2Seq if speech else AutoModelForSeq2SeqLM

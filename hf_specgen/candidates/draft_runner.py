@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.call import Compile
-from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size
 from hf_specgen.candidates.parallel_draft import TargetFeatures
@@ -101,7 +101,7 @@ class DraftModelDrafter:
 
     def __init__(
         self,
-        call: DraftCall,
+        batch: DraftBatch,
         draft: PreTrainedModel,
         texts: Sequence[DraftText],
         window: DraftWindow | None,
@@ -112,7 +112,7 @@ class DraftModelDrafter:
         shared: SharedVocabulary | None = None,
         token_ids: torch.Tensor | None = None,
     ):
-        self._call = call
+        self._batch = batch
         self._draft = draft
         self._window = window
         self._share_encoder = share_encoder
@@ -190,7 +190,7 @@ class DraftModelDrafter:
 
     def append_rows(self, new: int) -> None:
         """Add rows of the call, whose prompts are read now if those of the others were."""
-        added = [_CachedRow(DraftText(prompt)) for prompt in self._call.state.prompts[-new:]]
+        added = [_CachedRow(DraftText(prompt)) for prompt in self._batch.state.prompts[-new:]]
         self._rows += added
         self._drafts = [True] * len(self._rows)
         if not self._has_prompt:
@@ -215,7 +215,7 @@ class DraftModelDrafter:
                 f"the prompt has {longest} tokens, but the draft reads at most {self._max_positions}; use another draft"
             )
         known = [self._known(tokens) for tokens in prompts]
-        prompt = draft_prompt(self._draft, self._call, known, self._share_encoder)
+        prompt = draft_prompt(self._draft, self._batch.call, known, self._share_encoder)
         try:
             check_computation(self._draft, TargetRequirements(), *prompt)
         except ValueError as error:
@@ -235,7 +235,7 @@ class DraftModelDrafter:
 
     def _limited(self, max_depths: Sequence[int]) -> list[int]:
         """How deep each row can draft: within its positions and cache slots, and where its text is complete."""
-        generated = self._call.state.generated
+        generated = self._batch.state.generated
         is_complete = [row.text.extend(tokens) for row, tokens in zip(self._rows, generated, strict=True)]
         if max(map(self._length, self._rows)) + MAX_DRAFT_SLOTS > self.reader.slot_limit:
             return [0] * len(self._rows)
@@ -254,7 +254,7 @@ class DraftModelDrafter:
 
     def _uncached(self, depths: list[int]) -> UncachedText:
         """The tokens of each row that the draft model has not read, in the rows that draft; otherwise one token."""
-        state, window, rows = self._call.state, self._window, self._rows
+        window, rows = self._window, self._rows
         self._drafts = [depth > 0 for depth in depths]
         self._expanded = 0
         passes = []
@@ -263,7 +263,7 @@ class DraftModelDrafter:
             self.reader = self._begin(rows, restarts=True)
             self.reader.prefill()
             passes.append(sum(row.begin - row.skipped for row in rows))
-        self.reader.drop_rows([not state.has_ended(row) for row in range(len(rows))])
+        self.reader.drop_rows(self._batch.active_rows())
         # The last token of a text is computed anew.
         kept = [max(row.begin, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
         if kept != [row.cached for row in rows]:
@@ -303,7 +303,7 @@ class ParallelDrafter(DraftModelDrafter):
 
     def __init__(
         self,
-        call: DraftCall,
+        batch: DraftBatch,
         draft: PreTrainedModel,
         texts: Sequence[DraftText],
         window: DraftWindow | None,
@@ -316,7 +316,7 @@ class ParallelDrafter(DraftModelDrafter):
         features: TargetFeatures | None,
     ):
         """`vocab` is the target's vocabulary; `features` adds the target's hidden states to embeddings (PARD-2)."""
-        super().__init__(call, draft, texts, window, share_encoder, compile, k=k)
+        super().__init__(batch, draft, texts, window, share_encoder, compile, k=k)
         self._mask = mask_token
         self._vocab = vocab
         self._features = features

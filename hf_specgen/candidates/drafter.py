@@ -21,7 +21,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from hf_specgen.call import memory
-from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
+from hf_specgen.candidates.base import DraftSession, vocabulary_size
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_window import warn_of_length
 from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.head_text import DepthLogits
@@ -115,27 +116,26 @@ class DrafterSession(DraftSession, Generic[D]):
     """Base class of sessions that own a drafter with a forward pass.
 
     Args:
-        call: the call.
+        batch: the rows.
         drafter: runs the passes.
         k, tree: maximum depth and size of a draft.
         watches_length: whether to warn where acceptance falls with the length of the texts, as for drafters that could
             have a window.
     """
 
-    def __init__(self, call: DraftCall, drafter: D, k: int, tree: str | int | None, watches_length: bool = False):
-        super().__init__(call)
-        assert call.model is not None
+    def __init__(self, batch: DraftBatch, drafter: D, k: int, tree: str | int | None, watches_length: bool = False):
+        super().__init__(batch)
         self.drafter = drafter
         self.passes: Sequence[int] = []
-        self.wants_q = call.verification is not None and call.verification.wants_q
+        self.wants_q = batch.wants_q
         self._k = k
         self._size = tree
-        self._vocab = vocabulary_size(call.model)
-        self._tree = DraftTree.empty(call.state.batch)
+        self._vocab = vocabulary_size(batch.model)
+        self._tree = DraftTree.empty(batch.state.batch)
         self._by_length: Counter[tuple[int, bool]] | None = None
-        self._length_key = "length", call.drafting.key
+        self._length_key = "length", batch.call.drafting.key
         if watches_length:
-            self._by_length = memory.recall(call.model if call.remembers else None, self._length_key, Counter)
+            self._by_length = memory.recall(batch.model if batch.call.remembers else None, self._length_key, Counter)
 
     @property
     def rows_can_change(self) -> bool:
@@ -167,11 +167,11 @@ class DrafterSession(DraftSession, Generic[D]):
             return
         for row, path in enumerate(result.paths):
             if path is not None and self._tree.parents[row]:
-                length = len(self.call.state.prompts[row]) + len(self.call.state.generated[row])
+                length = len(self.batch.state.prompts[row]) + len(self.batch.state.generated[row])
                 self._by_length[length.bit_length(), result.accepted[row] > 0] += 1
 
     def end(self) -> None:
         if self._by_length is not None:
-            warn_of_length(self._by_length, self.call.drafting.name)
-            if self.call.remembers:
-                memory.store(self.call.model, self._length_key, self._by_length)
+            warn_of_length(self._by_length, self.batch.call.drafting.name)
+            if self.batch.call.remembers:
+                memory.store(self.batch.model, self._length_key, self._by_length)

@@ -12,25 +12,24 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 
 from hf_specgen import compat
 from hf_specgen.call import Call, EncoderInput
-from hf_specgen.candidates.base import DraftCall
 from hf_specgen.targets.model_parts import reads_encoder
 
 _same_encoders: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, bool]] = WeakKeyDictionary()
 
 
-def check_pair(draft: PreTrainedModel, call: DraftCall) -> None:
+def check_pair(draft: PreTrainedModel, target: PreTrainedModel) -> None:
     """Raise unless the draft can read what the target reads: both read what an encoder returns, or none does."""
-    has_encoder = call.model is not None and bool(call.model.config.is_encoder_decoder)
+    has_encoder = bool(target.config.is_encoder_decoder)
     if reads_encoder(draft) == has_encoder:
         return
-    target = "the target" if call.model is None else type(call.model).__name__
     kinds = ("an encoder-decoder", "a decoder-only model")
     wanted, given = kinds if has_encoder else kinds[::-1]
-    raise ValueError(f"{target} is {wanted} and the draft {type(draft).__name__} {given}; use a draft of the same kind")
+    names = type(target).__name__, type(draft).__name__
+    raise ValueError(f"{names[0]} is {wanted} and the draft {names[1]} {given}; use a draft of the same kind")
 
 
 def draft_prompt(
-    draft: PreTrainedModel, call: DraftCall, prompts: list[list[int]], share_encoder: bool | None
+    draft: PreTrainedModel, call: Call, prompts: list[list[int]], share_encoder: bool | None
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
     """The prompts as `generate` of the draft would prepare them."""
     if not reads_encoder(draft):
@@ -81,12 +80,11 @@ def decoder_prompt(
 
 
 def _encoder_arguments(
-    draft: PreTrainedModel, call: DraftCall, read: EncoderInput, share_encoder: bool | None
+    draft: PreTrainedModel, call: Call, read: EncoderInput, share_encoder: bool | None
 ) -> dict[str, Any]:
     """What `generate` of the draft receives for its encoder: its input, or the outputs of the target's encoder."""
-    assert call.model is not None
     if share_encoder is None:
-        share_encoder = have_same_encoder(draft, call.model)
+        share_encoder = have_same_encoder(draft, cast(PreTrainedModel, call.model))
     if not share_encoder:
         if draft.main_input_name == "input_ids" and read.values.is_floating_point():
             raise ValueError("the draft's encoder reads token ids; give input_ids to generate(), not inputs_embeds")

@@ -14,10 +14,9 @@ from math import inf
 
 import torch
 
-from hf_specgen.call import GenerationState
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.heads.head_text import NewFeatures, StateText
-from hf_specgen.targets.hidden_states import HiddenStateTarget
 
 
 @dataclass
@@ -46,21 +45,14 @@ class FeatureQueue:
     """The hidden states of accepted tokens that a head has not processed, for its drafter.
 
     Args:
-        state: the texts of the rows.
-        target: computes the hidden states.
-        layers: whose states are read.
+        batch: the rows.
+        layers: of the target, whose states are read.
         window: the part of the texts that the head reads; None: all of it.
     """
 
-    def __init__(
-        self,
-        state: GenerationState,
-        target: HiddenStateTarget,
-        layers: Sequence[int],
-        window: DraftWindow | None = None,
-    ):
-        self._state = state
-        self._target = target
+    def __init__(self, batch: DraftBatch, layers: Sequence[int], window: DraftWindow | None = None):
+        self._batch = batch
+        self._state = batch.state
         self._layers = layers
         self._window = window
         self._rows: list[_Queue] = []
@@ -73,7 +65,7 @@ class FeatureQueue:
 
     def receive(self) -> None:
         """Add the hidden states that the target computed for the tokens kept by the last step."""
-        states = self._target.committed_states(self._layers)
+        states = self._batch.committed_states(self._layers)
         for row, new in zip(self._rows, states, strict=False):
             row.parts.append(new)
         self._add_rows(states)
@@ -111,7 +103,7 @@ class FeatureQueue:
 
     def append_rows(self, new: int) -> None:
         """Add new rows after the present ones, with the hidden states of their prompts."""
-        self._add_rows(self._target.committed_states(self._layers))
+        self._add_rows(self._batch.committed_states(self._layers))
 
     @property
     def _can_begin(self) -> bool:
@@ -129,7 +121,7 @@ class FeatureQueue:
 
     def _new(self, limits: Sequence[float]) -> NewFeatures:
         """Remove at most so many features of each row that has not ended, and the token after each."""
-        new = NewFeatures([], [], [not self._state.has_ended(row) for row in range(self._state.batch)], [])
+        new = NewFeatures([], [], self._batch.active_rows())
         new = new._replace(is_first=not self.was_taken)
         self.was_taken = True
         restarted = []
@@ -174,21 +166,18 @@ class LastStates:
     """The hidden states of the target that chose the last token of each row, for heads that read nothing else.
 
     Args:
-        state: the texts of the rows.
-        target: computes the hidden states.
-        layers: whose states are read.
+        batch: the rows.
+        layers: of the target, whose states are read.
     """
 
-    def __init__(self, state: GenerationState, target: HiddenStateTarget, layers: Sequence[int]):
-        self._state = state
-        self._target = target
+    def __init__(self, batch: DraftBatch, layers: Sequence[int]):
+        self._batch = batch
         self._layers = layers
 
     def take(self, max_depths: Sequence[int]) -> StateText | None:
         """The states and the last tokens; None if no row drafts."""
         if not any(max_depths):
             return None
-        rows = self._target.rows
-        return StateText(
-            self._target.states_of(self._layers), self._state.pending(), rows, max_depths, passes=[len(rows)]
-        )
+        rows = self._batch.present_rows
+        states = self._batch.last_states(self._layers)
+        return StateText(states, self._batch.state.pending(), rows, max_depths, passes=[len(rows)])

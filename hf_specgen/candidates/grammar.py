@@ -16,18 +16,19 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from hf_specgen.call import Call
-from hf_specgen.candidates.base import DraftCall, DraftSession, WrappedSession, vocabulary_size
+from hf_specgen.call import Call, GenerationState
+from hf_specgen.candidates.base import DraftSession, WrappedSession, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.combined import node_children
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.ngram import MatchOdds, vote
 from hf_specgen.candidates.ngram_history import OWN
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
@@ -115,23 +116,24 @@ def _mask(tokens: Sequence[int], vocab: int) -> NDArray[np.bool_]:
     return mask
 
 
-def grammar_states(call: DraftCall) -> list[GrammarState]:
+def grammar_states(batch: DraftBatch) -> list[GrammarState]:
     """The state of each row's grammar at the beginning of a call; empty if no processor has a grammar that is known."""
-    if call.model is None or call.model.get_output_embeddings() is None:
+    if batch.model.get_output_embeddings() is None:
         return []
-    vocab = vocabulary_size(call.model)
-    for processor in call.logits_processor:
-        states = _states_of(processor, call, vocab)
-        if len(states) in (1, call.state.batch):
-            return states if len(states) == call.state.batch else states * call.state.batch
+    vocab = vocabulary_size(batch.model)
+    rows = batch.state.batch
+    for processor in batch.call.logits_processor:
+        states = _states_of(processor, batch.state, vocab)
+        if len(states) in (1, rows):
+            return states if len(states) == rows else states * rows
     return []
 
 
-def _states_of(processor: Any, call: DraftCall, vocab: int) -> list[GrammarState]:
+def _states_of(processor: Any, state: GenerationState, vocab: int) -> list[GrammarState]:
     """The states of one processor: made anew from its grammar, or forked from matchers that it was given."""
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         enforcer = getattr(processor._prefix_allowed_tokens_fn, "token_enforcer", None)
-        texts = call.state.prefix(call.state.prompt_length).tolist()
+        texts = state.prefix(state.prompt_length).tolist()
         return [] if enforcer is None else [_ReplayedState(enforcer, text, vocab) for text in texts]
     settings = getattr(processor, "__dict__", {})
     if "llg_tokenizer" in settings and "grammar" in settings:
@@ -151,12 +153,13 @@ def _states_of(processor: Any, call: DraftCall, vocab: int) -> list[GrammarState
     return []
 
 
-def with_grammar(session: DraftSession, call: DraftCall, size: Any) -> DraftSession:
+def with_grammar(session: DraftSession, size: Any) -> DraftSession:
     """The session of a strategy whose drafts have this size, or if the call has a grammar, one that obeys it."""
     # An early-exit target has run its first layers on the nodes of a draft: others cannot be added to it.
-    if not call.grammar_drafts or isinstance(call.target, EarlyExitTarget):
+    batch = session.batch
+    if not batch.call.grammar_drafts or isinstance(batch.target, EarlyExitTarget):
         return session
-    states = grammar_states(call)
+    states = grammar_states(batch)
     return GrammarSession(session, states, size) if states else session
 
 
@@ -207,7 +210,7 @@ class _Choices:
 
 def _tokenizer_of(call: Call) -> PreTrainedTokenizerBase | None:
     """The target's tokenizer, if one was given or is in its checkpoint."""
-    if call.tokenizer is None and (call.model is None or not call.model.name_or_path):
+    if call.tokenizer is None and not cast(PreTrainedModel, call.model).name_or_path:
         return None
     try:
         return target_tokenizer(call)
@@ -228,7 +231,7 @@ class GrammarSession(WrappedSession):
 
     def __init__(self, session: DraftSession, states: Sequence[GrammarState], size: Any):
         super().__init__(session)
-        rows, texts = zip(self.call.state.prompts, states, strict=True), _Texts(session.call)
+        rows, texts = zip(self.batch.state.prompts, states, strict=True), _Texts(session.batch.call)
         self._rows, self._size = [_Row(prompt, state, texts) for prompt, state in rows], size
 
     def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
@@ -238,13 +241,13 @@ class GrammarSession(WrappedSession):
         size = self._size
         if size != "auto" and not isinstance(size, int):
             size = None if tree.is_chain else tree.nodes
-        for row, generated in zip(self._rows, self.call.state.generated, strict=True):
+        for row, generated in zip(self._rows, self.batch.state.generated, strict=True):
             row.update(generated)
 
         def search(row: int, limits: SearchLimits) -> SearchTree[_Node]:
             return self._rows[row].search(node_children(tree, row), max_depths[row], limits)
 
-        return draft_rows(self.call, size, max_depths, search)[0]
+        return draft_rows(self.batch, size, max_depths, search)[0]
 
 
 class _Row:

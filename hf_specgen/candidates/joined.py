@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import torch
 
-from hf_specgen.call import GenerationState
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession, checked_draft
+from hf_specgen.call import Call, GenerationState
+from hf_specgen.candidates.base import Candidates, DraftSession, checked_draft
 from hf_specgen.candidates.combined import CombinedCandidates
-from hf_specgen.depth import FixedDepth, PolicySession
+from hf_specgen.candidates.draft_batch import DraftBatch
+from hf_specgen.depth import FixedDepth
 from hf_specgen.targets.hidden_states import HiddenStateTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession
@@ -56,11 +57,11 @@ class JoinedDrafter:
         self.rows: list[JoinedRow] = []
         self.planned: dict[JoinedRow, int] = {}
 
-    def start(self, call: DraftCall) -> DraftSession:
+    def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; as `Candidates.start`."""
-        session = self._strategy.start(call)
-        call.state.drafts_together = session.rows_can_change
-        return JoinedRow(call, self) if session.rows_can_change else session
+        session = self._strategy.start(batch)
+        batch.state.drafts_together = session.rows_can_change
+        return JoinedRow(batch, self) if session.rows_can_change else session
 
     def draft(self) -> None:
         """Draft for all rows that have planned to, after the outcomes of the last step were passed on."""
@@ -74,15 +75,15 @@ class JoinedDrafter:
         changed = bool(new) or len(kept) < len(self.rows)
         self.rows = [*(self.rows[place] for place in kept), *new]
         if self._session is None:
-            self._session = self._start(new[0].call)
+            self._session = self._start(new[0].batch)
         elif changed:
             self._texts.set_rows(self.rows)
             self._session.keep_rows(kept)
             if new:
                 self._session.append_rows(len(new))
-        self._depth.latency = self.rows[0].policy.latency
+        self._depth.latency = self.rows[0].batch.latency
         depths = [self.planned.pop(row, 0) for row in self.rows]
-        tree = checked_draft(self._session.draft(depths), self._session.call)
+        tree = checked_draft(self._session.draft(depths), self._session.batch.call)
         for row, tokens, parents, probability in zip(
             self.rows, tree.token_lists(), tree.parents, tree.probability or [()] * tree.batch, strict=True
         ):
@@ -92,12 +93,14 @@ class JoinedDrafter:
         if any(depths):
             self.seconds, self.passes = perf_counter() - begin, self._session.passes or ()
 
-    def _start(self, call: DraftCall) -> DraftSession:
-        """The common session, whose call has the texts and targets of the rows."""
-        self._texts, self._depth = _Texts(self.rows), FixedDepth().start(call)
-        self._depth.remembers, self._depth.latency = self.rows[0].policy.remembers, self.rows[0].policy.latency
-        call = replace(call, state=self._texts, target=_Targets(self), depth=self._depth)
-        return self._strategy.start(replace(call, verification=_Verification(call, self)))
+    def _start(self, first: DraftBatch) -> DraftSession:
+        """The common session, whose batch has the texts and targets of the rows."""
+        self._texts = _Texts(self.rows)
+        call = replace(first.call, state=self._texts)
+        self._depth = FixedDepth().start(call)
+        self._depth.remembers = first.carries_over
+        self._depth.latency = first.latency
+        return self._strategy.start(DraftBatch(call, _Targets(self), _Verification(call, self), self._depth))
 
     def _observe(self) -> None:
         """Pass the outcomes of a step on to the common session, which ends once none of its rows is active."""
@@ -126,10 +129,10 @@ class JoinedRow(DraftSession):
         is_active, has_joined: whether the call has not ended, and whether it is a row of the common session.
     """
 
-    def __init__(self, call: DraftCall, drafter: JoinedDrafter):
-        super().__init__(call)
-        self._drafter, self.tree = drafter, DraftTree.empty(1)
-        self.target, self.policy = cast(HiddenStateTarget, call.target), cast(PolicySession, call.depth)
+    def __init__(self, batch: DraftBatch, drafter: JoinedDrafter):
+        super().__init__(batch)
+        self._drafter = drafter
+        self.tree = DraftTree.empty(1)
         self.result: VerificationResult | None = None
         self.is_active, self.has_joined = True, False
 
@@ -158,12 +161,12 @@ class _Texts(GenerationState):
 
     def __init__(self, rows: Sequence[JoinedRow]):
         super().__init__(torch.zeros(len(rows), 1, dtype=torch.long))
-        self.device = rows[0].call.state.device
+        self.device = rows[0].batch.state.device
         self.set_rows(rows)
 
     def set_rows(self, rows: Sequence[JoinedRow]) -> None:
         """Use the texts of these calls."""
-        states = [row.call.state for row in rows]
+        states = [row.batch.state for row in rows]
         self.prompts = [state.prompts[0] for state in states]
         self.generated = [state.generated[0] for state in states]
         self.batch, self.stopped = len(rows), [False] * len(rows)
@@ -178,33 +181,35 @@ class _Targets(HiddenStateTarget):
     _graphs = None  # no pass of its own
 
     def __init__(self, drafter: JoinedDrafter):
-        self._drafter, first = drafter, drafter.rows[0].target
-        self.device, self.verifies_chains_only = first.device, first.verifies_chains_only
+        first = drafter.rows[0].batch
+        self._drafter = drafter
+        self.device = first.device
+        self.verifies_chains_only = first.verifies_chains_only
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
         """Those of the last step; none of a call that took no part in it."""
         states = []
         for row in self._drafter.rows:
-            [found] = row.target.committed_states(aux_layers)
+            [found] = row.batch.committed_states(aux_layers)
             states.append(found if row.result is not None or not row.has_joined else found[:0])
         return states
 
     def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
-        return torch.cat([row.target.states_of(aux_layers) for row in self._drafter.rows])
+        return torch.cat([row.batch.last_states(aux_layers) for row in self._drafter.rows])
 
 
 class _Verification(VerificationSession):
     """Draws the noise of the draft tokens of each row by the verification of its call."""
 
-    def __init__(self, call: DraftCall, drafter: JoinedDrafter):
+    def __init__(self, call: Call, drafter: JoinedDrafter):
         super().__init__(call)
         self._drafter = drafter
 
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
         if not self.call.do_sample:
             return None
-        sessions = [cast(VerificationSession, row.call.verification) for row in self._drafter.rows]
-        noise = [one.draft_noise([at], device) for one, at in zip(sessions, steps, strict=True)]
+        rows = zip(self._drafter.rows, steps, strict=True)
+        noise = [row.batch.draft_noise([at], device) for row, at in rows]
         return torch.cat(cast(list[torch.Tensor], noise))
 
     def choose(self, *_: Any) -> torch.Tensor:

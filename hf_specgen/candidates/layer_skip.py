@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen.call import GenerationState
-from hf_specgen.candidates.base import Depth, DraftCall, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.candidates.level_session import LevelSession
 from hf_specgen.depth import Policy
@@ -72,14 +72,9 @@ class LayerSkipCandidates(PretrainedCandidates):
         check_decoder_only(model, "LayerSkipCandidates")
         return TargetRequirements(exit_layer=self.exit_layer)
 
-    def start(self, call: DraftCall) -> DraftSession:
-        if call.model is None or not isinstance(call.target, EarlyExitTarget):
-            raise ValueError(
-                "LayerSkipCandidates runs layers of the target, which Transformers' own assisted decoding does not "
-                "allow; pass it as generate(candidate_generator=…)"
-            )
-        drafter = EarlyExitDrafter(call.state, call.target, self._head_on(call.model))
-        return LevelSession(call, drafter, self.k, self.tree)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        drafter = EarlyExitDrafter(batch, self._head_on(batch.model))
+        return LevelSession(batch, drafter, self.k, self.tree)
 
     def _head_on(self, model: PreTrainedModel) -> nn.Module | None:
         """The adapter for this model, in its dtype on its device; None without an adapter."""
@@ -111,8 +106,7 @@ class EarlyExitDrafter:
     """Drafts with the first layers of the target, whose states verification uses again.
 
     Args:
-        state: the texts of the rows.
-        target: runs the layers.
+        batch: the rows, with an `EarlyExitTarget`.
         head: turns states into logits; None for the target's own norm and output matrix.
     """
 
@@ -121,22 +115,22 @@ class EarlyExitDrafter:
     expanded_nodes_first = True  # as `EarlyExitTarget.forward` expects
     single_pass_tokens = 0
 
-    def __init__(self, state: GenerationState, target: EarlyExitTarget, head: nn.Module | None):
-        self._state = state
-        self._target = target
+    def __init__(self, batch: DraftBatch, head: nn.Module | None):
+        self._batch = batch
+        self._target = cast(EarlyExitTarget, batch.target)
         self._head = head
 
     def take(self, max_depths: Sequence[int]) -> EarlyExitText | None:
         """The last token of each row; None if no row drafts."""
         if not any(max_depths):
             return None
-        active = [not self._state.has_ended(row) for row in range(self._state.batch)]
+        pending = torch.tensor(self._batch.state.pending())[:, None]
         passes = [sum(depth > 0 for depth in max_depths)]
-        return EarlyExitText(torch.tensor(self._state.pending())[:, None], active, max_depths, passes)
+        return EarlyExitText(pending, self._batch.active_rows(), max_depths, passes)
 
     def read(self, text: EarlyExitText) -> torch.Tensor:
         """Run the first layers on each row's last token: `[batch, vocab]` logits."""
-        return self._logits(DraftTree.empty(self._state.batch), text.tokens, text.active)[:, -1]
+        return self._logits(DraftTree.empty(self._batch.state.batch), text.tokens, text.active)[:, -1]
 
     def expand(self, frontier: Frontier) -> torch.Tensor:
         """Run the first layers on the last nodes of a tree: `[batch, new, vocab]` logits."""
@@ -161,6 +155,6 @@ class EarlyExitDrafter:
         if self._head is not None:
             logits = self._head(state)
         if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != state.shape[:-1]:
-            adapter = type(self._head).__name__
-            raise ValueError(f"the adapter {adapter} must return logits {[*state.shape[:-1], '…']}")
+            name = self._batch.call.drafting.name
+            raise ValueError(f"the adapter of {name} must return logits {[*state.shape[:-1], '…']}")
         return logits

@@ -18,8 +18,8 @@ from typing import Generic, cast
 
 import torch
 
-from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.drafter import DrafterSession, LevelDrafter, T
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_size import Plan, TreeSize, tree_size
@@ -27,7 +27,6 @@ from hf_specgen.device_tree import NUMBER, DeviceTree
 from hf_specgen.targets.passes import CapturablePasses
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
-from hf_specgen.verification.processors import ScoreProcessors
 
 
 class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
@@ -40,7 +39,7 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
 
     def __init__(
         self,
-        call: DraftCall,
+        batch: DraftBatch,
         drafter: LevelDrafter[T],
         k: int,
         tree: str | int | None,
@@ -48,8 +47,7 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         confidence_threshold: float = 0.0,
         watches_length: bool = False,
     ):
-        chains_only = call.target is not None and call.target.verifies_chains_only
-        super().__init__(call, drafter, k, None if chains_only else tree, watches_length)
+        super().__init__(batch, drafter, k, None if batch.verifies_chains_only else tree, watches_length)
         self._threshold = confidence_threshold
         self._qs: list[torch.Tensor] = []  # of each pass of a draft, for rejection sampling
         self._expanded = 0  # nodes of each row that were expanded in the last draft
@@ -65,7 +63,7 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         if text is None:
             return self.not_drafted(len(max_depths))
         self.passes = list(text.passes)
-        size = tree_size(self._size, self.call, text.depths, self.drafter.single_pass_tokens)
+        size = tree_size(self._size, self.batch, text.depths, self.drafter.single_pass_tokens)
         growth = self._first_level(text, size)
         # Captured functions may go beyond the deepest limit, so that there are few different ones.
         k = self._k if self._is_captured else max(text.depths)
@@ -97,18 +95,19 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         self, depths: Sequence[int], size: TreeSize, device: torch.device, logits: torch.Tensor | None
     ) -> Growth:
         """A tree without nodes; sets what is proposed after each node. The logits of level 1 are given if known."""
-        last_tokens = [self.call.state.last_token(row) for row in range(len(depths))]
+        last_tokens = [self.batch.state.last_token(row) for row in range(len(depths))]
         # Only CUDA has copied a temporary tensor before it can be freed.
         values = torch.tensor([last_tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")
         pending, limits = values[..., None]
-        ids, verification = self.drafter.token_ids, self.call.verification
+        ids = self.drafter.token_ids
         children = min(size.children, self._vocab if ids is None else len(ids))
         if logits is not None:
             children = min(children, logits.shape[-1])
-        processors = ScoreProcessors.of([]) if verification is None else verification.processors.score_processors
         growth = Growth(depths, children, pending, limits if self._is_captured else None)
         self._max_nodes = size.max_nodes
-        self._proposals = Proposals(growth.children, self._vocab, self._threshold, processors, ids, self.wants_q)
+        self._proposals = Proposals(
+            growth.children, self._vocab, self._threshold, self.batch.score_processors, ids, self.wants_q
+        )
         return growth
 
     def _grow(self, growth: Growth, plan: Plan) -> None:
@@ -133,12 +132,11 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
 
     def _grow_captured(self, growth: Growth, plan: Plan, captured: CapturablePasses) -> Drafted | None:
         """Make passes by one captured function; None if there is none."""
-        verification = self.call.verification
-        if verification is None or not verification.shares_noise or self._proposals.processors.reads_scores:
+        if not self.batch.shares_noise or self._proposals.processors.reads_scores:
             return None
-        first = [len(text) + growth.levels for text in self.call.state.generated]
+        first = [len(text) + growth.levels for text in self.batch.state.generated]
         steps = [list(range(start, start + (captured.text is not None) + plan.passes)) for start in first]
-        noise = verification.draft_noise(steps, growth.device)
+        noise = self.batch.draft_noise(steps, growth.device)
         drafted = grow_captured(growth, *plan, self._max_nodes, captured, self._proposals, noise)
         if drafted is not None:
             captured.store_levels(drafted.states, growth.expanded)
@@ -151,15 +149,10 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
 
     def _add(self, growth: Growth, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""
-        verification = self.call.verification
         scores = self._proposals.scores(logits)
-        draft_scores = scores
-        if verification is not None:
-            ids = self.drafter.token_ids
-            steps = [[len(text) + growth.levels] for text in self.call.state.generated]
-            draft_scores = verification.draft_scores(
-                scores, steps, None if ids is None else ids.expand(len(scores), 1, -1)
-            )
+        steps = [[len(text) + growth.levels] for text in self.batch.state.generated]
+        ids = self.drafter.token_ids
+        draft_scores = self.batch.draft_scores(scores, steps, None if ids is None else ids.expand(len(scores), 1, -1))
         proposed, q = self._proposals(scores, draft_scores)
         if q is not None:
             self._qs.append(q)
@@ -174,7 +167,7 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         if self.wants_q and draft.nodes and parents is not None:
             q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
             draft = draft.with_q(q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
-        if self.call.do_sample:  # the verification needs to know where each node is
+        if self.batch.do_sample:  # the verification needs to know where each node is
             draft.start_reading()
         return draft
 

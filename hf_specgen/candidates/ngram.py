@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from hf_specgen.call import Prediction, memory
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.ngram_history import ALIGNED, NEAR, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex, common_length
 from hf_specgen.depth import Policy
@@ -115,28 +116,27 @@ class NgramCandidates(Candidates):
             raise TypeError(f"history must be an NgramHistory, such as NgramHistory.load(file), got {history!r}")
         self.min_ngram, self.max_ngram, self.history, self.prediction = min_ngram, max_ngram, history, prediction
 
-    def start(self, call: DraftCall) -> DraftSession:
-        return _NgramSession(self, call)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        return _NgramSession(self, batch)
 
 
 class _NgramSession(SearchSession[Sequence[Occurrence]]):
-    def __init__(self, settings: NgramCandidates, call: DraftCall):
-        super().__init__(call, settings.k, settings.tree)
-        self._settings, self._state = settings, call.state
-        if settings.history is not None and call.model is not None:
-            settings.history.check_vocabulary(call.model.config.get_text_config().vocab_size)
-        self._key = (settings.profile_key(), round(call.temperature, 2))
+    def __init__(self, settings: NgramCandidates, batch: DraftBatch):
+        super().__init__(batch, settings.k, settings.tree)
+        self._settings = settings
+        self._state = batch.state
+        if settings.history is not None:
+            settings.history.check_vocabulary(batch.model.config.get_text_config().vocab_size)
+        self._key = (settings.profile_key(), round(batch.call.temperature, 2))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
-        self._odds = memory.recall(call.model if self.remembers else None, ("odds", *self._key), MatchOdds)
+        self._odds = memory.recall(batch.model if self.remembers else None, ("odds", *self._key), MatchOdds)
         # A prompt may have tokens that the target cannot choose, as in place of images.
-        size = 2**31
-        if call.model is not None:
-            size = getattr(call.model.config.get_text_config(), "vocab_size", size)
-        rows = zip(call.encoder_texts(), call.state.prompts, strict=True)
+        size = getattr(batch.model.config.get_text_config(), "vocab_size", 2**31)
+        rows = zip(batch.call.encoder_texts(), batch.state.prompts, strict=True)
         texts = [[token if token < size else SEPARATOR for token in source + prompt] for source, prompt in rows]
         self._texts = [
             RowText(text, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
-            for text, expected in zip(texts, expected_outputs(settings.prediction, call), strict=True)
+            for text, expected in zip(texts, expected_outputs(settings.prediction, batch), strict=True)
         ]
 
     def observe(self, result: VerificationResult) -> None:
@@ -148,7 +148,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
 
     def end(self) -> None:
         if self.remembers:
-            memory.store(self.call.model, ("odds", *self._key), self._odds)
+            memory.store(self.batch.model, ("odds", *self._key), self._odds)
         if self._settings.history is not None:
             for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
@@ -160,25 +160,24 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         return text.propose(depth, limits)
 
 
-def expected_outputs(prediction: Prediction | None, call: DraftCall) -> list[list[int]]:
+def expected_outputs(prediction: Prediction | None, batch: DraftBatch) -> list[list[int]]:
     """The token ids of the expected output of each row, empty for none; the one of the call has precedence."""
-    given: Any = prediction if call.prediction is None else call.prediction
+    given: Any = prediction if batch.call.prediction is None else batch.call.prediction
+    count = batch.state.batch
     if given is None:
-        return [[] for _ in range(call.state.batch)]
+        return [[] for _ in range(count)]
     given = given.tolist() if isinstance(given, torch.Tensor) else given
     if not isinstance(given, str | Sequence):
         raise TypeError(f"prediction must be a text, token ids, or a list with one of them for each row, got {given!r}")
     is_one = isinstance(given, str) or all(isinstance(token, int) for token in given)
-    rows = [given] * call.state.batch if is_one else list(given)
-    if len(rows) != call.state.batch:
-        raise ValueError(f"prediction has {len(rows)} entries for {call.state.batch} rows; give one for each row")
-    if call.model is None and any(isinstance(row, str) for row in rows):
-        raise ValueError("prediction must be token ids here, since no target is known whose tokenizer encodes text")
-    size = 2**31 if call.model is None else call.model.config.get_text_config().vocab_size
+    rows = [given] * count if is_one else list(given)
+    if len(rows) != count:
+        raise ValueError(f"prediction has {len(rows)} entries for {count} rows; give one for each row")
+    size = batch.model.config.get_text_config().vocab_size
     expected = []
     for row in rows:
         if isinstance(row, str):
-            row = target_tokenizer(call).encode(row, add_special_tokens=False)
+            row = target_tokenizer(batch.call).encode(row, add_special_tokens=False)
         expected.append([int(token) for token in row or ()])
         if wrong := [token for token in expected[-1] if not 0 <= token < size]:
             raise ValueError(f"prediction has token {wrong[0]}, but the target's vocabulary ends at {size - 1}")

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, confidence_by_rank, finite
-from hf_specgen.candidates.base import DraftCall
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_of
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.drafter import DrafterSession, OnePassDrafter, T
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.tree_size import TreeSize, tree_size
@@ -33,10 +33,9 @@ Place = tuple[int, int, int]
 """Of a node: its depth, from 0 on, the number of the token before it, and its own number; see `Ranked`."""
 
 
-def default_size(call: DraftCall, size: str | int | None) -> str | int | None:
+def default_size(batch: DraftBatch, size: str | int | None) -> str | int | None:
     """A tree size, in which "auto" stands for `DEFAULT_NODES` without a latency model."""
-    has_latency = call.depth is not None and call.depth.latency is not None
-    return DEFAULT_NODES if size == "auto" and not has_latency else size
+    return DEFAULT_NODES if size == "auto" and batch.latency is None else size
 
 
 class Ranked(NamedTuple):
@@ -57,9 +56,14 @@ class OnePassSession(DrafterSession[OnePassDrafter[T]], Generic[T]):
     """The state of one call with a `OnePassDrafter`: drafts trees from distributions of all depths."""
 
     def __init__(
-        self, call: DraftCall, drafter: OnePassDrafter[T], k: int, tree: str | int | None, watches_length: bool = False
+        self,
+        batch: DraftBatch,
+        drafter: OnePassDrafter[T],
+        k: int,
+        tree: str | int | None,
+        watches_length: bool = False,
     ):
-        super().__init__(call, drafter, k, tree, watches_length)
+        super().__init__(batch, drafter, k, tree, watches_length)
         self.ranks = 1 if tree is None else MAX_RANKS
 
     @torch.no_grad()
@@ -71,7 +75,7 @@ class OnePassSession(DrafterSession[OnePassDrafter[T]], Generic[T]):
         self.passes = text.passes
         depths = text.depths
         scores, rows = self._ranked(self.drafter.read_depths(text, max(depths)))
-        size = tree_size(default_size(self.call, self._size), self.call, depths)
+        size = tree_size(default_size(self.batch, self._size), self.batch, depths)
         trees = [best_combinations(*pair, size, self.wants_q) for pair in zip(rows, depths, strict=True)]
         drafting = size.drafting_seconds(self.passes)
         nodes = size.best_size([tree.probability for tree in trees], drafting, self.wants_q)
@@ -85,11 +89,9 @@ class OnePassSession(DrafterSession[OnePassDrafter[T]], Generic[T]):
     def _ranked(self, predicted: DepthLogits) -> tuple[DepthLogits, list[Ranked]]:
         """The logits after the score-only processors, and what the host reads of each row."""
         candidates = predicted.candidates
-        verification = self.call.verification
-        assert verification is not None
-        scores = verification.processors.score_processors(finite(predicted.logits), candidates is None)
-        steps = [range(len(text), len(text) + scores.shape[1]) for text in self.call.state.generated]
-        draft_scores = verification.draft_scores(scores, steps, candidates)
+        scores = self.batch.score_processors(finite(predicted.logits), candidates is None)
+        steps = [range(len(text), len(text) + scores.shape[1]) for text in self.batch.state.generated]
+        draft_scores = self.batch.draft_scores(scores, steps, candidates)
         probability, index = draft_scores.softmax(dim=-1).topk(min(self.ranks, draft_scores.shape[-1]))
         if self.wants_q:
             probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hf_specgen.call import GenerationState
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.encoder_draft import embedding_size
 from hf_specgen.candidates.features import FeatureQueue
 from hf_specgen.heads.checkpoint import Fields, read_linear
@@ -77,16 +77,14 @@ class TargetFeatures:
 
     def __init__(
         self,
-        state: GenerationState,
-        queue: FeatureQueue,
-        target: PreTrainedModel,
+        batch: DraftBatch,
         draft: PreTrainedModel,
         settings: ParallelDraft,
     ):
-        self.queue = queue
-        self._state = state
+        self.queue = FeatureQueue(batch, settings.layers_of(batch.model))
+        self._state = batch.state
         self._scale = settings.scale
-        self._projection = settings.projection(draft, target)
+        self._projection = settings.projection(draft, batch.model)
         self._embeddings = draft.get_input_embeddings()
 
     def begin(self) -> None:

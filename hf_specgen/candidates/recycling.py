@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_specgen.call import memory
-from hf_specgen.candidates.base import Candidates, Depth, DraftCall, DraftSession, Tree, vocabulary_size
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.depth import Policy
 from hf_specgen.verification.result import TopTokens, VerificationResult
 
@@ -83,10 +84,8 @@ class RecyclingCandidates(Candidates):
     def __init__(self, k: Depth = "auto", *, tree: Tree = None, policy: Policy | None = None):
         super().__init__(k, policy, tree=tree, max_k=MAX_DEPTH)
 
-    def start(self, call: DraftCall) -> DraftSession:
-        if call.model is None:
-            raise ValueError("RecyclingCandidates works with generate(candidate_generator=…) only")
-        return RecyclingSession(self, call)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        return RecyclingSession(self, batch)
 
 
 class RecyclingSession(SearchSession[int]):
@@ -94,14 +93,12 @@ class RecyclingSession(SearchSession[int]):
 
     top_tokens = SUCCESSORS
 
-    def __init__(self, settings: RecyclingCandidates, call: DraftCall):
-        super().__init__(call, settings.k, settings.tree)
-        assert call.model is not None
-        vocab_size = vocabulary_size(call.model)
+    def __init__(self, settings: RecyclingCandidates, batch: DraftBatch):
+        super().__init__(batch, settings.k, settings.tree)
+        vocab_size = vocabulary_size(batch.model)
         self._table_key = ("recycling", vocab_size)
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
-        draws = call.verification is not None and call.verification.wants_q
-        model = call.model if call.remembers and not draws else None
+        model = batch.model if batch.call.remembers and not batch.wants_q else None
         self._table = memory.recall(model, self._table_key, lambda: RecyclingTable(vocab_size))
         memory.store(model, self._table_key, self._table)  # now, so that requests side by side share it
 
@@ -111,7 +108,7 @@ class RecyclingSession(SearchSession[int]):
         def children(token: int, depth: int) -> list[tuple[int, float, int]]:
             return [(one, acceptance, one) for one, acceptance in self.candidate_tokens(token)]
 
-        return best_first(self.call.state.last_token(row), children, depth, limits)
+        return best_first(self.batch.state.last_token(row), children, depth, limits)
 
     def candidate_tokens(self, token: int) -> list[tuple[int, float]]:
         """Likely next tokens after a token, and the probability that each is accepted."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen import compat
-from hf_specgen.candidates.base import Candidates, DraftCall, DraftSession
+from hf_specgen.candidates.base import Candidates, DraftSession
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.counters import Statistics
 from hf_specgen.depth import FixedDepth
 from hf_specgen.tree import DraftTree
@@ -47,20 +47,20 @@ class TransformersCandidates(Candidates):
     def speculation(self, statistics: Statistics | None) -> None:
         self.generator.speculation = statistics  # type: ignore[attr-defined]
 
-    def start(self, call: DraftCall) -> DraftSession:
-        if call.state.batch != 1:
+    def start(self, batch: DraftBatch) -> DraftSession:
+        if batch.state.batch != 1:
             raise ValueError(
-                f"{type(self.generator).__name__} works on one row, got {call.state.batch}; "
+                f"{type(self.generator).__name__} works on one row, got {batch.state.batch}; "
                 "use a generator of hf_specgen for batches"
             )
-        return _TransformersSession(call, self.generator)
+        return _TransformersSession(batch, self.generator)
 
 
 class _TransformersSession(DraftSession):
-    def __init__(self, call: DraftCall, generator: CandidateGenerator):
-        super().__init__(call)
-        self._generator, self._drafted = generator, False
-        self._device = compat.input_device(call.model) if call.model is not None else torch.device("cpu")
+    def __init__(self, batch: DraftBatch, generator: CandidateGenerator):
+        super().__init__(batch)
+        self._generator = generator
+        self._drafted = False
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         self._drafted = max_depths[0] > 0
@@ -69,7 +69,7 @@ class _TransformersSession(DraftSession):
         text = self._text()
         candidates: Any = self._generator.get_candidates(text)[0]  # type: ignore[arg-type]
         if getattr(candidates, "ndim", 0) != 2 or len(candidates) != 1:
-            name = self.call.drafting.name
+            name = self.batch.call.drafting.name
             raise ValueError(f"get_candidates of {name} must return ids [1, length] and scores, got {candidates!r:.80}")
         return DraftTree.chains([candidates[0, text.shape[1] :].tolist()[: max_depths[0]]])
 
@@ -79,5 +79,5 @@ class _TransformersSession(DraftSession):
             self._generator.update_candidate_strategy(self._text(), None, accepted)  # type: ignore[arg-type]
 
     def _text(self) -> torch.Tensor:
-        state = self.call.state
-        return torch.tensor([state.prompts[0] + state.generated[0]], device=self._device)
+        state = self.batch.state
+        return torch.tensor([state.prompts[0] + state.generated[0]], device=self.batch.device)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.base import DraftCall
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.growth import Floats, Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
 from hf_specgen.targets.cache import padded_width
@@ -254,17 +254,17 @@ def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Flo
     return passes, drafter.draft([rows])
 
 
-def tree_size(size: str | int | None, call: DraftCall, depths: Sequence[int], only_pass: int = 0) -> TreeSize:
-    """How large the next trees of a call become, of rows with these maximum depths.
+def tree_size(size: str | int | None, batch: DraftBatch, depths: Sequence[int], only_pass: int = 0) -> TreeSize:
+    """How large the next trees of a batch become, of rows with these maximum depths.
 
     `only_pass` are the tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
     """
     if isinstance(size, int):
         return FixedSize(size)
     rows = max(1, sum(depth > 0 for depth in depths))
-    pass_rows, width = (rows, 2) if call.target is None else call.target.pass_shape(2)
+    pass_rows, width = batch.pass_shape(2)
     pass_rows = max(rows, pass_rows)
-    step = None if size is None or call.depth is None else call.depth.step_latency(pass_rows, call.context_length)
+    step = None if size is None else batch.step_latency(pass_rows)
     if step is None:
         return FixedSize(children=1)
     if only_pass:

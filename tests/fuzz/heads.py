@@ -60,9 +60,9 @@ def head_candidates(case: Case, name: str, model: Any, answers: list[list[int]],
     fault = case.drafter_fault if case.drafter_fault in SCORE_FAULTS else ""
 
     class Steered(CLASSES[name]):  # type: ignore[misc]
-        def begin(self, call: Any, *arguments: Any) -> Any:
+        def begin(self, *arguments: Any) -> Any:
             texts = [_places(text, case.accuracy, case.seed) for text in answers]
-            return steer(super().begin(call, *arguments), texts, fault)
+            return steer(super().begin(*arguments), texts, fault)
 
     with torch.random.fork_rng():
         torch.manual_seed(case.seed)
@@ -84,7 +84,7 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]], fault: str = "") 
 
     def known_tokens(depths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Row, index in `depths`, and token of what is known of the texts at these depths."""
-        for row, generated in enumerate(session.call.state.generated):
+        for row, generated in enumerate(session.batch.state.generated):
             for index, depth in enumerate(depths):
                 known = texts[row][len(generated) + depth :]
                 if known and known[0] is not None:

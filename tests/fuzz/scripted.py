@@ -33,7 +33,7 @@ class _ScriptedSession(DraftSession):
         self._script, self._fault = script, fault
 
     def draft(self, budget: Sequence[int]) -> DraftTree:
-        rows = enumerate(zip(self.call.state.generated, budget, strict=True))
+        rows = enumerate(zip(self.batch.state.generated, budget, strict=True))
         nodes = [self._script(row, generated, depth) if depth else ([], ()) for row, (generated, depth) in rows]
         return faulty_tree(self._fault, nodes) if self._fault and any(budget) else DraftTree.from_nodes(nodes)
 

@@ -1,12 +1,13 @@
 """Calls for tests of single sessions, without a model or beside a target."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from hf_specgen import Candidates, DraftCall, FixedDepth, NgramCandidates
+from hf_specgen import Candidates, DraftBatch, FixedDepth, NgramCandidates, Policy
 from hf_specgen.call import Call, GenerationState
 from hf_specgen.candidates.encoder_draft import decoder_prompt
 from hf_specgen.device_tree import Ancestors, Frontier
@@ -27,11 +28,53 @@ def make_state(prompts: Sequence[Sequence[int]]) -> GenerationState:
 
 
 def make_call(
-    state: GenerationState, *, candidates: Candidates | None = None, processors: Any = None, do_sample: bool = False
-) -> DraftCall:
-    """A call in this state, without model and target."""
+    state: GenerationState,
+    *,
+    candidates: Candidates | None = None,
+    processors: Any = None,
+    do_sample: bool = False,
+    model: Any = None,
+) -> Call:
+    """A call in this state."""
     settings, config = (candidates or NgramCandidates(k=4)).settings(), GenerationConfig(do_sample=do_sample)
-    return DraftCall(None, state, config, settings, processors or LogitsProcessorList())
+    return Call(model, state, config, settings, processors or LogitsProcessorList())
+
+
+class StubModel:
+    """Stands for a target of which a session reads the vocabulary alone."""
+
+    def __init__(self, name_or_path: str = "", vocab: int = 100_000):
+        text_config = SimpleNamespace(vocab_size=vocab)
+        self.name_or_path = name_or_path
+        self.config = SimpleNamespace(is_encoder_decoder=False, get_text_config=lambda: text_config)
+        self._matrix = SimpleNamespace(weight=torch.empty(vocab, 0))
+
+    def get_output_embeddings(self) -> Any:
+        return self._matrix
+
+
+class StubTarget:
+    """Stands for the target of a session that reads no hidden states."""
+
+    verifies_chains_only, device = False, torch.device("cpu")
+
+    def pass_shape(self, tokens: int) -> tuple[int, int]:
+        return 1, tokens
+
+
+def make_batch(
+    state: GenerationState,
+    *,
+    candidates: Candidates | None = None,
+    model: Any = None,
+    policy: Policy | None = None,
+    verification: Any = None,
+) -> DraftBatch:
+    """The rows of a greedy call in this state, without a target's passes."""
+    call = make_call(state, candidates=candidates, model=model or StubModel())
+    target: Any = StubTarget()
+    session = verification or CoupledVerifier().start(call)
+    return DraftBatch(call, target, session, (policy or FixedDepth()).start(call))
 
 
 def frontier_of(tokens: torch.Tensor, depth: int, nodes: int, parent_index: torch.Tensor | None = None) -> Frontier:
@@ -41,21 +84,21 @@ def frontier_of(tokens: torch.Tensor, depth: int, nodes: int, parent_index: torc
 
 
 @torch.no_grad()
-def call_on(model: Any, texts: Sequence[Sequence[int]], candidates: Candidates) -> DraftCall:
-    """A greedy call on a target that has processed these texts but for their last token, which counts as generated."""
+def batch_on(model: Any, texts: Sequence[Sequence[int]], candidates: Candidates) -> DraftBatch:
+    """Rows of a target that has processed these texts but for their last token, which counts as generated."""
     state = make_state([text[:-1] for text in texts])
-    call = Call(model, state, GenerationConfig(), candidates.settings())
+    call = make_call(state, candidates=candidates, model=model)
     target = make_target(candidates.target_requirements(model), model, *decoder_prompt(model, call, state.prompts))
     target.prefill()
     target.commit([[]] * state.batch)
     for row, text in enumerate(texts):
         state.append(row, text[-1:])
-    return DraftCall.of(call, target, CoupledVerifier().start(call), FixedDepth().start(call))
+    return DraftBatch(call, target, CoupledVerifier().start(call), FixedDepth().start(call))
 
 
 def drafted_after(model: Any, text: Sequence[int], candidates: Candidates) -> list[int]:
     """The leftmost chain of the draft after a text, beside a target."""
-    draft = candidates.start(call_on(model, [text], candidates)).draft([candidates.k])
+    draft = candidates.start(batch_on(model, [text], candidates)).draft([candidates.k])
     return draft.leftmost_chain().tokens[0].tolist()
 
 
@@ -63,7 +106,7 @@ def ngram_draft(candidates: NgramCandidates, text: list[int], budget: int = AMPL
     """Tokens and parents of the draft that continues one row, whose last token counts as generated."""
     state = make_state([text[:-1]])
     state.append(0, text[-1:])
-    tree = candidates.start(make_call(state, candidates=candidates)).draft([budget])
+    tree = candidates.start(make_batch(state, candidates=candidates)).draft([budget])
     return tree.tokens[0].tolist(), tree.parents[0]
 
 

@@ -179,7 +179,7 @@ def steered(candidates: Any, texts: Sequence[Sequence[int]]) -> Any:
 @torch.no_grad()
 def reread(session: Any, row: int, count: int) -> Any:
     """The reference: the drafter of a head that has read the first `count` positions of a row's text, in one pass."""
-    call, bound = session.call, session.drafter.bound
+    call, bound = session.batch.call, session.drafter.bound
     text = torch.tensor([call.state.prompts[row] + call.state.generated[row]])
     features = features_of(bound, call.model(text[:, :-1], output_hidden_states=True).hidden_states)[0, :count]
     fresh: Any = type(session.drafter)(bound, None, 1)

@@ -17,7 +17,7 @@ from hf_specgen import (
     LayerSkipCandidates,
     MedusaCandidates,
 )
-from hf_specgen.candidates.base import DraftCall
+from hf_specgen.candidates.draft_batch import DraftBatch
 from tests.helpers import SAMPLING, RecordingStreamer, assert_same_tokens, perturbed_copy, prompts, tiny_model
 from tests.helpers.medusa import random_heads
 
@@ -65,8 +65,8 @@ class Proposes(Candidates, DraftSession):
         super().__init__(k=4)
         self._make = make
 
-    def start(self, call: DraftCall) -> DraftSession:
-        self.call = call
+    def start(self, batch: DraftBatch) -> DraftSession:
+        self.batch = batch
         return self
 
     def draft(self, max_depths: Sequence[int]) -> Any:

@@ -147,7 +147,7 @@ def raise_in_second_draft(session: Any) -> None:
     draft = session.draft
 
     def fail(depths: Any) -> Any:
-        if len(session.call.state.generated[0]) > 4:
+        if len(session.batch.state.generated[0]) > 4:
             raise RuntimeError("a failing strategy")
         return draft(depths)
 

@@ -88,6 +88,14 @@ def test_uninstall_keeps_the_wrapper_of_other_code(monkeypatch: pytest.MonkeyPat
     assert tracer(None, candidate_generator=None) == "plain []"
 
 
+def test_strategy_inside_transformers_own_loop_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a strategy that drafts there without target and verification, or an error that names no remedy."""
+    model, candidates = tiny_model("llama"), NgramCandidates(k=4)
+    monkeypatch.setattr(type(model), "_get_candidate_generator", lambda self, **_: candidates)
+    with pytest.raises(ValueError, match=r"pass it as generate\(candidate_generator=\.\.\.\)"):
+        model.generate(**prompts(1), max_new_tokens=5, prompt_lookup_num_tokens=4)
+
+
 # Transformers' generators in our loop
 
 

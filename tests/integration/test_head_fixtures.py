@@ -5,23 +5,34 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from hf_specgen import AutoCandidates, Call, Candidates, CombinedCandidates, FixedDepth, MedusaCandidates, MTPCandidates
+from hf_specgen import (
+    AutoCandidates,
+    Call,
+    Candidates,
+    CombinedCandidates,
+    DraftBatch,
+    FixedDepth,
+    MedusaCandidates,
+    MTPCandidates,
+)
 from hf_specgen.candidates.encoder_draft import decoder_prompt
 from hf_specgen.heads.drafter import PREFILL_CHUNK
+from hf_specgen.heads.eagle_drafter import EagleDrafter
+from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.head_text import HeadText, NewFeatures
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier, VerificationResult, VerificationSession
 from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.calls import make_call, make_state, with_sessions
 from tests.helpers.comparison import answers, plain_output
-from tests.helpers.head_fixtures import FIXTURES, Fixture, reread, steered
+from tests.helpers.head_fixtures import FIXTURES, Fixture, features_of, reread, steered
 from tests.helpers.medusa import fitted_heads, random_heads
 from tests.helpers.policies import AfterPlainSteps
 
@@ -40,12 +51,13 @@ class Rounds:
         self.target_model = fixture.target
         self._texts = {number: [fixture.text(prompt, number) for prompt in prompts] for number in fixture.rounds}
         texts = [text[:-1] for text in self._texts[1]]
-        call = replace(make_call(make_state(texts), candidates=candidates), model=self.target_model)
+        call = make_call(make_state(texts), candidates=candidates, model=self.target_model)
         requirements = candidates.target_requirements(self.target_model)
         self._target = make_target(requirements, self.target_model, *decoder_prompt(self.target_model, call, texts))
         verification: Any = CoupledVerifier().start(call)
-        self._call = replace(call, target=self._target, verification=verification)
-        self._session: Any = candidates.start(self._call)
+        self._state = call.state
+        batch = DraftBatch(call, self._target, verification, FixedDepth().start(call))
+        self._session: Any = candidates.start(batch)
         self._scores: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         """What the session has asked `draft_scores` for: scores, and the tokens that they are of."""
         draft_scores = verification.draft_scores
@@ -58,7 +70,7 @@ class Rounds:
 
     def draft(self, number: int, depth: int) -> DraftTree:
         """The draft of a round, once the target has emitted the tokens that the text got since the one before."""
-        state = self._call.state
+        state = self._state
         batch = state.batch
         if number == 1:
             self._target.prefill()
@@ -157,7 +169,7 @@ def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree:
     session = candidates.session
     drafter = session.drafter
     for place, (row, length) in enumerate(zip(drafter.rows, drafter.lengths, strict=True)):
-        assert length > len(session.call.state.prompts[row])
+        assert length > len(session.batch.state.prompts[row])
         scratch = reread(session, row, length + getattr(drafter, "layers", 1) - 1)  # some layers read positions again
         for ours, theirs in zip(drafter.cache.layers, scratch.cache.layers, strict=True):
             for mine, expected in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
@@ -202,7 +214,7 @@ def test_row_that_waits_for_slower_rows_same_tokens(name: str) -> None:
         draft = session.draft
 
         def recorded(max_depths: Sequence[int]) -> Any:
-            drafts.append((len(session.call.state.generated[0]), max_depths[0]))
+            drafts.append((len(session.batch.state.generated[0]), max_depths[0]))
             return draft(max_depths)
 
         session.draft = recorded
@@ -265,3 +277,36 @@ def test_mtp_rotary_frequencies_of_a_half_precision_target_are_its_own(name: str
     position_ids, like = torch.tensor([[5000, 100_001]]), torch.zeros(1, dtype=torch.float32)
     own = model.get_decoder().rotary_emb(like, position_ids)
     assert all(torch.equal(*pair) for pair in zip(head.rotary(like, position_ids), own, strict=True))
+
+
+class GivenFeatures:
+    """Stands for the queue of a drafter's features: those of the prompts of new rows."""
+
+    def __init__(self, features: torch.Tensor, tokens: list[int]):
+        self._features, self._tokens = features, tokens
+
+    def take_prompts(self, first: int) -> NewFeatures:
+        return NewFeatures([self._features], [self._tokens], [True])
+
+    def keep_rows(self, kept: Any) -> None:
+        """Nothing is kept."""
+
+    def append_rows(self, new: int) -> None:
+        """Its features are given."""
+
+
+@torch.no_grad()
+def test_eagle_row_that_joins_continues_its_own_prompt() -> None:
+    """Would catch: a row without further text that drafts from the output of the row before it."""
+    bound: Any = load_head(EAGLE.head_folder).bind(EAGLE.target)
+    text = torch.arange(3, 9)[None]
+    features = features_of(bound, EAGLE.target(text, output_hidden_states=True).hidden_states)[0]
+    first, second = (features[:4], [4, 5, 6, 7]), (features[4:5], [8])
+    alone = EagleDrafter(bound, None, 1).read(HeadText([second[0]], [second[1]], [True]))
+    drafter = EagleDrafter(bound, GivenFeatures(*second), 1)
+    drafter.read(HeadText([first[0]], [first[1]], [True]))
+    drafter.keep_rows([0])
+    drafter.append_rows(1)
+    nothing = features[:0]
+    logits = drafter.read(HeadText([features[4:5], nothing], [[8], []], [True, True]))
+    torch.testing.assert_close(logits[1], alone[0], atol=1e-4, rtol=1e-4)

@@ -241,7 +241,7 @@ def test_layout_that_the_file_leaves_open_is_measured(first: int) -> None:
     class Recording(DFlashCandidates):
         def begin(self, *arguments: Any) -> Any:
             sessions.append(super().begin(*arguments))
-            bound, state = sessions[-1].drafter.bound, sessions[-1].call.state
+            bound, state = sessions[-1].drafter.bound, sessions[-1].batch.state
 
             def logits(output: torch.Tensor) -> torch.Tensor:
                 """Position `first` of the block prefers the next token, the other positions token 0."""

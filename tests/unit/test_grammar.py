@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import takewhile
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen import DraftTree, NgramCandidates
-from hf_specgen.candidates.base import DraftCall, DraftSession
+from hf_specgen.candidates.base import DraftSession
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.grammar import GrammarSession, GrammarState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
-from tests.helpers.calls import make_call, make_state
+from tests.helpers.calls import StubModel, make_batch, make_state
 from tests.helpers.paths import REFERENCE_LM
 
 VOCAB = 8
@@ -45,8 +44,8 @@ class TableState(GrammarState):
 class Fixed(DraftSession):
     """Proposes a given tree, and remembers what it observed."""
 
-    def __init__(self, call: DraftCall, tree: DraftTree):
-        super().__init__(call)
+    def __init__(self, batch: DraftBatch, tree: DraftTree):
+        super().__init__(batch)
         self._tree, self.observed = tree, list[VerificationResult]()
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -60,7 +59,7 @@ def draft_under(table: Table, tree: DraftTree, size: Any, text: Sequence[int] = 
     """The draft after a text that the grammar has been in since its last token."""
     state = make_state([list(text[:-1])])
     state.append(0, text[-1:])
-    session = GrammarSession(Fixed(make_call(state), tree), [TableState({**table, 0: (text[-1],)}, 0)], size)
+    session = GrammarSession(Fixed(make_batch(state), tree), [TableState({**table, 0: (text[-1],)}, 0)], size)
     return session.draft([4])
 
 
@@ -110,7 +109,7 @@ def test_grammar_session_reports_outcomes_of_the_drafters_own_tree() -> None:
     """Would catch: nodes of the extended tree reported to a drafter that does not have them."""
     state = make_state([[1, 2]])
     state.append(0, [3])
-    inner = Fixed(make_call(state), DraftTree.chains([[6, 5]]))
+    inner = Fixed(make_batch(state), DraftTree.chains([[6, 5]]))
     session = GrammarSession(inner, [TableState({0: (3,), 3: (5,)}, 0)], 8)
     tree = session.draft([4])
     assert paths_of(tree)[0] == [5]
@@ -123,8 +122,8 @@ def test_grammar_that_the_text_has_left_is_not_used(text: list[int]) -> None:
     """Would catch: a matcher that receives more of a text which it has refused."""
     state = make_state([[1]])
     state.append(0, text)
-    call = make_call(state, candidates=NgramCandidates(k=2))
-    session = GrammarSession(Fixed(call, DraftTree.chains([[7]])), [TableState({0: (1,), 1: (5,)}, 0)], None)
+    batch = make_batch(state, candidates=NgramCandidates(k=2))
+    session = GrammarSession(Fixed(batch, DraftTree.chains([[7]])), [TableState({0: (1,), 1: (5,)}, 0)], None)
     assert paths_of(session.draft([2])) == [[7]]
 
 
@@ -175,9 +174,9 @@ def test_grammar_with_free_whitespace_drafts_the_layout_of_the_text(layout: str,
     contents = ["".join(tokenizer.decode([token]).split()) for token in range(len(tokenizer))]
     state = make_state([tokenizer.encode("Extract the people as JSON.\n\n", add_special_tokens=False)])
     state.append(0, script[:1])
-    call = replace(make_call(state), model=cast(Any, SimpleNamespace(name_or_path=str(REFERENCE_LM))))
+    batch = make_batch(state, model=StubModel(str(REFERENCE_LM)))
     grammar = LayoutState(contents, f"[{RECORD},{RECORD}]", False, {})
-    session, count = GrammarSession(Fixed(call, DraftTree.empty(1)), [grammar], None), 0
+    session, count = GrammarSession(Fixed(batch, DraftTree.empty(1)), [grammar], None), 0
     while len(state.generated[0]) < len(script):
         [draft], done = session.draft([10]).token_lists(), len(state.generated[0])
         accepted = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(draft, script[done:], strict=False))))

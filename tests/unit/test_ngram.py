@@ -1,6 +1,5 @@
 """Drafts of `NgramCandidates`, against a slow enumeration of all paths."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
 from hf_specgen.depth import AdaptiveDepth, CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
-from tests.helpers.calls import AMPLE, make_call, make_state, ngram_draft
+from tests.helpers.calls import AMPLE, make_batch, make_state, ngram_draft
 
 texts = st.lists(st.sampled_from([0, 1, 2**30]), max_size=40)
 CHAIN = SearchLimits(64, is_chain=True)
@@ -97,7 +96,7 @@ def test_outcomes_are_of_the_strongest_vote_at_the_depth_of_the_node() -> None:
 def test_observe_rejections_make_the_class_less_likely() -> None:
     """Would catch: odds that do not change, or of another class than the one that was tried."""
     state = make_state([[1, 2, 3, 4, 1, 2, 3]])
-    session = NgramCandidates(k=1).start(make_call(state))
+    session = NgramCandidates(k=1).start(make_batch(state))
     session.draft([1])
     [(tried, _, _)] = outcomes(session._trees[0], [9], session._odds)
     session.observe(VerificationResult([[]], [[9]], [0]))
@@ -124,9 +123,8 @@ def test_size_of_drafts_follows_what_the_call_has_accepted_of_what_was_expected(
         def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[None]:
             return SearchTree([5, 6, 7], [-1, 0, 1], [0.9, 0.6, 0.4], [None] * 3)
 
-    call = make_call(make_state([[1]]))
     curve = LatencyModel.from_curves(CostCurve((1, 5), (1.0, 2.0), 256, 1))
-    session = Session(replace(call, depth=AdaptiveDepth(curve).start(call)), 3, "auto")
+    session = Session(make_batch(make_state([[1]]), policy=AdaptiveDepth(curve)), 3, "auto")
     sizes = []
     for _ in range(8):
         sizes.append(session.draft([3]).nodes)
@@ -138,12 +136,12 @@ def test_observe_of_a_session_learns_for_its_model_only() -> None:
     """Would catch: odds of one model that change the drafts of another."""
     state = make_state([[1, 2, 3, 4, 1, 2, 3]])
     candidates = NgramCandidates(k=2)
-    session = candidates.start(make_call(state, candidates=candidates))
+    session = candidates.start(make_batch(state, candidates=candidates))
     before = session.draft([1]).probability
     state.append(0, [9])
     session.observe(VerificationResult([[]], [[9]], [0]))
     session.end()
-    assert candidates.start(make_call(make_state([[1, 2, 3, 4, 1, 2, 3]]))).draft([1]).probability == before
+    assert candidates.start(make_batch(make_state([[1, 2, 3, 4, 1, 2, 3]]))).draft([1]).probability == before
 
 
 @pytest.mark.parametrize(
@@ -168,7 +166,7 @@ def test_draft_of_growing_text_equals_a_new_session(prompt: list[int], steps: An
     """Would catch: generated tokens indexed twice or not at all after steps without a draft (budget 0)."""
     candidates = NgramCandidates(k=4, tree=tree_size)
     state = make_state([prompt, [1]])
-    session = candidates.start(make_call(state, candidates=candidates))
+    session = candidates.start(make_batch(state, candidates=candidates))
     for number, step in enumerate(steps):
         state.append(0, step)
         tree = session.draft([0 if number % 2 else AMPLE, 0])

@@ -1,4 +1,4 @@
-"""`NgramHistory`: texts of earlier calls; and `NgramCandidates` in Transformers' own loop (`get_candidates`)."""
+"""`NgramHistory`: texts of earlier calls."""
 
 import copy
 import inspect
@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from hf_specgen import Call, DraftSession, NgramCandidates, NgramHistory
+from hf_specgen import NgramCandidates, NgramHistory
 from hf_specgen.candidates.ngram_history import FORMAT
 from hf_specgen.candidates.ngram_index import MAX_BATCH, MAX_MATCH_LENGTH, MIN_CAPACITY, SEPARATOR, NgramIndex
 from tests.helpers import reference
-from tests.helpers.calls import make_call, make_state, ngram_draft
+from tests.helpers.calls import make_batch, make_state, ngram_draft
 
 
 def history_of(*texts: list[int], **kwargs: int) -> NgramHistory:
@@ -112,7 +111,7 @@ def test_session_end_adds_prompt_and_output_of_every_row() -> None:
     """Would catch: only the prompts added, rows of a batch joined to one text, or output taken for a prompt."""
     history = NgramHistory()
     state = make_state([[1, 2], [3]])
-    session = NgramCandidates(history=history).start(make_call(state))
+    session = NgramCandidates(history=history).start(make_batch(state))
     state.append(0, [7, 8])
     assert len(history) == 0
     session.end()
@@ -197,61 +196,6 @@ def test_history_shared_by_threads_keeps_every_text() -> None:
         list(threads.map(use, range(1, 5)))
     texts = [kept(history)[place : place + 10] for place in range(0, len(history), 10)]
     assert sorted(texts) == sorted([[first] * 9 + [SEPARATOR] for first in range(1, 5) for _ in range(60)])
-
-
-# Transformers' interface
-
-
-class CountingCandidates(NgramCandidates):
-    """Counts the sessions that are started."""
-
-    sessions = 0
-
-    def start(self, call: Call) -> DraftSession:
-        self.sessions += 1
-        return super().start(call)
-
-
-def candidates_for(generator: NgramCandidates, text: list[int]) -> list[int]:
-    """The tokens that `get_candidates` proposes after a text."""
-    ids, q = generator.get_candidates(torch.tensor([text]))
-    assert q is None and ids.dtype == torch.long and ids.shape[0] == 1
-    assert ids[0, : len(text)].tolist() == text
-    return ids[0, len(text) :].tolist()
-
-
-def test_get_candidates_of_a_growing_text_keeps_its_session() -> None:
-    """Would catch: the whole text indexed again for every draft, or the new tokens not indexed at all."""
-    generator = CountingCandidates(k=2)
-    assert candidates_for(generator, [5, 6, 7, 5]) == [6, 7]
-    assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8]) == [9, 5]
-    assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8]) == [9, 5]
-    assert candidates_for(generator, [5, 6, 7, 5, 8, 9, 5, 8, 1, 2, 1]) == [2, 1]
-    assert generator.sessions == 1
-
-
-@settings(max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), max_size=6)), min_size=1, max_size=6))
-def test_get_candidates_of_texts_in_any_order_indexes_the_text(steps: list[tuple[int, list[int]]]) -> None:
-    """Would catch: a truncated text taken for one that continues."""
-    generator, text = NgramCandidates(k=3, min_ngram=2), [1]
-    for kept, more in steps:
-        text = text[:kept] + more or [0]
-        candidates_for(generator, text)
-        assert list(generator._own_call[1]._texts[0].index.tokens)[-len(text) :] == text  # type: ignore[attr-defined]
-
-
-def test_get_candidates_of_a_tree_is_its_leftmost_chain() -> None:
-    """Would catch: the nodes of a tree returned as if they were a chain."""
-    text = [5, 6, 7, 5, 8, 9, 5]
-    assert ngram_draft(NgramCandidates(k=2, tree=4), text) == ([8, 6, 9, 7], (-1, -1, 0, 1))
-    assert candidates_for(NgramCandidates(k=2, tree=4), text) == [8, 9]
-
-
-def test_get_candidates_of_two_rows_raises() -> None:
-    """Would catch: drafts for the first row alone."""
-    with pytest.raises(ValueError, match="works on one row, got 2"):
-        NgramCandidates().get_candidates(torch.tensor([[1, 2], [3, 4]]))
 
 
 def test_refresh_reads_what_another_process_saved_once(tmp_path: Path) -> None:

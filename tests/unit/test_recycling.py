@@ -2,10 +2,9 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen import AdaptiveDepth, Candidates, CombinedCandidates, DraftTree, FixedDepth, RecyclingCandidates
-from hf_specgen.candidates.base import DraftCall, DraftSession, vocabulary_size
+from hf_specgen.candidates.base import DraftSession, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.combined import UNPROPOSED, _Origin, merged_children
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.recycling import RECYCLED_FRACTION, SUCCESSORS, RecyclingTable
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import TopTokens
 from tests.helpers import assert_same_tokens, fresh_model, prompts, tiny_model
-from tests.helpers.calls import make_call, make_state
+from tests.helpers.calls import make_batch, make_state
 from tests.helpers.reference import node_paths
 
 
@@ -91,8 +91,7 @@ def enumerate_nodes(
 @given(st.integers(0, 100), st.integers(0, 3), st.integers(0, 40))
 def test_search_agrees_with_the_reference(seed: int, depth: int, count: int) -> None:
     """Would catch: a node that is not among the most probable, a sibling lost, empty places drafted as token -1."""
-    call = replace(make_call(make_state([[1, 3]])), model=tiny_model("llama"))
-    session: Any = RecyclingCandidates().start(call)
+    session: Any = RecyclingCandidates().start(make_batch(make_state([[1, 3]]), model=tiny_model("llama")))
     session._table = table = random_table(seed)
     tree = session.search(0, depth, SearchLimits(count))
     expected = enumerate_nodes(table, 3, depth)
@@ -215,13 +214,13 @@ class Scripted(Candidates):
         self.depths: list[int] = []
         self.observed: list[Any] = []
 
-    def start(self, call: DraftCall) -> DraftSession:
-        return _ScriptedSession(self, call)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        return _ScriptedSession(self, batch)
 
 
 class _ScriptedSession(DraftSession):
-    def __init__(self, settings: Scripted, call: DraftCall):
-        super().__init__(call)
+    def __init__(self, settings: Scripted, batch: DraftBatch):
+        super().__init__(batch)
         self._settings = settings
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -244,8 +243,8 @@ def test_network_is_left_out_where_many_tokens_are_expected_without_it(
     """Would catch: a network that drafts beside long copied text, copied text beside nodes that were drawn."""
     copied = Scripted(list(range(1, 17)), acceptance, is_network=False)
     network = Scripted([40, 41], 0.9, is_network=True)
-    call = replace(make_call(make_state([[1, 2, 3]])), verification=cast(Any, SimpleNamespace(wants_q=samples)))
-    session = CombinedCandidates([network, copied], tree=32).start(call)
+    batch = make_batch(make_state([[1, 2, 3]]), verification=SimpleNamespace(wants_q=samples))
+    session = CombinedCandidates([network, copied], tree=32).start(batch)
     tree = session.draft([16])
     assert network.depths == [16 if drafts else 0]
     assert (40 in tree.tokens[0].tolist()) == drafts and (1 in tree.tokens[0].tolist()) == (not drafts or not samples)

@@ -1,0 +1,141 @@
+"""What a draft session sees of a call: its rows, and what target, verification and policy know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specgen.call import Call
+from hf_specgen.depth import PolicySession
+from hf_specgen.depth.latency import LatencyModel, StepLatency
+from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.targets.target import Target
+from hf_specgen.verification import VerificationSession
+from hf_specgen.verification.processors import ScoreProcessors
+
+
+class DraftBatch:
+    """The rows that a session drafts for. Read-only.
+
+    Args:
+        call: the settings of the call.
+        target: runs the forward passes of the model.
+        verification: verifies the drafts.
+        policy: chooses how deep rows draft.
+
+    Attributes:
+        call: the settings of the call: generation config, strategy, logits processors, encoder input, tokenizer, …
+        state: the tokens of every row, updated by every step: `prompts` and `generated`.
+        model: the target.
+        target: what runs its passes, only for drafters that run its layers or read its cache.
+    """
+
+    def __init__(self, call: Call, target: Target, verification: VerificationSession, policy: PolicySession):
+        self.call = call
+        self.state = call.state
+        self.model = cast(PreTrainedModel, call.model)
+        self.target = target
+        self._verification = verification
+        self._policy = policy
+
+    def with_settings(self, **settings: Any) -> DraftBatch:
+        """The same rows with other settings of the call."""
+        return DraftBatch(replace(self.call, **settings), self.target, self._verification, self._policy)
+
+    # The rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target reads its input."""
+        return self.target.device
+
+    def active_rows(self) -> list[bool]:
+        """Whether each row has not ended; a row that has ended never drafts again."""
+        return [not self.state.has_ended(row) for row in range(self.state.batch)]
+
+    # The target
+
+    @property
+    def verifies_chains_only(self) -> bool:
+        """Whether drafts must be chains, as for targets with a recurrent state."""
+        return self.target.verifies_chains_only
+
+    @property
+    def present_rows(self) -> list[int]:
+        """The rows that the target computes; others have ended."""
+        return self.target.rows
+
+    def pass_shape(self, tokens: int) -> tuple[int, int]:
+        """How many rows, and tokens of each, the target computes in a pass over so many tokens of each row."""
+        return self.target.pass_shape(tokens)
+
+    def committed_states(self, layers: Sequence[int]) -> list[torch.Tensor]:
+        """The target's hidden states `[kept, layers * hidden]` of each row's tokens that the last step has kept.
+
+        After the prefill those of the prompts. For strategies that name the layers in `target_requirements`.
+        """
+        return cast(HiddenStateTarget, self.target).committed_states(layers)
+
+    def last_states(self, layers: Sequence[int]) -> torch.Tensor:
+        """`[batch, layers * hidden]` the target's hidden states that chose each row's last token."""
+        return cast(HiddenStateTarget, self.target).states_of(layers)
+
+    # Verification
+
+    @property
+    def do_sample(self) -> bool:
+        """Whether tokens are sampled."""
+        return self.call.do_sample
+
+    @property
+    def wants_q(self) -> bool:
+        """Whether a draft that was sampled carries the probabilities it was sampled with (`DraftTree.q`)."""
+        return self._verification.wants_q
+
+    @property
+    def score_processors(self) -> ScoreProcessors:
+        """The logits processors of the call that read the scores alone, which a drafter's logits pass through."""
+        return self._verification.processors.score_processors
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether `draft_scores` follow from the scores and `draft_noise` alone."""
+        return self._verification.shares_noise
+
+    def draft_scores(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Scores of each token as a draft token, see `VerificationSession.draft_scores`."""
+        return self._verification.draft_scores(scores, steps, tokens)
+
+    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+        """The noise with which the target samples, see `VerificationSession.draft_noise`."""
+        return self._verification.draft_noise(steps, device)
+
+    # The policy
+
+    @property
+    def latency(self) -> LatencyModel | None:
+        """The latencies of passes; None if the policy has none."""
+        return self._policy.latency
+
+    def step_latency(self, rows: int) -> StepLatency | None:
+        """The latencies of a step of so many rows, for strategies that size their own trees; None if unknown."""
+        return self._policy.step_latency(rows, self.call.context_length)
+
+    def affords_prefill(self) -> bool:
+        """Whether the drafter's prefill is short beside the call."""
+        return self._policy.affords_prefill()
+
+    @property
+    def carries_over(self) -> bool:
+        """Whether acceptance counted in earlier calls may be used, and this call's kept for later ones.
+
+        Not where equal calls have to draft alike: with a policy that measures nothing, and in rejection sampling, whose
+        text depends on the draft.
+        """
+        return self.call.remembers and not self.wants_q and self._policy.remembers
