@@ -29,7 +29,7 @@ from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates
 from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
-from hf_specgen.candidates.draft_runner import DraftModelDrafter, ParallelDrafter
+from hf_specgen.candidates.draft_runner import DraftModelDrafter, LoadedDraft, ParallelDrafter
 from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
     check_vocabulary,
@@ -189,16 +189,14 @@ class DraftModelCandidates(PretrainedCandidates):
             draft, token_ids = self._restricted.on(full, lambda: restricted_model(full, ids))
         # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
         compile = False if reads_target or batch.state.drafts_together else self.compile
-        model = draft, texts, window, self.share_encoder, compile
+        loaded = LoadedDraft(draft, texts, window, self.share_encoder, compile)
         watches_length = takes_window and window is None
         if parallel is not None:
             features = TargetFeatures(batch, draft, parallel) if reads_target else None
             k = min(self.k, MAX_PARALLEL_DEPTH) if self.adaptive_tree else self.k
-            one_pass = ParallelDrafter(
-                batch, *model, k=k, mask_token=parallel.mask_token, vocab=size, features=features
-            )
+            one_pass = ParallelDrafter(batch, loaded, k=k, mask_token=parallel.mask_token, features=features)
             return OnePassSession(batch, one_pass, k, self.tree, watches_length)
-        drafter = DraftModelDrafter(batch, *model, k=self.k, shared=shared, token_ids=token_ids)
+        drafter = DraftModelDrafter(batch, loaded, k=self.k, shared=shared, token_ids=token_ids)
         return LevelSession(
             batch,
             drafter,

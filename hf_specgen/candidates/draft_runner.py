@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specgen.call import Compile
+from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_window import DraftWindow
@@ -34,6 +35,24 @@ from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import position_table
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class LoadedDraft:
+    """A draft model as a call uses it.
+
+    Args:
+        model: the draft model.
+        texts: the prompts in its tokens.
+        window: the part of the texts that it reads; None: all of it.
+        share_encoder, compile: as for `DraftModelCandidates`.
+    """
+
+    model: PreTrainedModel
+    texts: Sequence[DraftText]
+    window: DraftWindow | None
+    share_encoder: bool | None
+    compile: Compile
 
 
 @dataclass
@@ -84,10 +103,8 @@ class DraftModelDrafter:
     A draft model with another tokenizer drafts the tokens that it shares with the target.
 
     Args:
-        draft: the model.
-        texts: the prompts in its tokens.
-        window: the part of the texts that it reads; None: all of it.
-        share_encoder, compile: as for `DraftModelCandidates`.
+        batch: the rows.
+        draft: the model, and what it reads.
         k: maximum depth of a draft.
         shared: the tokens that both vocabularies have, of a draft model with another tokenizer.
         token_ids: `[draft vocab]` the target's ids of a restricted draft vocabulary.
@@ -102,11 +119,7 @@ class DraftModelDrafter:
     def __init__(
         self,
         batch: DraftBatch,
-        draft: PreTrainedModel,
-        texts: Sequence[DraftText],
-        window: DraftWindow | None,
-        share_encoder: bool | None,
-        compile: Compile,
+        draft: LoadedDraft,
         *,
         k: int,
         shared: SharedVocabulary | None = None,
@@ -114,19 +127,17 @@ class DraftModelDrafter:
     ):
         self._batch = batch
         self._draft = draft
-        self._window = window
-        self._share_encoder = share_encoder
-        self._compile = compile
+        self._window = draft.window
         self._k = k
         self._shared = shared
         self.token_ids = token_ids
-        self._max_positions = position_table(text_config(draft))
-        self._rows = [_CachedRow(text) for text in texts]
-        self._drafts = [True] * len(texts)  # rows that take part in the current draft
+        self._max_positions = position_table(text_config(draft.model))
+        self._rows = [_CachedRow(text) for text in draft.texts]
+        self._drafts = [True] * len(draft.texts)  # rows that take part in the current draft
         self._expanded = 0  # nodes of each row in the cache
         self._has_prompt = False
         self.reader = self._begin(self._rows)
-        is_plain_text = all(type(text) is DraftText for text in texts)
+        is_plain_text = all(type(text) is DraftText for text in draft.texts)
         self._rows_can_change = is_plain_text and not self.reader.verifies_chains_only
 
     @property
@@ -139,7 +150,7 @@ class DraftModelDrafter:
         depths = self._limited(max_depths)
         if not any(depths):
             return None
-        self._prefill()
+        self._read_prompts()
         return self._uncached(depths)
 
     def read(self, text: UncachedText) -> torch.Tensor:
@@ -215,17 +226,18 @@ class DraftModelDrafter:
                 f"the prompt has {longest} tokens, but the draft reads at most {self._max_positions}; use another draft"
             )
         known = [self._known(tokens) for tokens in prompts]
-        prompt = draft_prompt(self._draft, self._batch.call, known, self._share_encoder)
+        model = self._draft.model
+        prompt = draft_prompt(model, self._batch.call, known, self._draft.share_encoder)
         try:
-            check_computation(self._draft, TargetRequirements(), *prompt)
+            check_computation(model, TargetRequirements(), *prompt)
         except ValueError as error:
             remedy = "give another draft, or load it without quantisation"
             raise ValueError(f"the draft model, not the target: {error}; or {remedy}") from error
-        return make_target(TargetRequirements(), self._draft, *prompt, compile=self._compile)
+        return make_target(TargetRequirements(), model, *prompt, compile=self._draft.compile)
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Token ids, with 0 in place of those without an embedding: a target may have a larger, padded table."""
-        size = embedding_size(self._draft)
+        size = embedding_size(self._draft.model)
         return [token if token < size else 0 for token in tokens]
 
     def _length(self, row: _CachedRow) -> int:
@@ -246,7 +258,7 @@ class DraftModelDrafter:
             limits.append(max(0, self._max_positions - self._length(row)) if complete and has_text else 0)
         return [min(depth, limit) for depth, limit in zip(max_depths, limits, strict=True)]
 
-    def _prefill(self) -> None:
+    def _read_prompts(self) -> None:
         """Read the prompts, before the first draft, so that a call that never drafts does not."""
         if not self._has_prompt:
             self.reader.prefill()
@@ -302,23 +314,12 @@ class ParallelDrafter(DraftModelDrafter):
     """Drafts with a model that predicts all tokens in one pass over the new text and mask tokens (PARD, PARD-2)."""
 
     def __init__(
-        self,
-        batch: DraftBatch,
-        draft: PreTrainedModel,
-        texts: Sequence[DraftText],
-        window: DraftWindow | None,
-        share_encoder: bool | None,
-        compile: Compile,
-        *,
-        k: int,
-        mask_token: int,
-        vocab: int,
-        features: TargetFeatures | None,
+        self, batch: DraftBatch, draft: LoadedDraft, *, k: int, mask_token: int, features: TargetFeatures | None
     ):
-        """`vocab` is the target's vocabulary; `features` adds the target's hidden states to embeddings (PARD-2)."""
-        super().__init__(batch, draft, texts, window, share_encoder, compile, k=k)
+        """`features` adds the target's hidden states to embeddings (PARD-2); None for PARD."""
+        super().__init__(batch, draft, k=k)
         self._mask = mask_token
-        self._vocab = vocab
+        self._vocab = vocabulary_size(batch.model)
         self._features = features
 
     @property
@@ -336,7 +337,7 @@ class ParallelDrafter(DraftModelDrafter):
             return None
         is_first = features is not None and not features.queue.was_taken
         with nullcontext() if features is None or not is_first else features.added(features.of_prompts()):
-            self._prefill()
+            self._read_prompts()
         text = self._uncached(depths)
         masks = max(depths) - 1
         return text._replace(passes=[*text.passes[:-1], text.passes[-1] + sum(self._drafts) * masks])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_specgen import Call, Candidates, DraftSession, DraftTree, Policy, PolicySession
+from hf_specgen import Call, Candidates, DraftBatch, DraftSession, DraftTree, Policy, PolicySession
 
 Nodes = tuple[list[int], tuple[int, ...]]
 """Tokens and parents of a row's draft tree; parent -1 continues the row."""
@@ -23,13 +23,13 @@ class Scripted(Candidates):
         super().__init__(k, policy)
         self._start_script, self._fault = start_script, fault
 
-    def start(self, call: Call) -> DraftSession:
-        return _ScriptedSession(call, self._start_script(), self._fault)
+    def start(self, batch: DraftBatch) -> DraftSession:
+        return _ScriptedSession(batch, self._start_script(), self._fault)
 
 
 class _ScriptedSession(DraftSession):
-    def __init__(self, call: Call, script: Script, fault: str):
-        super().__init__(call)
+    def __init__(self, batch: DraftBatch, script: Script, fault: str):
+        super().__init__(batch)
         self._script, self._fault = script, fault
 
     def draft(self, budget: Sequence[int]) -> DraftTree:

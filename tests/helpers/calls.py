@@ -43,7 +43,7 @@ def make_call(
 class StubModel:
     """Stands for a target of which a session reads the vocabulary alone."""
 
-    def __init__(self, name_or_path: str = "", vocab: int = 100_000):
+    def __init__(self, name_or_path: str = "", vocab: int = 2**31):
         text_config = SimpleNamespace(vocab_size=vocab)
         self.name_or_path = name_or_path
         self.config = SimpleNamespace(is_encoder_decoder=False, get_text_config=lambda: text_config)
