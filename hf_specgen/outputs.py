@@ -158,7 +158,8 @@ class OutputCollector:
             self._kept[name].append(torch.stack([row.popleft() if row else blank for row in rows]))
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
         stops = self._stops.pop(self.columns, None) or self._custom_stops(self.columns)
-        self.stream(torch.tensor(tokens))
+        if self._streamer is not None:
+            self.stream(torch.tensor(tokens))
         at_length = state.prompt_length + self.columns >= state.max_length
         for row, text in enumerate(state.generated):
             if state.stopped[row] or not (stops[row] or at_length or tokens[row] in state.stop_ids):

@@ -12,9 +12,9 @@ MIN_PROBABILITY, MAX_PROBABILITY = 0.001, 0.999
 
 
 def finite(scores: torch.Tensor) -> torch.Tensor:
-    """A drafter's logits with NaN as the lowest one, which `topk` would rank first, and without infinity.
+    """A drafter's logits without NaN and infinity, which rejection sampling and some logits processors refuse.
 
-    One that overflows would make all probabilities NaN; and some logits processors refuse both.
+    Elsewhere they pass: candidates without a probability are left out where the best nodes are selected.
     """
     return scores.nan_to_num(-1e20, 1e20, -1e20)
 

@@ -46,7 +46,10 @@ class Proposals:
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """`[batch, nodes, draft vocab]` the processed scores of a pass."""
-        return self.processors(finite(logits[..., : self.vocab].float()), self.token_ids is None)
+        scores = logits[..., : self.vocab].float()
+        if self.wants_q or self.processors.reads_scores:
+            scores = finite(scores)
+        return self.processors(scores, self.token_ids is None)
 
     def __call__(
         self, scores: torch.Tensor, draft_scores: torch.Tensor

@@ -322,11 +322,12 @@ class Growth:
         numbers = constants.numbers[: self.children + self.candidates].expand(rows, -1)
         if ids is not None:
             numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
-        # The planes one after the other, in one operation.
+        # The planes one after the other, in one operation. Candidates whose drafter gave NaN are no nodes.
         tokens = [self.last_tokens.expand(-1, self.children), *(level.tokens for level in self._levels)]
         depths_and_parents = constants.depths_and_parents.expand(rows, -1)
         paths = [constants.root_paths.expand(rows, -1), *(level.paths for level in self._levels)]
-        return torch.cat([*tokens, numbers, depths_and_parents, *paths], dim=1).view(rows, PLANES, -1)
+        values = torch.cat([*tokens, numbers, depths_and_parents, *paths], dim=1)
+        return values.nan_to_num(NO_NODE, inf, -inf).view(rows, PLANES, -1)
 
     def _order(
         self, paths: Tensor, ids: Tensor | None, nodes: int, expanded_first: bool, with_expanded: bool
@@ -386,7 +387,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
 
 def _descending(paths: Floats) -> Floats:
     """The probabilities of which these are the logarithms, sorted by row."""
-    return probability_of(np.sort(paths, axis=1)[:, ::-1])
+    return probability_of(np.sort(np.nan_to_num(paths, nan=NO_NODE), axis=1)[:, ::-1])
 
 
 class Snapshot(NamedTuple):

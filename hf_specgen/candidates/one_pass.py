@@ -89,7 +89,10 @@ class OnePassSession(DrafterSession[OnePassDrafter[T]], Generic[T]):
     def _ranked(self, predicted: DepthLogits) -> tuple[DepthLogits, list[Ranked]]:
         """The logits after the score-only processors, and what the host reads of each row."""
         candidates = predicted.candidates
-        scores = self.batch.score_processors(finite(predicted.logits), candidates is None)
+        scores = predicted.logits
+        if self.wants_q or self.batch.score_processors.reads_scores:
+            scores = finite(scores)
+        scores = self.batch.score_processors(scores, candidates is None)
         steps = [range(len(text), len(text) + scores.shape[1]) for text in self.batch.state.generated]
         draft_scores = self.batch.draft_scores(scores, steps, candidates)
         probability, index = draft_scores.softmax(dim=-1).topk(min(self.ranks, draft_scores.shape[-1]))
@@ -100,7 +103,8 @@ class OnePassSession(DrafterSession[OnePassDrafter[T]], Generic[T]):
         read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
         size = index[0].numel()
         integers = read[:, size:].astype(int)
-        values = np.minimum(read[:, :size].reshape(index.shape).astype(np.float64), MAX_PROBABILITY)
+        values = np.nan_to_num(read[:, :size].reshape(index.shape).astype(np.float64))
+        values = np.minimum(values, MAX_PROBABILITY)
         tokens = integers[:, :size].reshape(index.shape)
         numbers = np.zeros_like(tokens)
         if candidates is not None:
