@@ -188,6 +188,7 @@ def test_prompt_may_be_what_a_tokenizer_returns(tokenizer: Any, reference_model:
 
 @pytest.mark.parametrize("prompt", [None, {"text": "x"}, [1.5], [["x"]]])
 def test_prompt_that_is_no_token_ids_is_refused(prompt: Any) -> None:
+    """Would catch: an error of PyTorch about a data type, without the number of the prompt."""
     with pytest.raises(TypeError, match=r"prompt 1: a prompt must be token ids, such as tokenizer\(text\)"):
         list(generate_many(tiny_model("llama"), [[1, 2], prompt], NgramCandidates(), max_new_tokens=2))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig
 
 from hf_specgen import DraftTree, compat
+from hf_specgen.device_tree import Ancestors, Frontier
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.masks import StepLayout, StepMasks, additive, chunked_mask, full_mask, sliding_mask
 from hf_specgen.targets.target import Target
@@ -138,28 +139,47 @@ def path_logits(model: torch.nn.Module, text: torch.Tensor, tokens: list[int], p
     return model(torch.cat([text, torch.tensor(path)])[None]).logits[0, -1]
 
 
+def frontiers(width: int) -> Iterator[Frontier]:
+    """The three levels of `TREES`, or of the chains of their first nodes, as `Growth` expands them."""
+    device = torch.device("cpu")
+    ancestors = Ancestors(2, 1, device)
+    depths = [0]
+    for level in range(3):
+        nodes = range(2 * level, 2 * level + width)
+        tokens = torch.tensor([[tree_tokens[node] for node in nodes] for tree_tokens, _ in TREES])
+        parent_index = None
+        if width > 1 and level:
+            parent_index = torch.tensor([[parents[node] - 2 * (level - 1) for node in nodes] for _, parents in TREES])
+        depths += [1 + level] * width
+        ancestors = Ancestors(2, width, device, ancestors, parent_index)
+        of_nodes = torch.tensor(depths) if width > 1 else None
+        yield Frontier(tokens, 1 + level, len(depths) - 1, width == 1, ancestors, of_nodes, parent_index)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("levels", [(2, 2, 2), (1, 1, 1, 1, 1, 1), (2, 4)])
-def test_grow_level_by_level_equals_each_path_alone(model: torch.nn.Module, levels: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("width", [1, 2])
+def test_grow_level_by_level_equals_each_path_alone(model: torch.nn.Module, width: int) -> None:
     """Would catch: nodes at wrong positions, a mask that shows siblings, a level written over another one."""
     target, ids, mask = prefilled(model)
-    read = 0
-    for count in levels:
-        read += count
-        tree = DraftTree.from_nodes([(tokens[:read], parents[:read]) for tokens, parents in TREES])
-        logits = target.grow(tree, count)
+    for level, frontier in enumerate(frontiers(width)):
+        logits = target.grow(frontier)
         for row, (tokens, parents) in enumerate(TREES):
             text = ids[row][mask[row].bool()]
-            for place, node in enumerate(range(read - count, read)):
-                expected = path_logits(model, text, tokens, parents, node)
-                torch.testing.assert_close(logits[row, place], expected, atol=1e-5, rtol=1e-4)
+            for column in range(width):
+                if width == 1:
+                    chain = tokens[: 2 * level + 1 : 2]
+                    expected = path_logits(model, text, chain, tuple(range(-1, level)), level)
+                else:
+                    expected = path_logits(model, text, tokens, parents, 2 * level + column)
+                torch.testing.assert_close(logits[row, column], expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
 def test_grow_then_commit_keeps_a_path_per_row(model: torch.nn.Module) -> None:
     """Would catch: rejected nodes left in the cache, or accepted nodes computed again."""
     target, ids, mask = prefilled(model)
-    target.grow(DraftTree.from_nodes([(tokens, parents) for tokens, parents in TREES]), 6)
+    for frontier in frontiers(2):
+        target.grow(frontier)
     paths = [[1, 3], [0]]
     target.commit(paths)
     logits = target.forward(DraftTree.empty(2), [20, 21])[:, -1]
