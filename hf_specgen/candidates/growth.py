@@ -88,11 +88,6 @@ class Shape(NamedTuple):
     widths: tuple[tuple[int, ...], ...]
 
 
-def reads_are_free(tokens: Tensor) -> bool:
-    """Whether the host waits for nothing when it reads a tensor."""
-    return tokens.is_cpu
-
-
 class Growth:
     """Draft trees that grow by one level at a time.
 
@@ -124,7 +119,7 @@ class Growth:
         self.levels = 0
         self.expanded = 0
         self.rows = sum(depth > 0 for depth in depths)
-        self.levels_per_read = 1 if reads_are_free(last_tokens) else LEVELS_PER_READ
+        self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
         self.limits_on_device = limits
         if limits is None and len(set(depths)) > 1:
             self.limits_on_device = torch.tensor(self.limits, device=last_tokens.device)[:, None]
