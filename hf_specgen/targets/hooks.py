@@ -76,12 +76,15 @@ def _reference(function: Any) -> Hashable:
     return reference
 
 
-def _variables(function: Any) -> list[Any]:
-    """The objects that a function, a bound method, a partial or a callable object refers to; none of a library's."""
+def _variables(function: Any, depth: int = 2) -> list[Any]:
+    """The objects that a function, a bound method, a partial or a callable object refers to; none of a library's.
+
+    Of functions among them also the objects that these refer to, `depth` times.
+    """
     if isinstance(function, functools.partial):
-        return [*function.args, function.keywords, *_variables(function.func)]
+        return [*function.args, function.keywords, *_variables(function.func, depth)]
     if hasattr(function, "__func__"):
-        return [_attributes(function.__self__), *_variables(function.__func__)]
+        return [_attributes(function.__self__), *_variables(function.__func__, depth)]
     if not hasattr(function, "__code__"):
         return [_attributes(function)]
     if package_of(function.__globals__.get("__name__", "")) in LIBRARIES:
@@ -89,7 +92,11 @@ def _variables(function: Any) -> list[Any]:
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     names = function.__code__.co_names
     global_values = [function.__globals__[name] for name in names if name in function.__globals__]
-    return [*cells, *(function.__defaults__ or ()), function.__kwdefaults__ or {}, *global_values]
+    objects = [*cells, *(function.__defaults__ or ()), function.__kwdefaults__ or {}, *global_values]
+    functions = [value for value in objects if hasattr(value, "__code__") or hasattr(value, "__func__")]
+    for inner in functions if depth else ():
+        objects += _variables(inner, depth - 1)
+    return objects
 
 
 def _is_filled(cell: Any) -> bool:
@@ -138,45 +145,48 @@ def package_of(module_name: str) -> str:
 
 
 class WatchedHooks:
-    """In this context, the hooks of a model that are not this package's are watched.
+    """In this context, a model's hooks that are not this package's, and its replaced `forward`s, are watched.
 
     `keep_state` afterwards: whether one changed both the results of its module and plain values that it refers to, or
     may do so in a later pass: it changed some values, and has a statement that returns a result.
     """
 
     def __init__(self, model: PreTrainedModel):
-        names = ("_forward_hooks", "_forward_pre_hooks")
-        self._registries = [getattr(module, name) for module in model.modules() for name in names]
-        self._hooks: list[tuple[Any, int, Any, tuple[Any, ...]]] = []
-        self._changing: set[int] = set()
         self.keep_state = False
+        self._watched: list[tuple[dict[Any, Any], Any, Callable[..., Any]]] = []  # where each function is, and itself
+        for module in model.modules():
+            for registry in (module._forward_hooks, module._forward_pre_hooks):
+                self._watched += [(registry, number, hook) for number, hook in foreign_hooks(registry).items()]
+            if "forward" in vars(module):
+                self._watched.append((vars(module), "forward", vars(module)["forward"]))
 
     def __enter__(self) -> WatchedHooks:
-        for registry in filter(None, self._registries):
-            for number, hook in foreign_hooks(registry).items():
-                self._hooks.append((registry, number, hook, function_state(hook)))
-                registry[number] = self._watched(number, hook)
+        for registry, key, function in self._watched:
+            registry[key] = self._watching(function, returns_value=may_return_a_value(function))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for registry, number, hook, state in self._hooks:
-            if number in registry:  # a hook may have removed itself
-                registry[number] = hook
-            after = function_state(hook)
-            # Values that were added are records, such as the shapes of all passes.
-            may_act_later = len(after) == len(state) and may_return_a_value(hook)
-            if after != state and (number in self._changing or may_act_later):
-                self.keep_state = True
+        for registry, key, function in self._watched:
+            if key in registry:  # a hook may have removed itself
+                registry[key] = function
 
-    def _watched(self, number: int, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _watching(self, function: Callable[..., Any], returns_value: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = _versions((args, kwargs))
-            result = hook(*args, **kwargs)
-            if result is not None or _versions((args, kwargs)) != before:
-                self._changing.add(number)
+            state = function_state(function)
+            versions = _versions((args, kwargs))
+            result = function(*args, **kwargs)
+            after = function_state(function)
+            has_changed_results = result is not None or _versions((args, kwargs)) != versions
+            if (after != state and has_changed_results) or (changes_values(state, after) and returns_value):
+                self.keep_state = True
             return result
 
         return call
+
+
+def changes_values(before: tuple[Hashable, ...], after: tuple[Hashable, ...]) -> bool:
+    """Whether a function has changed plain values; added ones are records, such as the shapes of all passes."""
+    return before != after and len(before) == len(after)
 
 
 def may_return_a_value(function: Any) -> bool:

@@ -195,12 +195,17 @@ def test_self_check_hook_that_counts_passes_and_changes_results_is_refused() -> 
 
     def steer_later(module: Any, args: Any, output: Any) -> Any:
         passes["count"] += 1
-        return first(output) + VECTOR if passes["count"] > 20 else None
+        return first(output) + VECTOR if passes["count"] > 20 else output
 
-    handle = model.model.layers[0].register_forward_hook(steer_later)
+    handle = model.model.layers[0].register_forward_hook(lambda *given: steer_later(*given))
     with pytest.raises(ValueError, match="a variable of its own in every pass"):
         model.generate(**CALL, candidate_generator=NgramCandidates(k=4))
     handle.remove()
+    norm = model.model.norm
+    norm.forward = lambda states: steer_later(norm, (), type(norm).forward(norm, states))
+    with pytest.raises(ValueError, match="a variable of its own in every pass"):
+        model.generate(**CALL, candidate_generator=NgramCandidates(k=4))
+    del norm.forward
 
     def count(module: Any, args: Any, output: Any) -> None:
         passes["count"] += 1
