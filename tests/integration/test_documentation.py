@@ -22,13 +22,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin
 import hf_specgen
 from benchmarks.records import RECORDS
 from benchmarks.report.tables import BEGIN, END, collect
-from hf_specgen import Candidates, DraftModelCandidates, NgramCandidates
+from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates, NgramCandidates
 from hf_specgen.cli.__main__ import app
-from hf_specgen.depth import LatencyModel
+from hf_specgen.depth import FixedDepth, LatencyModel
+from hf_specgen.heads import load_head
 from hf_specgen.monitoring import speedup
 from hf_specgen.settings import CALL_SETTINGS
+from tests.helpers.calls import with_sessions
 from tests.helpers.models import recorded_inputs
-from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
+from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM, REFERENCE_LM, ROOT
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "recipes/README.md", "benchmarks/README.md")),
@@ -303,16 +305,18 @@ def test_commands_of_a_page_are_understood(page: Path, monkeypatch: pytest.Monke
 PROMPT = "def add(x, y):\n    return x + y\n\ndef add(x, y):"
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 50}
 TOKENS = 12
+EAGLE_HEAD = BENCHMARK_ASSETS / "eagle3-head"
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, Any]:
-    """The names that the document's first block defines."""
+    """The names that the document's first and third block define."""
     page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
-    block = re.findall(r"```python\n(.*?)```", page, flags=re.S)[0]
-    assert block.count("\n") <= 62, "a reference that is no longer short"
+    loop, _, loop_with_head, *_ = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     names: dict[str, Any] = {}
-    exec(block, names)
+    for block, most_lines in ((loop, 62), (loop_with_head, 93)):
+        assert block.count("\n") <= most_lines, "a reference that is no longer short"
+        exec(block, names)
     return names
 
 
@@ -346,3 +350,56 @@ def test_reference_loop_gives_the_tokens_of_generate(
         assert torch.equal(ours, target.generate(**inputs, max_new_tokens=TOKENS, **settings, **options))
         assert torch.equal(state, torch.get_rng_state())
     assert len(passes) < ours.shape[1] - inputs["input_ids"].shape[1], "no draft token was accepted"
+
+
+def paths_of(tree: Any) -> list[tuple[int, ...]]:
+    """The nodes of the tree of one row, each as the path of tokens that leads to it."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.token_lists()[0], tree.parents[0], strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def with_recorded_steps(candidates: Any) -> tuple[Any, list[tuple[Any, int]]]:
+    """A strategy, and the list to which it adds the tree of each step and how many of its tokens were accepted."""
+    steps: list[tuple[Any, int]] = []
+
+    def record(session: Any) -> None:
+        draft, observe, trees = session.draft, session.observe, []
+
+        def recorded_draft(max_depths: Any) -> Any:
+            trees.append(draft(max_depths))
+            return trees[-1]
+
+        def recorded_observe(result: Any) -> None:
+            steps.append((paths_of(trees[-1]), result.accepted[0]))
+            observe(result)
+
+        session.draft, session.observe = recorded_draft, recorded_observe
+
+    return with_sessions(candidates, record), steps
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [None, 8], ids=["chains", "trees"])
+def test_reference_loop_with_head_makes_the_drafts_of_the_package(
+    reference: Any, reference_model: Any, tokenizer: Any, tree: int | None, sampled: bool
+) -> None:
+    """Would catch: a head whose features, positions or cache are off by one, a tree without its best nodes."""
+    target, inputs = reference_model, tokenizer(PROMPT, return_tensors="pt")
+    head = load_head(EAGLE_HEAD).float()
+    settings = SAMPLING if sampled else {}
+    warpers = [transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(50)]
+    more = {"do_sample": sampled, "processors": LogitsProcessorList(warpers if sampled else [])}
+    more["end_tokens"] = (target.generation_config.eos_token_id,)
+    torch.manual_seed(3)
+    more["children"] = 1 if tree is None else 8
+    ours, passes = reference["reference_loop_with_head"](target, head, inputs["input_ids"], 2 * TOKENS, **more)
+    state = torch.get_rng_state()
+    candidates, steps = with_recorded_steps(EagleCandidates(head, k=4, tree=tree, policy=FixedDepth()))
+    for options in ({}, {"candidate_generator": candidates}):
+        torch.manual_seed(3)
+        assert torch.equal(ours, target.generate(**inputs, max_new_tokens=2 * TOKENS, **settings, **options))
+        assert torch.equal(state, torch.get_rng_state())
+    assert passes[1:] == steps, "the first pass is the prefill"
+    assert sum(accepted for _, accepted in steps) > 4
