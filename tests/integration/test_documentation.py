@@ -1,5 +1,6 @@
 """Every code block of README, documentation and recipes runs, and every command in them is read by its parser."""
 
+import ast
 import importlib
 import inspect
 import json
@@ -213,6 +214,24 @@ def test_api_reference_has_every_public_name() -> None:
     """Would catch: a public name without a reference."""
     described = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split()
     assert {f"hf_specgen.{name}" for name in hf_specgen.__all__ if name != "__version__"} <= set(described)
+
+
+CONCEPT = re.compile(r"^\| ([^|]+) \| [^|]+ \| ([^|]+) \|$", re.M)
+PLACE = re.compile(r"`(\w+)` in `([\w/]+\.py)`")
+
+
+def test_concepts_are_defined_where_the_page_says() -> None:
+    """Would catch: a class or file that was renamed or moved, a page of concepts that grows into a glossary."""
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    rows = [row for row in CONCEPT.findall(page) if row[0] not in ("noun", "---")]
+    nouns = [noun for cell, _ in rows for noun in cell.split(", ")]
+    assert len(rows) <= 60 and len(nouns) == len(set(nouns))
+    for noun, places in rows:
+        found = PLACE.findall(places)
+        assert ", ".join(f"`{name}` in `{file}`" for name, file in found) == places, noun
+        for name, file in found:
+            tree = ast.parse((ROOT / "hf_specgen" / file).read_text(encoding="utf-8"))
+            assert name in {getattr(node, "name", "") for node in tree.body}, f"{noun}: {name} is not in {file}"
 
 
 def test_page_of_keywords_names_every_setting() -> None:
