@@ -384,7 +384,9 @@ def with_recorded_steps(candidates: Any) -> tuple[Any, list[tuple[Any, int]]]:
     steps: list[tuple[Any, int]] = []
 
     def record(session: Any) -> None:
-        draft, observe, trees = session.draft, session.observe, []
+        draft = session.draft
+        observe = session.observe
+        trees: list[Any] = []
 
         def recorded_draft(max_depths: Any) -> Any:
             trees.append(draft(max_depths))
@@ -394,7 +396,8 @@ def with_recorded_steps(candidates: Any) -> tuple[Any, list[tuple[Any, int]]]:
             steps.append((paths_of(trees[-1]), result.accepted[0]))
             observe(result)
 
-        session.draft, session.observe = recorded_draft, recorded_observe
+        session.draft = recorded_draft
+        session.observe = recorded_observe
 
     return with_sessions(candidates, record), steps
 
