@@ -9,7 +9,7 @@ import datasets
 import evaluate
 
 from hf_specgen import Statistics
-from hf_specgen.counters import RowStep
+from hf_specgen.call_statistics import RowStep
 
 INPUTS = """
 Args:

@@ -5,6 +5,9 @@ from hf_specgen.attachment import attached as attached
 from hf_specgen.attachment import detach as detach
 from hf_specgen.attachment import statistics as statistics
 from hf_specgen.call import Call as Call
+from hf_specgen.call_statistics import CallTotals as CallTotals
+from hf_specgen.call_statistics import Statistics as Statistics
+from hf_specgen.call_statistics import StepRecord as StepRecord
 from hf_specgen.candidates import AutoCandidates as AutoCandidates
 from hf_specgen.candidates import Candidates as Candidates
 from hf_specgen.candidates import CombinedCandidates as CombinedCandidates
@@ -21,9 +24,6 @@ from hf_specgen.candidates import NgramHistory as NgramHistory
 from hf_specgen.candidates import PEagleCandidates as PEagleCandidates
 from hf_specgen.candidates import RecyclingCandidates as RecyclingCandidates
 from hf_specgen.candidates.draft_batch import DraftBatch as DraftBatch
-from hf_specgen.counters import CallTotals as CallTotals
-from hf_specgen.counters import Statistics as Statistics
-from hf_specgen.counters import StepRecord as StepRecord
 from hf_specgen.depth import AdaptiveDepth as AdaptiveDepth
 from hf_specgen.depth import FixedDepth as FixedDepth
 from hf_specgen.depth import MovingWindow as MovingWindow
@@ -33,9 +33,9 @@ from hf_specgen.depth import Schedule as Schedule
 from hf_specgen.generate import speculate as speculate
 from hf_specgen.many_prompts import Completion as Completion
 from hf_specgen.many_prompts import generate_many as generate_many
-from hf_specgen.monitoring import Monitor as Monitor
-from hf_specgen.monitoring import MonitorSession as MonitorSession
-from hf_specgen.monitoring import SpeculationMonitor as SpeculationMonitor
+from hf_specgen.monitor import Monitor as Monitor
+from hf_specgen.monitor import MonitorSession as MonitorSession
+from hf_specgen.monitor import SpeculationMonitor as SpeculationMonitor
 from hf_specgen.outputs import SpeculativeOutput as SpeculativeOutput
 from hf_specgen.patch import install as install
 from hf_specgen.patch import uninstall as uninstall

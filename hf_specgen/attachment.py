@@ -25,8 +25,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
+from hf_specgen.call_statistics import CallTotals, Statistics
 from hf_specgen.candidates.combined import Preset
-from hf_specgen.counters import CallTotals, Statistics
 from hf_specgen.generate import Speculation, by_name, run, unsupported_argument
 from hf_specgen.patch import ATTACHMENT, install
 from hf_specgen.settings import CALL_SETTINGS, Settings, settings_in

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig
 
 from hf_specgen import compat
-from hf_specgen.counters import Statistics
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.depth.calibrate import model_curve
 from hf_specgen.generate import by_name

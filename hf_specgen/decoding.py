@@ -17,10 +17,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call
+from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.candidates.base import ChainSession, checked_draft
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.grammar import with_grammar
-from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth import PolicySession
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings

@@ -18,11 +18,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
 from hf_specgen.call import Call, Compile, EncoderInput, GenerationState, Prediction
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.combined import Preset
-from hf_specgen.counters import Statistics
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import Policy
-from hf_specgen.monitoring import Monitor
+from hf_specgen.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.prepacked_weights import maybe_prepacked
 from hf_specgen.settings import CALL_SETTINGS, Settings, Verification, settings_in

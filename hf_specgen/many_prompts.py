@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
+from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.common_steps import CommonSteps
-from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import StepLatency, fastest_count
 from hf_specgen.generate import Speculation

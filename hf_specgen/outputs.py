@@ -28,8 +28,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_specgen.call import Call
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.compat import CACHE
-from hf_specgen.counters import Statistics
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession

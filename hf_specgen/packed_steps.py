@@ -29,8 +29,8 @@ from transformers import StoppingCriteriaList
 
 from hf_specgen import compat
 from hf_specgen.call import Call, GenerationState
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.common_steps import CommonSteps
-from hf_specgen.counters import Statistics
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import Floats, fastest_count, step_seconds
 from hf_specgen.settings import Settings

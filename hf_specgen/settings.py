@@ -15,7 +15,7 @@ from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.combined import PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.depth import Policy
-from hf_specgen.monitoring import Monitor
+from hf_specgen.monitor import Monitor
 from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalVerifier, Verifier
 
 Verification = Literal["exact", "rejection", "typical"]

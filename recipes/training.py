@@ -37,8 +37,8 @@ from conversations import (
 from drafter import Drafter
 from generate_answers import Numbered, answer_rows, completions
 from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates, __version__
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.auto import chat_template_hash
-from hf_specgen.counters import Statistics
 from hf_specgen.heads.source import source_errors
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 

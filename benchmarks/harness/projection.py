@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.candidates.base import Candidates
-from hf_specgen.counters import Statistics, StepRecord
 from hf_specgen.depth import LatencyModel
 
 GPU_LIKE = Path(__file__).parents[1] / "profiles" / "gpu_like.json"
@@ -49,7 +49,7 @@ def project(statistics: Statistics, latency: LatencyModel) -> Projection:
 
     Example:
         >>> from hf_specgen.depth import CostCurve
-        >>> from hf_specgen.counters import RowStep
+        >>> from hf_specgen.call_statistics import RowStep
         >>> steps = [RowStep(5, 5, 3, 4), RowStep(5, 5, 1, 2)]
         >>> passes = [StepRecord([5], [step], 6, {}, (1,) * 5, context=40) for step in steps]
         >>> curve = CostCurve((1, 6), (1.0, 1.05), context=512, batch=1)

@@ -25,7 +25,7 @@ from hf_specgen import (
     NgramHistory,
     generate_many,
 )
-from hf_specgen.counters import StepRecord
+from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.workloads import (

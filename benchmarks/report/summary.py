@@ -17,7 +17,7 @@ from benchmarks.harness.runner import DEFAULT_PLAIN
 from benchmarks.harness.variants import PLAIN
 from benchmarks.report.tables import Rows
 from hf_specgen import Statistics
-from hf_specgen.counters import RowStep
+from hf_specgen.call_statistics import RowStep
 from hf_specgen.depth import CostCurve
 from hf_specgen.evaluation.measure import ROUNDING, Interval, speedup_interval
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen.call import Call, DraftingSettings
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.counters import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.heads.source import Source
 from hf_specgen.targets.inputs import UNLIMITED

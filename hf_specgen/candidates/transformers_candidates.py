@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.base import Candidates, DraftSession
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.counters import Statistics
 from hf_specgen.depth import FixedDepth
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult

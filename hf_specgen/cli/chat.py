@@ -11,15 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen.call import Call
+from hf_specgen.call_statistics import StepRecord
 from hf_specgen.candidates import Candidates
 from hf_specgen.candidates.combined import AUTO
 from hf_specgen.cli.settings import ChatSettings
 from hf_specgen.compat import CACHE
-from hf_specgen.counters import StepRecord
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.measure import Variant, measure_call
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN
-from hf_specgen.monitoring import Monitor, MonitorSession
+from hf_specgen.monitor import Monitor, MonitorSession
 from hf_specgen.prepacked_weights import maybe_prepacked
 
 ACCEPTED = "green"

@@ -22,12 +22,12 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_specgen import __version__
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates import CombinedCandidates, NgramCandidates
 from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli import checkpoints
 from hf_specgen.cli.checkpoints import BAD, GOOD, WARNING, Finding
 from hf_specgen.cli.settings import DoctorSettings, TuneSettings, terminal
-from hf_specgen.counters import Statistics
 from hf_specgen.depth import CostCurve, FixedDepth
 from hf_specgen.depth.latency import ANY_DRAFTER
 from hf_specgen.evaluation import workloads

@@ -16,8 +16,8 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.cli.settings import GenerateSettings
-from hf_specgen.counters import Statistics
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows

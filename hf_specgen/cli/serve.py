@@ -24,12 +24,12 @@ from transformers.cli.serving import server, utils
 from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerateManager
 
 from hf_specgen.attachment import Attachment, attached_to_every_model
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates import Candidates
 from hf_specgen.cli.settings import Drafts, Revision, errors
-from hf_specgen.counters import Statistics
 from hf_specgen.evaluation.workloads import checkpoint, chosen_strategy, from_pretrained
 from hf_specgen.heads.source import source_errors
-from hf_specgen.monitoring import count_in_prometheus, prometheus_counters
+from hf_specgen.monitor import count_in_prometheus, prometheus_counters
 from hf_specgen.settings import Settings
 
 NEVER_BATCHED = ("seed", "stop", "frequency_penalty", "logit_bias")

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from hf_specgen.call import Call, memory
-from hf_specgen.counters import StepRecord
+from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
 from hf_specgen.depth.latency import CostCurve, LatencyModel, StepLatency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Call, GenerationState, memory
-from hf_specgen.counters import StepRecord
+from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, DraftLatency, LatencyModel
 from hf_specgen.targets.graphs import is_captured
 from hf_specgen.targets.model_parts import text_config

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_specgen.call import Call
-from hf_specgen.counters import StepRecord
+from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.latency import LatencyModel, StepLatency
 from hf_specgen.targets.target import Target
 

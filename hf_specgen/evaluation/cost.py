@@ -16,8 +16,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates import Candidates
-from hf_specgen.counters import Statistics
 from hf_specgen.depth import CostCurve, FixedDepth, LatencyModel
 from hf_specgen.depth.calibrate import prefilled_target, time_pass
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, DraftLatency

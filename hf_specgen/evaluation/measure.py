@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
-from hf_specgen.counters import Statistics
+from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth.calibrate import thread_clock
 from hf_specgen.depth.calibrate import wait as wait
 from hf_specgen.targets.support import is_rounding

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hf_specgen.call import Call, DraftingSettings, GenerationState
-from hf_specgen.counters import RowStep, StepRecord
+from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import PolicySession
 
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedTokeni
 from transformers.cli.serve import Serve
 
 from hf_specgen import AdaptiveDepth, DraftModelCandidates, NgramCandidates, __version__
+from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.cli import checkpoints, main
 from hf_specgen.cli import generate as command
-from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
 from hf_specgen.heads import save_head

@@ -11,11 +11,11 @@ from transformers import GenerationMixin, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_specgen import AutoCandidates, NgramCandidates
+from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.cli import checkpoints, doctor
 from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.doctor import Report, examine
 from hf_specgen.cli.settings import DoctorSettings
-from hf_specgen.counters import RowStep, Statistics
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
 from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
 from hf_specgen.heads.source import Source

@@ -27,7 +27,7 @@ from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates, NgramC
 from hf_specgen.cli.__main__ import app
 from hf_specgen.depth import FixedDepth, LatencyModel
 from hf_specgen.heads import load_head
-from hf_specgen.monitoring import speedup
+from hf_specgen.monitor import speedup
 from hf_specgen.settings import CALL_SETTINGS
 from tests.helpers.calls import with_sessions
 from tests.helpers.models import recorded_inputs

@@ -11,7 +11,7 @@ import pytest
 
 from hf_specgen import Monitor, NgramCandidates, SpeculationMonitor
 from hf_specgen.depth import CostCurve
-from hf_specgen.monitoring import PREFIX, AcceptanceRates, plot_monitor, plot_speedup, speedup
+from hf_specgen.monitor import PREFIX, AcceptanceRates, plot_monitor, plot_speedup, speedup
 from tests.helpers import Oracle, prompts, tiny_model
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_specgen.call import memory
-from hf_specgen.counters import RowStep, StepRecord
+from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel
 from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS, DraftingLoss
 from tests.helpers.depth import Model, depth_call, run

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.harness.projection import latency_for, project
 from benchmarks.micro.operation_counter import BUILT, READS
 from hf_specgen import DraftModelCandidates, LayerSkipCandidates, NgramCandidates
-from hf_specgen.counters import RowStep, Statistics, StepRecord
+from hf_specgen.call_statistics import RowStep, Statistics, StepRecord
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.depth.latency import Bucket, DraftLatency
 from tests.helpers import perturbed_copy, prompts

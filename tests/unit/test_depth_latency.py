@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_specgen.call import memory
-from hf_specgen.counters import RowStep, StepRecord
+from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, calibrate
 from hf_specgen.depth.latency import FORMAT
 from tests.helpers.depth import Clock, Model, Target, depth_call

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hf_specgen import Candidates, DraftModelCandidates, LayerSkipCandidates, NgramCandidates
-from hf_specgen.counters import RowStep, Statistics
+from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from tests.helpers import prompts, tiny_model

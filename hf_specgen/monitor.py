@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hf_specgen.call import Call
-from hf_specgen.counters import RowStep, Statistics, StepRecord
+from hf_specgen.call_statistics import RowStep, Statistics, StepRecord
 
 PREFIX = "spec_decode_num_"
 """Of the names of counters for Prometheus, as in vLLM."""
