@@ -59,8 +59,8 @@ def attach(
         candidate_generator: proposes draft tokens; or a preset, "auto", "latency", "throughput" or "memory".
         strict: raise for a call that cannot speculate (beam search, an assistant model, an unsupported cache). By
             default it falls back to plain generation, with one warning for each reason.
-        settings: `verification`, `policy`, `monitor`, `compile`, `pack_weights`, `memory`, `prediction` and
-            `grammar_drafts`, as for `speculate`.
+        settings: `verification`, `policy`, `monitor`, `compile`, `memory`, `prediction` and `grammar_drafts`, as for
+            `speculate`.
 
     Returns:
         `model`, the same object.

@@ -132,9 +132,8 @@ def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[A
     """Why continuous batching cannot speculate with these settings, model, `ContinuousBatchingConfig`, processors."""
     if not isinstance(settings.verification, CoupledVerifier):
         yield "continuous batching verifies exactly; leave verification= out"
-    others = settings.monitor is not None or settings.prediction is not None or settings.pack_weights
-    if others or settings.compile == "graphs":
-        yield 'continuous batching takes no monitor=, prediction=, compile="graphs" and pack_weights=; leave them out'
+    if settings.monitor is not None or settings.prediction is not None or settings.compile == "graphs":
+        yield 'continuous batching takes no monitor=, prediction= and compile="graphs"; leave them out'
     requirements = settings.candidates.target_requirements(model)
     if requirements.exit_layer is not None or requirements.reads_cache:
         yield (

@@ -24,7 +24,6 @@ from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import Policy
 from hf_specgen.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
-from hf_specgen.prepacked_weights import maybe_prepacked
 from hf_specgen.settings import CALL_SETTINGS, Settings, Verification, settings_in
 from hf_specgen.targets.inputs import ROUTER_LOGITS, check_cache, check_step_arguments, without_router_loss
 from hf_specgen.targets.model_parts import decoder_argument
@@ -140,7 +139,6 @@ def speculate(
     policy: Policy | None = None,
     monitor: Monitor | None = None,
     compile: Compile = "auto",
-    pack_weights: bool = False,
     memory: bool = True,
     prediction: Prediction | None = None,
     grammar_drafts: bool = True,
@@ -159,8 +157,6 @@ def speculate(
         compile: "auto" captures forward passes as CUDA graphs on a GPU, after the first steps and where it works;
             "graphs" captures from the first step on, and raises where it does not work; False or None runs all passes
             eagerly.
-        pack_weights: run the call inside `hf_specgen.prepacked(model)`: on a CPU, linear layers that were timed to be
-            faster with prepacked weights use them. They may round differently from plain decoding.
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of
             this call kept. It decides how much is drafted, never which tokens are generated.
         prediction: the expected output, from which n-grams draft; see `NgramCandidates`.
@@ -210,8 +206,7 @@ def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method
     kwargs = {**kwargs, **_with_tokenizer(model, kwargs), "custom_generate": method_with_tokenizer}
     for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
-    with maybe_prepacked(model, method.settings.pack_weights):
-        return original(model, **kwargs)
+    return original(model, **kwargs)
 
 
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -108,10 +108,6 @@ def generate_many(
     settings = Settings(candidate_generator, **{**given, "compile": False})
     if not isinstance(settings.verification, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
         raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
-    if settings.pack_weights:
-        raise ValueError(
-            "generate_many takes no pack_weights=; run it inside `with hf_specgen.prepacked(model):` instead"
-        )
     seed = int(torch.randint(2**31, ())) if seed is None else seed
     batch = _Batch(model, settings.for_model(compat.unwrapped(model)))
     completions = batch.run(_prefilled(model, prompts, batch.steps.settings, seed, streamer, arguments), max_rows)

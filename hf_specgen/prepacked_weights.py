@@ -1,4 +1,4 @@
-"""`prepacked(model)`: linear layers on a CPU with weights in oneDNN's layout, where that was timed to be faster.
+"""`with prepacked(model):` linear layers on a CPU use weights in oneDNN's layout, where that was timed to be faster.
 
 PyTorch's `linear` may rearrange the whole weight matrix in every call, which takes longer than the product of a few
 tokens. A matrix that was rearranged once does not need it. Whether that is faster depends on the machine, the dtype and
@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -45,6 +45,9 @@ def prepacked(model: nn.Module) -> Iterator[None]:
     Args:
         model: any module with `nn.Linear` layers, or `Conv1D` layers as in GPT-2.
 
+    Raises:
+        TypeError: if it is no module.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4))
         >>> with prepacked(model):
@@ -65,20 +68,17 @@ def prepacked(model: nn.Module) -> Iterator[None]:
                 del layer.module.__dict__["forward"]
 
 
-def maybe_prepacked(model: nn.Module, pack: bool) -> AbstractContextManager[None]:
-    """`prepacked(model)` if `pack`, else nothing."""
-    return prepacked(model) if pack else nullcontext()
-
-
 class _PrepackedLayer:
     """The `forward` of one layer inside the context; `prepacked` are its weights in oneDNN's layout."""
 
     def __init__(self, module: nn.Module, prepacked: torch.Tensor):
-        self.module, self._prepacked, self._of = module, prepacked, module.weight
+        self.module = module
+        self._prepacked = prepacked
+        self._weight = module.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         module = cast(Any, self.module)
-        is_usable = x.dtype == self._of.dtype and module.weight is self._of and not torch.is_grad_enabled()
+        is_usable = x.dtype == self._weight.dtype and module.weight is self._weight and not torch.is_grad_enabled()
         if not is_usable or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
             return cast(torch.Tensor, type(module).forward(module, x))
         return self.multiply(x)

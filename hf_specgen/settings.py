@@ -31,7 +31,6 @@ class Settings:
     policy: Any = None
     monitor: Monitor | None = None
     compile: Compile = "auto"
-    pack_weights: bool = False
     memory: bool = True
     prediction: Prediction | None = None
     grammar_drafts: bool = True
@@ -49,7 +48,7 @@ class Settings:
             raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {self.monitor!r}")
         if self.compile not in ("auto", "graphs", False, None):
             raise ValueError(f'compile must be "auto", "graphs" or False, got {self.compile!r}')
-        for name in ("pack_weights", "memory", "grammar_drafts"):
+        for name in ("memory", "grammar_drafts"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 

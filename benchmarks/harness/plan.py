@@ -59,7 +59,6 @@ class Plan:
     seed: int = _option(0, "seed of the sampled domains")
     dtype: str = _option("float32", "float32, bfloat16 or float16")
     device: str = _option("cpu", "cpu, cuda, mps …")
-    pack_weights: bool = _option(False, "prepacked weights of the target for all sides (float32 or bfloat16 on a CPU)")
     graphs: bool = _option(False, "passes captured as CUDA graphs for all sides; needs a GPU and no peers")
     widen: int = _option(0, "measure the same function with so many parameters; 0 for the model itself")
 
@@ -74,11 +73,7 @@ class Plan:
             raise ValueError("batch sizes and contexts must be at least 1, temperatures at least 0")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.pack_weights and (self.dtype == "float16" or self.device != "cpu"):
-            raise ValueError(
-                f"pack_weights needs float32 or bfloat16 on cpu, got {self.dtype} on {self.device}; leave it out"
-            )
-        if self.graphs and (self.peers or self.device == "cpu" or self.pack_weights):
+        if self.graphs and (self.peers or self.device == "cpu"):
             raise ValueError(
                 "graphs needs a GPU, and no side that runs eagerly: give --peers '' --device cuda, or leave it out"
             )
@@ -86,7 +81,7 @@ class Plan:
     @property
     def execution(self) -> str:
         """How all sides of the comparison run."""
-        return "with CUDA graphs" if self.graphs else "with prepacked weights" if self.pack_weights else "eagerly"
+        return "with CUDA graphs" if self.graphs else "eagerly"
 
     def quick(self) -> Plan:
         """The same plan with so little work that it takes a minute: too little for results to quote."""

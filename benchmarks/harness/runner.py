@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -30,7 +31,7 @@ from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, first_difference
 from hf_specgen.evaluation.workloads import load
-from hf_specgen.prepacked_weights import maybe_prepacked
+from hf_specgen.prepacked_weights import prepacked
 
 DEFAULT_PLAIN = "plain, default"
 """Plain `generate` as it runs without any setting, beside comparisons in which all sides run otherwise."""
@@ -100,17 +101,17 @@ class Bench:
         """The records of one unit; `place` determines which variant runs first."""
         seed = self.plan.seed + 1000 * unit.repeat + unit.number
 
-        def run(variants: Sequence[Variant], pack_weights: bool) -> dict[str, Sample]:
-            with maybe_prepacked(self.model, pack_weights):
+        def run(variants: Sequence[Variant], is_prepacked: bool = False) -> dict[str, Sample]:
+            with prepacked(self.model) if is_prepacked else nullcontext():
                 return measure_round(
                     self.model, unit.inputs, variants, unit.generation, seed, first=place, followups=unit.followups
                 )
 
-        samples = run(self.level(unit.variants), self.plan.pack_weights)
+        samples = run(self.level(unit.variants))
         by_name = {variant.name: variant for variant in unit.variants}
-        for other, pack_weights in self.other_plain(unit):
+        for other, is_prepacked in self.other_plain(unit):
             by_name[other.name] = other
-            samples |= run([other], pack_weights)
+            samples |= run([other], is_prepacked)
         return [self.record(unit, by_name[name], samples, seed) for name in samples]
 
     def level(self, variants: Sequence[Variant]) -> list[Variant]:

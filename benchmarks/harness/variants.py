@@ -85,12 +85,12 @@ def captured(variant: Variant) -> Variant:
 
 
 def check_level(variants: Sequence[Variant]) -> None:
-    """Raise a `ValueError` unless all variants but plain decoding run alike: eagerly, captured, or prepacked."""
+    """Raise a `ValueError` unless all variants but plain decoding run alike: eagerly, or captured."""
     by_execution: dict[str, str] = {}
     for variant in variants:
         if not variant.name.startswith(PLAIN.name):
             arguments = variant.arguments()
-            execution = "prepacked" if arguments.get("pack_weights") else str(arguments.get("compile") or "eager")
+            execution = str(arguments.get("compile") or "eager")
             by_execution.setdefault(execution, variant.name)
     if len(by_execution) > 1:
         sides = " and ".join(f"{name!r} ({execution})" for execution, name in by_execution.items())

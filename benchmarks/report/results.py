@@ -106,5 +106,4 @@ def sentence(result: dict[str, Any]) -> str | None:
             f"Use plain generate: no strategy was clearly faster over all domains (the best: {best['speedup']:.2f}x)."
         )
     interval = " (95% interval {low:.2f} to {high:.2f})".format(**best) if best["low"] is not None else ""
-    packed = " inside prepacked(model)" if result["plan"].get("pack_weights") else ""
-    return f"Use {best['code']}{packed}: {best['speedup']:.2f}x{interval}."
+    return f"Use {best['code']}: {best['speedup']:.2f}x{interval}."

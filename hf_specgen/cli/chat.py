@@ -20,7 +20,6 @@ from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.measure import Variant, measure_call
 from hf_specgen.evaluation.workloads import DEFAULT, PLAIN
 from hf_specgen.monitor import Monitor, MonitorSession
-from hf_specgen.prepacked_weights import maybe_prepacked
 
 ACCEPTED = "green"
 """Style of accepted draft tokens."""
@@ -187,6 +186,5 @@ def show(settings: ChatSettings) -> None:
     console.print(
         f"[bold]{settings.model}[/]. [{ACCEPTED}]Accepted draft tokens[/] are coloured; /help lists commands.\n"
     )
-    with maybe_prepacked(model, settings.pack_weights):
-        chat = Chat(model, tokenizer, choices, console, settings.system, **generation)
-        chat.run(lambda: console.input("[bold cyan]>[/] "))
+    chat = Chat(model, tokenizer, choices, console, settings.system, **generation)
+    chat.run(lambda: console.input("[bold cyan]>[/] "))

@@ -22,7 +22,6 @@ from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows
 from hf_specgen.many_prompts import generate_many
-from hf_specgen.prepacked_weights import maybe_prepacked
 
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "device")
@@ -58,8 +57,7 @@ def show(settings: GenerateSettings) -> None:
 
     # Longest first, so that few rows run alone at the end.
     begin, order = perf_counter(), sorted(range(len(rows)), key=lambda number: -len(texts[number]))
-    with maybe_prepacked(model, settings.pack_weights):
-        found = answer_missing(parts, order, answers)
+    found = answer_missing(parts, order, answers)
     if processes.is_main_process:
         write_rows(settings.output, ({**row, settings.answer_column: found[i]} for i, row in enumerate(rows)))
         shutil.rmtree(parts)

@@ -111,7 +111,6 @@ class AnswerSettings(ModelSettings):
     """Options of `hf-specgen chat` and `generate`."""
 
     temperature: Temperature = 0.0
-    pack_weights: Annotated[bool, Option(help="Prepack the weights, where that is faster on this CPU.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

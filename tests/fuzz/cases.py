@@ -33,7 +33,7 @@ COMBINED = (
     *("draft", "draft_reencoded", "skip", *MEDUSA, *HEADS),
 )
 """What a combined strategy may have as members."""
-CALL_SETTINGS = ("no_memory", "monitor", "pack_weights", "not_compiled")
+CALL_SETTINGS = ("no_memory", "monitor", "not_compiled")
 ENTRIES = ("keyword", "custom", "custom_streamer", "attach")
 PROCESSORS = ("prefix", "row_wise", "stateful")
 BROKEN_LOGITS = ("nan", "inf", "minus_inf", "rounded")

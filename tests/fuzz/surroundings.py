@@ -27,7 +27,6 @@ SECONDS_PER_CALL = 60
 SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
     "no_memory": lambda: {"memory": False},
     "monitor": lambda: {"monitor": SpeculationMonitor(prometheus=False)},
-    "pack_weights": lambda: {"pack_weights": True},
     "not_compiled": lambda: {"compile": False},
 }
 

@@ -136,7 +136,7 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"monitor": "x"}, TypeError, "monitor must be a Monitor such as SpeculationMonitor(), got 'x'"),
     ({"compile": "x"}, ValueError, 'compile must be "auto", "graphs" or False, got \'x\''),
     ({"compile": True}, ValueError, 'compile must be "auto", "graphs" or False, got True'),
-    ({"pack_weights": "yes"}, TypeError, "pack_weights must be True or False, got 'yes'"),
+    ({"grammar_drafts": "yes"}, TypeError, "grammar_drafts must be True or False, got 'yes'"),
     ({"memory": 1}, TypeError, "memory must be True or False, got 1"),
 ]
 """Settings of a call, by keyword, for `speculate` and for `attach`."""

@@ -219,7 +219,6 @@ def test_rows_pause_together_once_drafting_has_lost_time() -> None:
         ({"max_rows": 0}, "max_rows must be at least 1"),
         ({"num_return_sequences": 2, "do_sample": True}, "one answer to each prompt"),
         ({"verification": "rejection"}, "verifies exactly"),
-        ({"pack_weights": True}, r"run it inside `with hf_specgen.prepacked\(model\):`"),
         ({"num_beams": 2}, "num_beams=1"),
     ],
 )

@@ -93,16 +93,6 @@ def test_prepacked_speculative_call_same_tokens_as_plain_in_the_block(architectu
     assert products
 
 
-def test_pack_weights_of_a_call_prepacks_during_the_call(products: list[int]) -> None:
-    """Would catch: an argument without effect, or layers that stay replaced after the call."""
-    model = fresh_model("llama")
-    before = attributes(model)
-    assert_same_tokens(model, prompts(1), NgramCandidates(k=4), max_new_tokens=8)
-    assert not products
-    assert_same_tokens(model, prompts(1), NgramCandidates(k=4), max_new_tokens=8, pack_weights=True)
-    assert products and attributes(model) == before
-
-
 def test_prepacked_model_is_restored_after_an_exception(products: list[int]) -> None:
     """Would catch: a model that keeps the copies of its weights after a failed call."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
