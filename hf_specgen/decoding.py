@@ -29,6 +29,7 @@ from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
+from hf_specgen.verification.criteria import CustomCriteria
 from hf_specgen.verification.result import TopTokens
 
 STEP_PARTS = ("draft", "forward", "verify")
@@ -54,8 +55,9 @@ class DecodingLoop:
         self.call, self.state, self.target = call, call.state, target
         self.timer, self._candidates = StepTimer(), settings.candidates
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
+        self._criteria = CustomCriteria(criteria, call)
         self.verification = settings.verification.start(call)
-        self.outputs = OutputCollector(call, target, self.verification, criteria, streamer)
+        self.outputs = OutputCollector(call, target, self.verification.processors, self._criteria, streamer)
         stack.callback(lambda: self.verification.end(self.outputs.columns))
         self.policy: PolicySession = settings.policy.start(call)
         self._monitor = None if settings.monitor is None else settings.monitor.start(call)
@@ -172,10 +174,10 @@ class DecodingLoop:
         """Append accepted draft tokens and what follows, roll the cache back to them, and emit complete columns."""
         self._vocabulary = logits.shape[-1]
         with self.timer.part("verify"):
-            result = self.verification.verify(tree, logits, active)
+            result = self.verification.verify(tree, logits, active, self._criteria)
             if result is None:
                 tree, logits = DraftTree.empty(tree.batch), self.target.forward_again(self.state.pending(), active)
-                result = self.verification.verify(tree, logits, active)
+                result = self.verification.verify(tree, logits, active, self._criteria)
             assert result is not None, "a step without a draft"
             if self.drafter.top_tokens:
                 pending, count = self.state.pending(), self.drafter.top_tokens

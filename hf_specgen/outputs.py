@@ -17,13 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StopStringCriteria,
-)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
@@ -32,13 +25,9 @@ from hf_specgen.call_statistics import Statistics
 from hf_specgen.compat import CACHE
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult, VerificationSession
-from hf_specgen.verification.processors import checked
-
-BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
-"""Criteria that are not called: `GenerationState.stop_ids` and `max_length` have the same effect."""
-WITHOUT_SCORES = (MaxTimeCriteria, StopStringCriteria)
-"""Criteria that do not read the scores that they receive."""
+from hf_specgen.verification import VerificationResult
+from hf_specgen.verification.criteria import CustomCriteria
+from hf_specgen.verification.processors import LogitsPipeline, checked
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
@@ -56,6 +45,13 @@ class EncoderDecoderSpeculativeOutput(GenerateEncoderDecoderOutput):
 class OutputCollector:
     """Emits complete columns, stops rows where plain `generate` stops them, and collects scores if they were asked for.
 
+    Args:
+        call: the call.
+        target: processes the padding of ended rows.
+        processors: give the scores of that padding.
+        criteria: asked at every column that is emitted.
+        streamer: receives the prompt, then every column.
+
     Attributes:
         columns: how many columns are emitted.
         shows_padding: whether what the target computes for the padding of ended rows is returned, as cache or scores.
@@ -65,21 +61,25 @@ class OutputCollector:
         self,
         call: Call,
         target: Target,
-        verification: VerificationSession,
-        criteria: StoppingCriteriaList,
+        processors: LogitsPipeline,
+        criteria: CustomCriteria,
         streamer: BaseStreamer | None = None,
     ):
-        self._call, self._state, self._target, self._streamer = call, call.state, target, streamer
-        self._processors, batch = verification.processors, call.state.batch
-        self._custom = StoppingCriteriaList([c for c in criteria if type(c) not in BUILT_IN_CRITERIA])
-        if self._custom:
-            verification.is_stopped_by_criteria = self._is_stopped
+        self._call = call
+        self._state = call.state
+        self._target = target
+        self._processors = processors
+        self._criteria = criteria
+        self._streamer = streamer
         self.columns = 0
-        names = {"scores": call.keeps_scores, "logits": call.keeps_logits}
-        self._kept: dict[str, list[torch.Tensor]] = {name: [] for name, is_kept in names.items() if is_kept}
-        self._stops: dict[int, list[bool]] = {}  # of columns that are not emitted yet
-        self._waiting = {name: [deque[torch.Tensor]() for _ in range(batch)] for name in self._kept}
-        self._processed = [0] * batch  # padding tokens, by row
+        # Emitted columns `[batch, vocab]` by name, and those of each row that wait for other rows.
+        self._kept: dict[str, list[torch.Tensor]] = {}
+        if criteria.scores is not None:
+            self._kept["scores"] = criteria.scores
+        if call.keeps_logits:
+            self._kept["logits"] = []
+        self._waiting = {name: [deque[torch.Tensor]() for _ in range(call.state.batch)] for name in self._kept}
+        self._processed_padding = [0] * call.state.batch  # tokens, by row
         self.shows_padding = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property
@@ -89,16 +89,8 @@ class OutputCollector:
         In a batch a custom stopping criterion may cut off tokens of an earlier step, which cannot be
         rolled back in a recurrent state.
         """
-        is_cut = bool(self._custom) and self.shows_padding and self._state.batch > 1
+        is_cut = bool(self._criteria) and self.shows_padding and self._state.batch > 1
         return is_cut and self._target.has_recurrent_state
-
-    def _is_stopped(self, columns: int, scores: Sequence[torch.Tensor]) -> bool:
-        """Whether a custom criterion stops a row after so many columns, which verification has chosen.
-
-        `scores` are those of the last of them, which are not emitted yet. Criteria are called once for each column.
-        """
-        stops = self._stops[columns] = self._custom_stops(columns, scores)
-        return any(stop and not stopped for stop, stopped in zip(stops, self._state.stopped, strict=True))
 
     def stream(self, ids: torch.Tensor) -> None:
         """Pass the prompt or a column to the streamer; raise if that draws the random numbers of later columns."""
@@ -127,7 +119,8 @@ class OutputCollector:
 
         These are its ids, or with `return_dict_in_generate=True` an output.
         """
-        cache, call = None, self._call
+        call = self._call
+        cache = None
         if self.shows_padding:
             self._process_padding()
             cache = self._target.finish()
@@ -151,13 +144,19 @@ class OutputCollector:
         )
 
     def _emit_column(self) -> None:
-        state, column = self._state, self.columns
+        """Emit the next column: keep its scores, call criteria and streamer, stop rows."""
+        state = self._state
+        column = self.columns
         self.columns += 1
         for name, rows in self._waiting.items():
-            blank = torch.zeros_like(next(row[0] for row in rows if row))
+            blank = torch.zeros_like(next(row[0] for row in rows if row))  # of ended rows, until padding is processed
             self._kept[name].append(torch.stack([row.popleft() if row else blank for row in rows]))
+        # A criterion receives the scores of padding too.
+        has_padding = state.pad_id is not None and any(state.stopped)
+        if has_padding and "scores" in self._kept and self._criteria.read_scores:
+            self._process_padding()
+        stops = self._criteria.stops(self.columns)
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
-        stops = self._stops.pop(self.columns, None) or self._custom_stops(self.columns)
         if self._streamer is not None:
             self.stream(torch.tensor(tokens))
         at_length = state.prompt_length + self.columns >= state.max_length
@@ -168,31 +167,19 @@ class OutputCollector:
             if state.pad_id is not None:
                 state.truncate(row, min(len(text), self.columns))
 
-    def _custom_stops(self, columns: int, more_scores: Sequence[torch.Tensor] = ()) -> list[bool]:
-        if not self._custom:
-            return [False] * self._state.batch
-        scores: Any = None
-        if "scores" in self._kept:
-            has_padding = self._state.pad_id is not None and any(self._state.stopped)
-            if has_padding and not all(isinstance(one, WITHOUT_SCORES) for one in self._custom):
-                self._process_padding()
-            scores = (*self._kept["scores"], *more_scores)
-        ids = self._state.prefix(self._state.prompt_length + columns)
-        with checked(self._custom, ids, self._call.do_sample):
-            return self._custom(ids, scores).tolist()
-
     def _process_padding(self) -> None:
         """Cut the cache of ended rows to the output, process their padding up to the last column, add its scores."""
-        state, columns = self._state, self.columns
+        state = self._state
         target = copy.copy(self._target)  # which keeps what drafters read of the last step, in the middle of a call
-        ends = [len(text) + processed for text, processed in zip(state.generated, self._processed, strict=True)]
+        ends = [len(text) + padding for text, padding in zip(state.generated, self._processed_padding, strict=True)]
         target.rewind([end - 1 for end in ends])
-        missing = [max(0, columns - end) for end in ends]
+        missing = [max(0, self.columns - end) for end in ends]
         if not any(missing):
             return
         assert state.pad_id is not None
-        last, logits = state.pending(), list[torch.Tensor]()
-        pending = [state.pad_id if done else token for done, token in zip(self._processed, last, strict=True)]
+        last_tokens = zip(self._processed_padding, state.pending(), strict=True)
+        pending = [state.pad_id if padding else token for padding, token in last_tokens]
+        logits = list[torch.Tensor]()
         # A causal mask of a fixed size may have few slots after the longest row.
         width = max(1, min(target.slot_limit - max(target.cache.lengths), max(missing)))
         for first in range(0, max(missing), width):
@@ -201,20 +188,22 @@ class OutputCollector:
             logits.append(target.forward(tree, pending, [count > 0 for count in counts]).float())
             target.commit([list(range(count - 1)) if count else None for count in counts])
             pending = [state.pad_id] * state.batch
-        self._processed = [sum(pair) for pair in zip(self._processed, missing, strict=True)]
+        self._processed_padding = [sum(pair) for pair in zip(self._processed_padding, missing, strict=True)]
         if self._kept:
             self._fill_in_scores(torch.cat(logits, dim=1), missing)
 
     def _fill_in_scores(self, logits: torch.Tensor, missing: Sequence[int]) -> None:
+        """Put the logits `[batch, padding, vocab]` of the last columns into rows where they are missing."""
         rows = torch.arange(len(missing), device=logits.device)
         for column in range(self.columns - max(missing), self.columns):
-            places = [column - (self.columns - count) for count in missing]
-            nodes = torch.tensor([max(place, 0) for place in places], device=logits.device)
+            # Which padding token of each row chose the column; negative for those that had not ended there.
+            offsets = [column - (self.columns - count) for count in missing]
+            nodes = torch.tensor([max(offset, 0) for offset in offsets], device=logits.device)
             column_logits = logits[rows, nodes].to(self._state.device)
             values = {"logits": column_logits}
             if not self._processors.lockstep:  # they may change the logits in place
                 values["scores"] = self._processors.column(column, column_logits)
-            for row, place in enumerate(places):
-                if place >= 0 and missing[row]:
+            for row, offset in enumerate(offsets):
+                if offset >= 0 and missing[row]:
                     for name, columns in self._kept.items():
                         columns[column][row] = values[name][row]

@@ -8,7 +8,7 @@ verification modes differ only in how they choose.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
+from hf_specgen.verification.criteria import CustomCriteria
 from hf_specgen.verification.processors import LogitsPipeline
 from hf_specgen.verification.result import VerificationResult, accepted_path
 
@@ -47,15 +48,14 @@ class VerificationSession(ABC):
 
     Attributes:
         processors: applies the logits processors of the call at the nodes of a draft.
-        is_stopped_by_criteria: whether a custom stopping criterion stops a row, see `OutputCollector`; None without.
         wants_q: whether a draft that was sampled should carry the probabilities it was sampled with (`DraftTree.q`).
     """
 
-    is_stopped_by_criteria: Callable[[int, Sequence[torch.Tensor]], bool] | None = None
     wants_q = False
 
     def __init__(self, call: Call):
-        self.call, self.processors = call, LogitsPipeline(call.logits_processor, call.state, call.do_sample)
+        self.call = call
+        self.processors = LogitsPipeline(call.logits_processor, call.state, call.do_sample)
         if call.keeps_scores and self.processors.lockstep and call.state.pad_id is not None:
             names = ", ".join(self.processors.lockstep)
             raise ValueError(
@@ -119,13 +119,16 @@ class VerificationSession(ABC):
     def end(self, columns: int) -> None:
         """End the call, with `columns` generated columns; also called after an exception."""
 
-    def verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult | None:
+    def verify(
+        self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool], criteria: CustomCriteria | None = None
+    ) -> VerificationResult | None:
         """Accept the draft tokens that `choose` returns, and emit the next token; a row's tokens end where it ends.
 
         Args:
             tree: the draft.
             logits: `[batch, 1 + nodes, vocab]` of the target: after each row's last token, then after each node.
             active: the rows that take part.
+            criteria: custom stopping criteria, behind which processors that may keep a state are not called.
 
         Returns:
             None if the draft must be left out, as a token whose states are NaN makes all scores NaN: 0 * NaN is NaN.
@@ -135,12 +138,14 @@ class VerificationSession(ABC):
         """
         if logits.dtype != torch.float32 or logits.device != self.call.state.device:
             logits = logits.to(device=self.call.state.device, dtype=torch.float32)
-        choose_tokens = self._choose_at_once if self.processors.score_only else self._choose_by_column
-        # Columns are looked at before a processor that may keep a state receives them.
+        # Logits are looked at before a processor that may keep a state receives them.
         validates = not self.processors.score_only or self.processors.score_processors.reads_scores
         if tree.nodes and validates and bool(are_nan(logits)[list(active)].any()):
             return None
-        chosen, scores, logits_of = choose_tokens(tree, logits, active)
+        if self.processors.score_only:
+            chosen, scores, logits_of = self._choose_at_once(tree, logits, active)
+        else:
+            chosen, scores, logits_of = self._choose_by_column(tree, logits, active, criteria)
         result = VerificationResult([None] * tree.batch, [[] for _ in range(tree.batch)], [0] * tree.batch)
         for row, (path, tokens) in chosen.items():
             emitted = self.call.state.count_until_end(row, tokens)
@@ -171,7 +176,9 @@ class VerificationSession(ABC):
         paths = {row: accepted_path(draft_tokens[row], tree.parents[row], chosen[row]) for row in rows}
         return paths, scores, logits
 
-    def _choose_by_column(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> Choices:
+    def _choose_by_column(
+        self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool], criteria: CustomCriteria | None
+    ) -> Choices:
         """Choose column by column along the accepted paths, for processors that depend on the preceding tokens.
 
         Rows may start at different columns. A column is decided once for all rows that have reached it, until every
@@ -183,7 +190,7 @@ class VerificationSession(ABC):
         chosen: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in range(tree.batch) if active[row]}
         scores, logits_of = ([dict[int, torch.Tensor]() for _ in active] for _ in range(2))  # by row and slot
         walking, is_broken, columns = list(chosen), False, list[torch.Tensor]()
-        stops = self.is_stopped_by_criteria if self.processors.stateful else None
+        early_criteria = criteria if self.processors.stateful else None
         with state.tentative():
             while walking and not is_broken:
                 step = min(len(state.generated[row]) for row in walking)
@@ -207,8 +214,8 @@ class VerificationSession(ABC):
                         walking.remove(row)
                         is_broken |= bool(self.processors.lockstep) and not has_ended
                 columns.append(processed)
-                if stops is not None and not any(INVALID in emitted for _, emitted in chosen.values()):
-                    is_broken |= stops(1 + step, columns)
+                if early_criteria and not any(INVALID in emitted for _, emitted in chosen.values()):
+                    is_broken |= early_criteria.stop_early(1 + step, columns)
         return chosen, scores, logits_of
 
     def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:

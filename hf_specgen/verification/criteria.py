@@ -1,0 +1,76 @@
+"""The stopping criteria of a call, each called once for every generated position, in the order of plain `generate`.
+
+`OutputCollector` asks at every position that it emits. Verification asks earlier, at positions that it has just chosen,
+where a logits processor may keep a state: plain `generate` does not call it after the position at which a row stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
+
+from hf_specgen.call import Call
+from hf_specgen.verification.processors import checked
+
+BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
+"""Criteria that are not called: `GenerationState.stop_ids` and `max_length` have the same effect."""
+WITHOUT_SCORES = (MaxTimeCriteria, StopStringCriteria)
+"""Criteria that do not read the scores that they receive."""
+
+
+class CustomCriteria:
+    """The stopping criteria of a call without those that `GenerationState` applies; false if there are none.
+
+    Args:
+        criteria: all criteria of the call, as prepared by `generate`.
+        call: the call.
+
+    Attributes:
+        scores: processed scores `[batch, vocab]` of the emitted positions, appended by `OutputCollector`; None unless
+            the caller asked for scores, as criteria then receive none.
+        read_scores: whether a criterion may read them.
+    """
+
+    def __init__(self, criteria: Sequence[Any], call: Call):
+        self._criteria = StoppingCriteriaList([one for one in criteria if type(one) not in BUILT_IN_CRITERIA])
+        self._state = call.state
+        self._do_sample = call.do_sample
+        self._early_stops: dict[int, list[bool]] = {}  # by position: asked by verification, not emitted yet
+        self.scores: list[torch.Tensor] | None = [] if call.keeps_scores else None
+        self.read_scores = not all(isinstance(criterion, WITHOUT_SCORES) for criterion in self._criteria)
+
+    def __bool__(self) -> bool:
+        return bool(self._criteria)
+
+    def stop_early(self, positions: int, chosen_scores: Sequence[torch.Tensor]) -> bool:
+        """Whether a row that has not stopped stops after so many generated positions, the last ones not emitted yet.
+
+        Args:
+            positions: how many positions all rows have, with the tokens that verification has chosen.
+            chosen_scores: the scores of those that are not emitted yet.
+        """
+        stops = self._call(positions, chosen_scores)
+        self._early_stops[positions] = stops
+        return any(stop and not stopped for stop, stopped in zip(stops, self._state.stopped, strict=True))
+
+    def stops(self, positions: int) -> list[bool]:
+        """Whether each row stops after so many emitted positions."""
+        stops = self._early_stops.pop(positions, None)
+        return self._call(positions) if stops is None else stops
+
+    def _call(self, positions: int, chosen_scores: Sequence[torch.Tensor] = ()) -> list[bool]:
+        if not self._criteria:
+            return [False] * self._state.batch
+        scores: Any = None if self.scores is None else (*self.scores, *chosen_scores)
+        ids = self._state.prefix(self._state.prompt_length + positions)
+        with checked(self._criteria, ids, self._do_sample):
+            return self._criteria(ids, scores).tolist()
