@@ -29,7 +29,7 @@ from hf_specgen.call_statistics import CallTotals, Statistics
 from hf_specgen.candidates.combined import Preset
 from hf_specgen.generate import Speculation, by_name, run, unsupported_argument
 from hf_specgen.patch import ATTACHMENT, install
-from hf_specgen.settings import CALL_SETTINGS, Settings, settings_in
+from hf_specgen.settings import KEYWORDS, Settings, settings_in
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.model_parts import unwrapped_model
 from hf_specgen.targets.support import check_architecture
@@ -83,18 +83,18 @@ def attach(
     return model
 
 
-def _attachment(target: PreTrainedModel, candidate_generator: Any, strict: Any, settings: dict[str, Any]) -> Attachment:
-    """A strategy to attach; raises for one that does not fit the model."""
+def _attachment(target: PreTrainedModel, candidate_generator: Any, strict: Any, keywords: dict[str, Any]) -> Attachment:
+    """A strategy to attach; raises if it does not fit the model."""
     if not isinstance(strict, bool):
         raise TypeError(f"strict must be True or False, got {strict!r}")
-    if unknown := settings.keys() - set(CALL_SETTINGS):
-        raise TypeError(f"attach takes {', '.join(CALL_SETTINGS)} and strict, got {sorted(unknown)[0]}=")
-    checked = Settings(candidate_generator, **settings)
+    if unknown := keywords.keys() - set(KEYWORDS):
+        raise TypeError(f"attach takes {', '.join(KEYWORDS)} and strict, got {sorted(unknown)[0]}=")
+    settings = Settings.parse(candidate_generator, **keywords)
     check_architecture(target)
-    requirements = checked.candidates.for_model(target).target_requirements(target)
+    requirements = settings.candidates.for_model(target).target_requirements(target)
     if requirements.exit_layer is not None:
         divisible_layers(target, requirements.exit_layer)
-    return Attachment(checked, strict)
+    return Attachment(settings, strict)
 
 
 def detach(model: M) -> M:
@@ -145,7 +145,8 @@ def _block(owner: Any, attachment: Attachment) -> Iterator[Attachment]:
         yield attachment
     finally:
         with _lock:
-            attachment.has_ended, current = True, vars(owner).get(ATTACHMENT)
+            attachment.has_ended = True
+            current = vars(owner).get(ATTACHMENT)
             while current is not None and current.has_ended:  # blocks of several threads end in any order
                 current = current.before
                 delattr(owner, ATTACHMENT) if current is None else setattr(owner, ATTACHMENT, current)
@@ -182,10 +183,11 @@ class Attachment:
     has_ended = False
 
     def __init__(self, settings: Settings, strict: bool = False):
-        self.settings, self.strict = settings, strict
+        self.settings = settings
+        self.strict = strict
         self.totals = CallTotals()
         self.lock = threading.Lock()
-        self._reasons: dict[str, str] = {}  # without numbers -> as first given
+        self._reasons: dict[str, str] = {}  # a reason without its numbers -> the first reason of that kind
 
     def generate(self, original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`model.generate(*args, **kwargs)` with the attached strategy, or without it if the call cannot speculate."""
@@ -199,7 +201,7 @@ class Attachment:
             _running.reset(token)
 
     def _generate(self, original: Callable[..., Any], model: Any, kwargs: dict[str, Any]) -> Any:
-        settings = replace(self.settings, **settings_in(kwargs))
+        settings = self.settings.updated(**settings_in(kwargs))
         reason = unsupported_argument(kwargs)
         if kwargs.get("custom_generate") is not None:
             reason = "custom_generate= names another decoding method"
@@ -209,11 +211,12 @@ class Attachment:
             try:
                 output = run(original, model, {**kwargs, "streamer": None}, attempt)
             except ValueError as error:
-                # A call that is wrong without speculation too, or that has begun to generate, is not repeated plainly;
+                # Plain decoding takes over a call that the checks of this package refused before its first token. A
+                # call that is wrong without speculation too, or that has begun to generate, is not repeated plainly;
                 # except where it was undone, and what was streamed are the tokens that plain decoding repeats.
-                is_undone = isinstance(error, UnrepeatableError)
-                can_resume = streamer is None or isinstance(settings.verification, CoupledVerifier)
                 is_refused = attempt.is_prepared and attempt.statistics is None
+                is_undone = isinstance(error, UnrepeatableError)
+                can_resume = streamer is None or isinstance(settings.verifier, CoupledVerifier)
                 if self.strict or not (is_refused or (is_undone and can_resume)):
                     raise
                 if is_undone and streamer is not None:

@@ -47,7 +47,8 @@ class GenerationState:
         drafts_together: whether they share the passes of the drafter too.
     """
 
-    other_rows, drafts_together = 0, False
+    other_rows = 0
+    drafts_together = False
 
     def __init__(
         self,
@@ -58,8 +59,9 @@ class GenerationState:
         pad_id: int | None = None,
     ):
         self.batch, self.prompt_length = input_ids.shape
-        kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -self.prompt_length :]
-        self.prompts = [ids[keep].tolist() for ids, keep in zip(input_ids.cpu(), kept.bool().cpu(), strict=True)]
+        is_text = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -self.prompt_length :]
+        rows = zip(input_ids.cpu(), is_text.bool().cpu(), strict=True)
+        self.prompts = [ids[mask].tolist() for ids, mask in rows]
         self.generated: list[list[int]] = [[] for _ in range(self.batch)]
         self.stop_ids = frozenset(stop_ids)
         self.max_length = max_length
@@ -79,7 +81,8 @@ class GenerationState:
         """The state at the start of a call, from what `generate` prepared; rows are padded if a criterion has EOS."""
         ends = [criterion.eos_token_id.tolist() for criterion in criteria if type(criterion) is EosTokenCriteria]
         lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
-        stop_ids, max_length = {token for tokens in ends for token in tokens}, min(lengths, default=float("inf"))
+        stop_ids = {token for tokens in ends for token in tokens}
+        max_length = min(lengths, default=float("inf"))
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         if pads and pad_id is None:
             raise ValueError("a stopping criterion with end tokens needs a token for ended rows; give pad_token_id=")
@@ -97,7 +100,7 @@ class GenerationState:
     def has_ended(self, row: int) -> bool:
         """Whether the row takes no further tokens: EOS, maximum length, or a stopping criterion.
 
-        Without an EOS token rows are not padded: one that a criterion stopped continues until all rows have stopped.
+        Without an EOS token rows are not padded: a row that a criterion stopped continues until all rows have stopped.
         """
         tokens = self.generated[row]
         is_at_end = bool(tokens) and (tokens[-1] in self.stop_ids or self.remaining(row) <= 0)
@@ -114,9 +117,11 @@ class GenerationState:
 
     def append(self, row: int, tokens: Sequence[int]) -> int:
         """Append tokens up to and including the first at which the row ends; returns how many were appended."""
-        count, first = self.count_until_end(row, tokens), self.prompt_length + len(self.generated[row])
+        count = self.count_until_end(row, tokens)
+        first = self.prompt_length + len(self.generated[row])
         self.generated[row].extend(tokens[:count])
-        if first + count > (capacity := self._columns.shape[1]):
+        capacity = self._columns.shape[1]
+        if first + count > capacity:  # doubled, so that a token is copied a constant number of times on average
             self._columns = np.pad(self._columns, ((0, 0), (0, capacity + count)), constant_values=self._padding)
         self._columns[row, first : first + count] = tokens[:count]
         return count
@@ -164,6 +169,23 @@ Prediction = str | Sequence[int] | Sequence[str | Sequence[int] | None] | torch.
 """The expected output: text or token ids, for all rows of a call; or one such entry for each row, None for none."""
 Compile = Literal["auto", "graphs", False] | None
 """Whether forward passes are captured as CUDA graphs: on a GPU where it works, always (or an error), or never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSettings:
+    """The settings of a call that strategies and policies read; names and defaults of the keywords of `generate`.
+
+    Args:
+        compile: whether forward passes after the prefill are captured as CUDA graphs.
+        memory: whether acceptance observed in earlier calls may be used, and that of this call kept.
+        prediction: the expected output, see `NgramCandidates`.
+        grammar_drafts: whether drafts obey the grammars of logits processors, see `hf_specgen.candidates.grammar`.
+    """
+
+    compile: Compile = "auto"
+    memory: bool = True
+    prediction: Prediction | None = None
+    grammar_drafts: bool = True
 
 
 @dataclass(frozen=True)
@@ -227,10 +249,7 @@ class Call:
         logits_processor: the logits processors of the call, as prepared by `generate`.
         keeps_scores, keeps_logits: whether the caller asked for the processed scores, and for the raw logits.
         encoder: what the encoder of an encoder-decoder target reads; None for other targets.
-        compiled: whether the target's forward passes after the prefill are captured as graphs.
-        remembers: whether acceptance observed in earlier calls may be used, and that of this call kept.
-        prediction: the expected output, see `NgramCandidates`.
-        grammar_drafts: whether drafts obey the grammars of logits processors, see `hf_specgen.candidates.grammar`.
+        settings: what the user set for the call: graphs, memory, expected output, grammars.
         seed: of the noise that the tokens are sampled with; None for torch's global random generator.
         tokenizer: the target's, as given to `generate`; None for that of its checkpoint.
     """
@@ -243,10 +262,7 @@ class Call:
     keeps_scores: bool = False
     keeps_logits: bool = False
     encoder: EncoderInput | None = None
-    compiled: Compile = False
-    remembers: bool = True
-    prediction: Prediction | None = None
-    grammar_drafts: bool = True
+    settings: CallSettings = CallSettings()
     seed: int | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -282,9 +298,10 @@ class Call:
             return [[] for _ in range(self.state.batch)]
         embeddings = cast(Any, self.model).get_output_embeddings()
         mask = cast(EncoderInput, self.encoder).arguments.get("attention_mask")
-        kept = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
-        kept = kept.bool() & (ids >= 0) & (ids < (0 if embeddings is None else len(embeddings.weight)))
-        return [row[keep].tolist() for row, keep in zip(ids, kept, strict=True)]
+        is_text = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
+        vocabulary = 0 if embeddings is None else len(embeddings.weight)
+        is_usable = is_text.bool() & (ids >= 0) & (ids < vocabulary)
+        return [row[usable].tolist() for row, usable in zip(ids, is_usable, strict=True)]
 
 
 class Memory:
@@ -294,7 +311,8 @@ class Memory:
     """
 
     def __init__(self, max_entries: int = 64):
-        self._max_entries, self._lock = max_entries, threading.Lock()
+        self._max_entries = max_entries
+        self._lock = threading.Lock()
         self._entries: WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = WeakKeyDictionary()
 
     def recall(self, model: Any, key: Hashable, new: Callable[[], T]) -> T:

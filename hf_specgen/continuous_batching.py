@@ -75,11 +75,13 @@ def generate_batch(
 def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
     """What a call speculates with, by its keywords, which are removed, and the attached strategy."""
     if "candidate_generator" in kwargs:
-        candidates, given = kwargs.pop("candidate_generator"), settings_in(kwargs)
-        return PackedRun(None if candidates is None else Settings(candidates, **given))
+        candidates = kwargs.pop("candidate_generator")
+        keywords = settings_in(kwargs)
+        return PackedRun(None if candidates is None else Settings.parse(candidates, **keywords))
     if attachment is None:
         return PackedRun(None)
-    return PackedRun(replace(attachment.settings, **settings_in(kwargs)), attachment.add, attachment.report_plain)
+    settings = attachment.settings.updated(**settings_in(kwargs))
+    return PackedRun(settings, attachment.add, attachment.report_plain)
 
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
@@ -100,7 +102,8 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
             run.settings = None
         else:
             arguments["continuous_batching_config"] = config
-            run.settings = replace(run.settings, policy=_packed_policy(run.settings.policy, compat.unwrapped(model)))
+            policy = _packed_policy(run.settings.policy, compat.unwrapped(model))
+            run.settings = replace(run.settings, policy=policy, compile=False)
     manager, settings = original(model, **arguments), run.settings
 
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
@@ -130,7 +133,7 @@ def _packed_policy(policy: Policy, model: Any) -> Policy:
 
 def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:
     """Why continuous batching cannot speculate with these settings, model, `ContinuousBatchingConfig`, processors."""
-    if not isinstance(settings.verification, CoupledVerifier):
+    if not isinstance(settings.verifier, CoupledVerifier):
         yield "continuous batching verifies exactly; leave verification= out"
     if settings.monitor is not None or settings.prediction is not None or settings.compile == "graphs":
         yield 'continuous batching takes no monitor=, prediction= and compile="graphs"; leave them out'

@@ -21,7 +21,6 @@ from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.candidates.base import ChainSession, checked_draft
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.grammar import with_grammar
-from hf_specgen.depth import PolicySession
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
@@ -52,14 +51,17 @@ class DecodingLoop:
         streamer: BaseStreamer | None = None,
     ):
         """Start the sessions, which end when `stack` closes, also after an exception."""
-        self.call, self.state, self.target = call, call.state, target
-        self.timer, self._candidates = StepTimer(), settings.candidates
+        self.call = call
+        self.state = call.state
+        self.target = target
+        self.timer = StepTimer()
+        self._max_depth = settings.candidates.k
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
         self._criteria = CustomCriteria(criteria, call)
-        self.verification = settings.verification.start(call)
+        self.verification = settings.verifier.start(call)
         self.outputs = OutputCollector(call, target, self.verification.processors, self._criteria, streamer)
         stack.callback(lambda: self.verification.end(self.outputs.columns))
-        self.policy: PolicySession = settings.policy.start(call)
+        self.policy = settings.policy.start(call)
         self._monitor = None if settings.monitor is None else settings.monitor.start(call)
         if self._monitor is not None:
             stack.callback(self._monitor.end)
@@ -76,9 +78,7 @@ class DecodingLoop:
         assert self.call.model is not None
         with compat.optimized_for_decoding(self.call.model):
             self.decode()
-            output = self.outputs.returned(self.finished_statistics())
-        self._candidates.speculation = self.statistics
-        return output
+            return self.outputs.returned(self.finished_statistics())
 
     def prefill(self) -> None:
         """Run the prompt through the target, and choose the first tokens."""
@@ -149,12 +149,12 @@ class DecodingLoop:
     def _depths(self, may_draft: Sequence[bool]) -> list[int]:
         """How deep the rows draft: as the policy chooses, within what each row can use."""
         limits = self._max_draft_tokens(may_draft)
-        depths, k = self.policy.depths(limits), self._candidates.k
+        depths = self.policy.depths(limits)
         if len(depths) != len(limits):
             raise ValueError(
                 f"{self.policy!r} returned {len(depths)} depths for {len(limits)} rows; return one per row"
             )
-        return [max(0, min(depth, limit, k)) for depth, limit in zip(depths, limits, strict=True)]
+        return [max(0, min(depth, limit, self._max_depth)) for depth, limit in zip(depths, limits, strict=True)]
 
     def _max_draft_tokens(self, may_draft: Sequence[bool]) -> list[int]:
         """How many draft tokens each row can use before its last token, the last position and the last cache slot."""

@@ -24,7 +24,7 @@ from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import Policy
 from hf_specgen.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
-from hf_specgen.settings import CALL_SETTINGS, Settings, Verification, settings_in
+from hf_specgen.settings import Settings, Verification, settings_in
 from hf_specgen.targets.inputs import ROUTER_LOGITS, check_cache, check_step_arguments, without_router_loss
 from hf_specgen.targets.model_parts import decoder_argument
 from hf_specgen.targets.requirements import make_target
@@ -53,7 +53,7 @@ OTHER_MODES = {
 """The settings that ask for decoding methods other than greedy search, sampling and beam search."""
 
 MODE_SETTINGS = ("num_beams", "penalty_alpha", "dola_layers", "assistant_early_exit", "use_mtp")
-"""Those that decide on the decoding method."""
+"""Settings that decide on the decoding method."""
 
 
 class Speculation:
@@ -66,14 +66,17 @@ class Speculation:
     is_prepared = False
     """Whether `generate` has prepared a call and the checks of this package have begun."""
     statistics: Statistics | None = None
-    """Of the last call that has passed all checks."""
+    """The statistics of the last call that has passed all checks."""
 
     def __init__(self, settings: Settings, streamer: BaseStreamer | None = None):
-        self.settings, self.streamer = settings, streamer
+        self.settings = settings
+        self.streamer = streamer
 
     def run(self, loop: DecodingLoop, stack: ExitStack) -> Any:
         """Run a call that has passed all checks; its sessions end when `stack` closes."""
-        return loop.run()
+        output = loop.run()
+        self.settings.candidates.speculation = loop.statistics
+        return output
 
     def __call__(
         self,
@@ -92,12 +95,13 @@ class Speculation:
         if problem := next(_problems(model, input_ids, generation_config, model_kwargs), ""):
             raise ValueError(problem)
         check_step_arguments(model, input_ids, model_kwargs)
-        settings, config = self.settings.for_model(model), generation_config
+        config = generation_config
+        settings = self.settings.for_model(model)
         candidates = settings.candidates
         if settings.prediction is not None and not candidates.uses_prediction:
             raise ValueError(f"prediction= needs n-grams, which {candidates!r} lacks; add NgramCandidates() to it")
-        mask, pad_token = model_kwargs.get(decoder_argument(model, "attention_mask")), compat.pad_token(config)
-        state = GenerationState.of_call(input_ids, mask, stopping_criteria, pad_token)
+        mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
+        state = GenerationState.of_call(input_ids, mask, stopping_criteria, compat.pad_token(config))
         call = Call(
             model,
             state,
@@ -107,17 +111,14 @@ class Speculation:
             keeps_scores=bool(config.return_dict_in_generate and config.output_scores),
             keeps_logits=bool(config.return_dict_in_generate and config.output_logits),
             encoder=EncoderInput.of_call(inputs_tensor, state.batch, model_kwargs),
-            compiled=settings.compile,
-            remembers=settings.memory,
-            prediction=settings.prediction,
-            grammar_drafts=settings.grammar_drafts,
+            settings=settings,
             seed=self.seed,
             tokenizer=tokenizer,
         )
         with compat.without_compilation(model), ExitStack() as stack:
             requirements = candidates.target_requirements(model)
             check_computation(model, requirements, input_ids, config, model_kwargs)
-            target = make_target(requirements, model, input_ids, config, model_kwargs, call.compiled)
+            target = make_target(requirements, model, input_ids, config, model_kwargs, settings.compile)
             check_length(model, target.first_positions, call.max_new_tokens)
             loop = DecodingLoop(call, target, settings, stack, stopping_criteria, self.streamer)
             self.statistics = loop.statistics
@@ -174,8 +175,17 @@ def speculate(
         >>> from hf_specgen import NgramCandidates, speculate
         >>> method = speculate(NgramCandidates(k=5))  # model.generate(**inputs, custom_generate=method)
     """
-    given = locals()
-    return Speculation(Settings(candidate_generator, **{name: given[name] for name in CALL_SETTINGS}), streamer)
+    settings = Settings.parse(
+        candidate_generator,
+        verification=verification,
+        policy=policy,
+        monitor=monitor,
+        compile=compile,
+        memory=memory,
+        prediction=prediction,
+        grammar_drafts=grammar_drafts,
+    )
+    return Speculation(settings, streamer)
 
 
 def generate_speculatively(
@@ -188,11 +198,12 @@ def generate_speculatively(
         if generator is not None:
             if method is not None:
                 raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")
-            method = Speculation(Settings(generator, **settings_in(kwargs)))
+            method = Speculation(Settings.parse(generator, **settings_in(kwargs)))
         kwargs = by_name(original, args, kwargs)
         if reason := unsupported_argument(kwargs):
             raise ValueError(reason)
-        if (streamer := kwargs.pop("streamer", None)) is not None:  # `generate` would not pass it on
+        streamer = kwargs.pop("streamer", None)  # `generate` would not pass it on
+        if streamer is not None:
             if method.streamer is not None:
                 raise ValueError("both generate(streamer=…) and speculate(streamer=…) were given; leave one out")
             method = Speculation(method.settings, streamer)
@@ -231,15 +242,17 @@ def unsupported_argument(arguments: dict[str, Any]) -> str | None:
 
 def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
     """Name in one warning the settings of Transformers' own assistants that this call has and that have no effect."""
-    config = arguments.get("generation_config")  # that of the checkpoint may hold them for other callers
-    defaults = compat.default_generation_settings()  # which the `generate` of Whisper writes into its config
-    given = [
+    # The model's own config is not looked at: it may hold them for other callers.
+    config = arguments.get("generation_config")
+    # The `generate` of Whisper writes defaults into its config.
+    defaults = compat.default_generation_settings()
+    names = [
         name
         for name in ASSISTANT_SETTINGS
         if arguments.get(name) is not None or getattr(config, name, None) not in (None, defaults.get(name))
     ]
-    if given:
-        remedies = "; ".join(f"{name}: {ASSISTANT_SETTINGS[name]}" for name in given)
+    if names:
+        remedies = "; ".join(f"{name}: {ASSISTANT_SETTINGS[name]}" for name in names)
         warnings.warn(
             f"settings of assistant_model= have no effect with candidate_generator= ({remedies})",
             stacklevel=compat.stacklevel_of_user(),
@@ -248,23 +261,29 @@ def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
 
 def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments to replace where `generate` needs a tokenizer, which it drops with `custom_generate`."""
-    tokenizer, configs = arguments.get("tokenizer"), (arguments.get("generation_config"), model.generation_config)
+    tokenizer = arguments.get("tokenizer")
     if tokenizer is None:
         return {}
-    stop_strings, token_healing = (
-        next((value for value in values if value is not None), None)
-        for name in ("stop_strings", "token_healing")
-        for values in [(arguments.get(name), *(getattr(config, name, None) for config in configs))]
-    )
+    configs = (arguments.get("generation_config"), model.generation_config)
+
+    def setting(name: str) -> Any:
+        """The value of an argument, else of the config of the call, else of the model's."""
+        values = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if value is not None), None)
+
     replaced: dict[str, Any] = {}
+    stop_strings = setting("stop_strings")
     if stop_strings is not None:
         criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-        if not any(type(one) is StopStringCriteria for one in criteria):  # which `generate` would use instead
+        # `generate` uses a criterion that the caller gave instead.
+        if not any(type(criterion) is StopStringCriteria for criterion in criteria):
             criteria.append(StopStringCriteria(tokenizer, stop_strings))
-        replaced = {"stop_strings": None, "stopping_criteria": criteria}
+        replaced["stop_strings"] = None
+        replaced["stopping_criteria"] = criteria
     name = "inputs" if arguments.get("inputs") is not None else "input_ids"
-    if token_healing and arguments.get(name) is not None:
-        replaced |= {name: model.heal_tokens(arguments[name], tokenizer), "token_healing": False}
+    if setting("token_healing") and arguments.get(name) is not None:
+        replaced[name] = model.heal_tokens(arguments[name], tokenizer)
+        replaced["token_healing"] = False
     return replaced
 
 
@@ -300,23 +319,25 @@ def _problems(
             f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
             f"candidate_generator out{_saved(model, config, *MODE_SETTINGS)}"
         )
-    cache, tokens = model_kwargs.get(compat.CACHE), input_ids.shape[1]
     if not model_kwargs.get("use_cache", True):
         saved = _saved(model, config, "use_cache")
         yield f"candidate_generator= needs the key/value cache; give use_cache=True{saved}"
     if hidden := [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]:
-        remedy, saved = " and ".join(f"{name}=False" for name in hidden), _saved(model, config, *hidden)
+        remedy = " and ".join(f"{name}=False" for name in hidden)
         yield (
             "output_attentions and output_hidden_states are not available with candidate_generator=; "
-            f"give {remedy}{saved}"
+            f"give {remedy}{_saved(model, config, *hidden)}"
         )
     mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
     computes_loss = model_kwargs.get(ROUTER_LOGITS, bool(without_router_loss(model)))
     if computes_loss and mask is not None and not bool(mask.all()):
         yield "output_router_logits=True fails for padded prompts, in plain generate() too; give False"
+    cache = model_kwargs.get(compat.CACHE)
     if mask is not None and mask.dim() == 2:
-        columns, cached = mask.shape[1], 0 if cache is None else cache.get_seq_length()
-        if columns not in (tokens, tokens + cached):  # plain `generate` takes more for those of generated tokens
+        tokens = input_ids.shape[1]
+        columns = mask.shape[1]
+        cached = 0 if cache is None else cache.get_seq_length()
+        if columns not in (tokens, tokens + cached):  # plain `generate` takes further ones for generated tokens
             yield f"the attention mask has {columns} columns for a prompt of {tokens} tokens; give one for each token"
         if columns == tokens <= cached and not bool(mask.all()):  # plain `generate` then masks cached slots by it
             yield (

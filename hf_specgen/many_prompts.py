@@ -104,12 +104,12 @@ def generate_many(
     for value in seed if isinstance(seed, Sequence) else [0 if seed is None else seed]:
         if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
             raise ValueError(f"seed must be an integer below 2**63, or one for each prompt, got {value!r}")
-    given = settings_in(arguments)
-    settings = Settings(candidate_generator, **{**given, "compile": False})
-    if not isinstance(settings.verification, CoupledVerifier) or settings.monitor is not None or given.get("compile"):
+    keywords = settings_in(arguments)
+    settings = Settings.parse(candidate_generator, **{"compile": False, **keywords})
+    if not isinstance(settings.verifier, CoupledVerifier) or settings.monitor is not None or settings.compile:
         raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
     seed = int(torch.randint(2**31, ())) if seed is None else seed
-    batch = _Batch(model, settings.for_model(compat.unwrapped(model)))
+    batch = _Batch(model, settings)
     completions = batch.run(_prefilled(model, prompts, batch.steps.settings, seed, streamer, arguments), max_rows)
     if ordered:
         completions = _in_order(completions)
@@ -216,8 +216,10 @@ class _Batch:
     """The rows of a `generate_many` call, and what they have in common."""
 
     def __init__(self, model: Any, settings: Settings):
-        self._model, self._candidates = compat.unwrapped(model), settings.candidates
-        self.steps, self.statistics = CommonSteps(settings), Statistics([])
+        self._model = compat.unwrapped(model)
+        self._candidates = settings.candidates
+        self.steps = CommonSteps(settings.for_model(self._model))
+        self.statistics = Statistics([])
         self._rows: list[_Row] = []
         self._joined: list[_Row] = []  # those of the common target
         self._target: Target

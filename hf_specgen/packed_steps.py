@@ -90,7 +90,7 @@ class Request:
         text = GenerationState(ids, None, compat.end_tokens(state), limit)
         text.append(0, tokens[prompt:])
         drafting, seed = settings.candidates.settings(), (steps.seed + compat.request_number(state)) % 2**63
-        call = Call(steps.model, text, steps.config, drafting, remembers=settings.memory, seed=seed)
+        call = Call(steps.model, text, steps.config, drafting, settings=settings, seed=seed)
         self.loop = DecodingLoop(call, self.target, settings, self._stack, StoppingCriteriaList())
 
     @property

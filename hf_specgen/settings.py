@@ -1,16 +1,16 @@
-"""The settings of a call that speculates: checks what a user gave, and names the keywords."""
+"""The settings of a call that speculates: parsed once from the keywords that a user gave, then only read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen.call import Compile, Prediction
+from hf_specgen.call import CallSettings
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.combined import PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
@@ -21,50 +21,87 @@ from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalV
 Verification = Literal["exact", "rejection", "typical"]
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 
+KEYWORDS = ("verification", "policy", "monitor", "compile", "memory", "prediction", "grammar_drafts")
+"""Keywords of `generate` that may accompany `candidate_generator=`."""
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a call that speculates, as a user gives them; immutable, so that calls and threads share them."""
 
-    candidates: Any
-    verification: Any = "exact"
-    policy: Any = None
+@dataclass(frozen=True, kw_only=True)
+class Settings(CallSettings):
+    """The settings of a call that speculates; immutable, so that calls and threads share them.
+
+    Made by `parse`, which checks them.
+
+    Args:
+        candidates: the strategy, which proposes draft tokens.
+        verifier: decides which draft tokens are accepted.
+        policy: chooses the draft depth of each step.
+        monitor: receives every step.
+    """
+
+    candidates: Candidates
+    verifier: Verifier
+    policy: Policy
     monitor: Monitor | None = None
-    compile: Compile = "auto"
-    memory: bool = True
-    prediction: Prediction | None = None
-    grammar_drafts: bool = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "candidates", as_candidates(self.candidates))
-        if not isinstance(self.verification, Verifier):
-            if not isinstance(self.verification, str) or self.verification not in VERIFIERS:
-                modes = ", ".join(map(repr, VERIFIERS))
-                raise ValueError(f"verification must be {modes} or a Verifier, got {self.verification!r}")
-            object.__setattr__(self, "verification", VERIFIERS[self.verification]())
-        if self.policy is not None and not isinstance(self.policy, Policy):
-            raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {self.policy!r}")
-        if self.monitor is not None and not isinstance(self.monitor, Monitor):
-            raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {self.monitor!r}")
-        if self.compile not in ("auto", "graphs", False, None):
-            raise ValueError(f'compile must be "auto", "graphs" or False, got {self.compile!r}')
+    @classmethod
+    def parse(cls, candidate_generator: Any, **keywords: Any) -> Settings:
+        """The settings that a user gave, checked.
+
+        Args:
+            candidate_generator: a strategy, a generator of Transformers, or the name of a preset.
+            keywords: any of `KEYWORDS`.
+
+        Raises:
+            ValueError: for an unknown preset, verification mode or way to compile.
+            TypeError: for a value of another type.
+
+        Example:
+            >>> from hf_specgen import NgramCandidates
+            >>> Settings.parse(NgramCandidates(k=5), verification="exact").candidates
+            NgramCandidates(k=5)
+        """
+        candidates = as_candidates(candidate_generator)
+        defaults = cls(candidates=candidates, verifier=CoupledVerifier(), policy=candidates.policy)
+        return defaults.updated(**keywords)
+
+    def updated(self, **keywords: Any) -> Settings:
+        """These settings with those that keywords of a call replace, see `parse`."""
+        if "verification" in keywords:
+            keywords["verifier"] = as_verifier(keywords.pop("verification"))
+        if "policy" in keywords and keywords["policy"] is None:
+            keywords["policy"] = self.candidates.policy
+        settings: Any = replace(self, **keywords)
+        if not isinstance(settings.policy, Policy):
+            raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {settings.policy!r}")
+        if settings.monitor is not None and not isinstance(settings.monitor, Monitor):
+            raise TypeError(f"monitor must be a Monitor such as SpeculationMonitor(), got {settings.monitor!r}")
+        if settings.compile not in ("auto", "graphs", False, None):
+            raise ValueError(f'compile must be "auto", "graphs" or False, got {settings.compile!r}')
         for name in ("memory", "grammar_drafts"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            if not isinstance(getattr(settings, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(settings, name)!r}")
+        return cast(Settings, settings)
 
     def for_model(self, model: PreTrainedModel) -> Settings:
         """These settings with the strategy that a preset chooses for a model, and its policy unless one was given."""
         candidates = self.candidates.for_model(model)
-        return replace(self, candidates=candidates, policy=self.policy or candidates.policy)
-
-
-CALL_SETTINGS = tuple(field.name for field in fields(Settings)[1:])
-"""Keywords of `generate` that may accompany `candidate_generator=`."""
+        policy = candidates.policy if self.policy is self.candidates.policy else self.policy
+        return replace(self, candidates=candidates, policy=policy)
 
 
 def settings_in(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Our settings among the arguments of a call, which are removed."""
-    return {name: kwargs.pop(name) for name in CALL_SETTINGS if name in kwargs}
+    """Our keywords among the arguments of a call, which are removed."""
+    return {name: kwargs.pop(name) for name in KEYWORDS if name in kwargs}
+
+
+def as_verifier(verification: Any) -> Verifier:
+    """The verification mode that a user gave, by its name or as an object."""
+    if isinstance(verification, Verifier):
+        return verification
+    if not isinstance(verification, str) or verification not in VERIFIERS:
+        modes = ", ".join(map(repr, VERIFIERS))
+        raise ValueError(f"verification must be {modes} or a Verifier, got {verification!r}")
+    return VERIFIERS[verification]()
 
 
 def as_candidates(generator: Any) -> Candidates:
@@ -82,6 +119,6 @@ def as_candidates(generator: Any) -> Candidates:
         list: "for several strategies give CombinedCandidates([...])",
         type: "give an object, with parentheses behind the name",
     }
-    remedy = next((f"; {text}" for kind, text in remedies.items() if isinstance(generator, kind)), "")
-    given = f"a model of type {type(generator).__name__}" if isinstance(generator, nn.Module) else repr(generator)
-    raise TypeError(f"candidate_generator must be {expected}, got {given}{remedy}")
+    remedy = next((f"; {text}" for expected_type, text in remedies.items() if isinstance(generator, expected_type)), "")
+    shown = f"a model of type {type(generator).__name__}" if isinstance(generator, nn.Module) else repr(generator)
+    raise TypeError(f"candidate_generator must be {expected}, got {shown}{remedy}")

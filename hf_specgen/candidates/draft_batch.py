@@ -44,7 +44,8 @@ class DraftBatch:
 
     def with_settings(self, **settings: Any) -> DraftBatch:
         """The same rows with other settings of the call."""
-        return DraftBatch(replace(self.call, **settings), self.target, self._verification, self._policy)
+        call = replace(self.call, settings=replace(self.call.settings, **settings))
+        return DraftBatch(call, self.target, self._verification, self._policy)
 
     # The rows
 
@@ -138,4 +139,4 @@ class DraftBatch:
         Not where equal calls have to draft alike: with a policy that measures nothing, and in rejection sampling, whose
         text depends on the draft.
         """
-        return self.call.remembers and not self.wants_q and self._policy.remembers
+        return self.call.settings.memory and not self.wants_q and self._policy.remembers

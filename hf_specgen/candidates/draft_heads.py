@@ -141,7 +141,7 @@ class HeadCandidates(PretrainedCandidates):
         captures = captures and not torch.is_autocast_enabled(device)
         window = self.window(batch, bound)
         source = features(batch, bound, window)
-        drafter = EagleDrafter(bound, source, batch.state.batch, batch.call.compiled if captures else False)
+        drafter = EagleDrafter(bound, source, batch.state.batch, batch.call.settings.compile if captures else False)
         return LevelSession(batch, drafter, self.k, self.tree, watches_length=window is None)
 
     def window(self, batch: DraftBatch, bound: BoundHead) -> DraftWindow | None:

@@ -135,7 +135,8 @@ class DrafterSession(DraftSession, Generic[D]):
         self._by_length: Counter[tuple[int, bool]] | None = None
         self._length_key = "length", batch.call.drafting.key
         if watches_length:
-            self._by_length = memory.recall(batch.model if batch.call.remembers else None, self._length_key, Counter)
+            model = batch.model if batch.call.settings.memory else None
+            self._by_length = memory.recall(model, self._length_key, Counter)
 
     @property
     def rows_can_change(self) -> bool:
@@ -173,5 +174,5 @@ class DrafterSession(DraftSession, Generic[D]):
     def end(self) -> None:
         if self._by_length is not None:
             warn_of_length(self._by_length, self.batch.call.drafting.name)
-            if self.batch.call.remembers:
+            if self.batch.call.settings.memory:
                 memory.store(self.batch.model, self._length_key, self._by_length)

@@ -157,7 +157,7 @@ def with_grammar(session: DraftSession, size: Any) -> DraftSession:
     """The session of a strategy whose drafts have this size, or if the call has a grammar, one that obeys it."""
     # An early-exit target has run its first layers on the nodes of a draft: others cannot be added to it.
     batch = session.batch
-    if not batch.call.grammar_drafts or isinstance(batch.target, EarlyExitTarget):
+    if not batch.call.settings.grammar_drafts or isinstance(batch.target, EarlyExitTarget):
         return session
     states = grammar_states(batch)
     return GrammarSession(session, states, size) if states else session

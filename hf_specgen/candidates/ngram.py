@@ -162,7 +162,8 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
 
 def expected_outputs(prediction: Prediction | None, batch: DraftBatch) -> list[list[int]]:
     """The token ids of the expected output of each row, empty for none; the one of the call has precedence."""
-    given: Any = prediction if batch.call.prediction is None else batch.call.prediction
+    of_call = batch.call.settings.prediction
+    given: Any = prediction if of_call is None else of_call
     count = batch.state.batch
     if given is None:
         return [[] for _ in range(count)]

@@ -98,7 +98,7 @@ class RecyclingSession(SearchSession[int]):
         vocab_size = vocabulary_size(batch.model)
         self._table_key = ("recycling", vocab_size)
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
-        model = batch.model if batch.call.remembers and not batch.wants_q else None
+        model = batch.model if batch.call.settings.memory and not batch.wants_q else None
         self._table = memory.recall(model, self._table_key, lambda: RecyclingTable(vocab_size))
         memory.store(model, self._table_key, self._table)  # now, so that requests side by side share it
 

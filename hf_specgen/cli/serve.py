@@ -182,7 +182,7 @@ def speculating_server(model: str, strategy: Candidates, **options: Any) -> Iter
     """A server whose models speculate, to be started by `run`, and what counts its requests."""
     build = partial(_build_server, server.build_server)
     with (
-        attached_to_every_model(ServedCalls(Settings(strategy))) as attachment,
+        attached_to_every_model(ServedCalls(Settings.parse(strategy))) as attachment,
         _replaced(server, build_server=build),
         _replaced(utils, GenerateManager=Requests, CBGenerateManager=BatchedRequests),
     ):

@@ -99,7 +99,7 @@ class AdaptiveSession(PolicySession):
         self._call, drafting, self._has_common_loss = call, call.drafting, policy.common_loss is not None
         # Drafts are cut to the common budget later, so that each call drafts as if alone.
         self._is_alone = self._has_common_loss and drafting.negligible_cost
-        self.remembers = policy.latency is None and call.remembers
+        self.remembers = policy.latency is None and call.settings.memory
         self._model, self._key = call.model if self.remembers else None, ("loss", drafting.key, call.temperature)
         self._loss = policy.common_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.call import Call, GenerationState, memory
+from hf_specgen.call import Call, CallSettings, GenerationState, memory
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, DraftLatency, LatencyModel
 from hf_specgen.targets.graphs import is_captured
@@ -47,7 +47,7 @@ def model_curve(model: PreTrainedModel) -> CostCurve | None:
     """T(q) of one row with a short text, for passes that no `Target` runs; measured now, if no call has done so."""
     state = GenerationState(torch.zeros(1, 8, dtype=torch.long))
     state.append(0, [0])
-    call = Call(model, state, GenerationConfig())
+    call = Call(model, state, GenerationConfig(), settings=CallSettings(compile=False))
     with torch.no_grad():
         return known_curve(call) or target_curve(call, prefilled_target(model, torch.zeros(1, 8, dtype=torch.long)))
 
@@ -67,7 +67,7 @@ def _key(call: Call) -> tuple[Hashable, ...]:
     attention = compat.attention_implementation(text_config(model))
     rows = (call.state.batch - 1).bit_length()  # powers of two
     context = max(0, (call.state.prompt_length - 1).bit_length() - 9) // 2  # powers of four from 1,024 on
-    captured = bool(call.compiled) and is_captured(model)
+    captured = bool(call.settings.compile) and is_captured(model)
     return "T(q)", model.dtype, compat.input_device(model), attention, captured, rows, context
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_specgen import Candidates, SpeculativeOutput, Statistics
-from hf_specgen.settings import CALL_SETTINGS
+from hf_specgen.settings import KEYWORDS
 from tests.helpers.models import SHARED
 
 SEED = 11
@@ -25,7 +25,7 @@ def plain_and_speculative(
     model: Any, inputs: Inputs, candidates: Strategy, *, make_processors: Processors = None, **arguments: Any
 ) -> tuple[torch.Tensor, SpeculativeOutput]:
     """The ids of plain `generate`, without settings of speculation such as `policy=`, and the speculative output."""
-    settings = {name: arguments.pop(name) for name in CALL_SETTINGS if name in arguments}
+    settings = {name: arguments.pop(name) for name in KEYWORDS if name in arguments}
     plain, after_plain = plain_output(model, inputs, make_processors, **arguments)
     strategy: Any = candidates(answers(model, inputs, plain)) if callable(candidates) else candidates
     output = _generate(model, inputs, make_processors, {**arguments, **settings, "candidate_generator": strategy})

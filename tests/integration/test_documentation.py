@@ -28,7 +28,7 @@ from hf_specgen.cli.__main__ import app
 from hf_specgen.depth import FixedDepth, LatencyModel
 from hf_specgen.heads import load_head
 from hf_specgen.monitor import speedup
-from hf_specgen.settings import CALL_SETTINGS
+from hf_specgen.settings import KEYWORDS
 from tests.helpers.calls import with_sessions
 from tests.helpers.models import recorded_inputs
 from tests.helpers.paths import BENCHMARK_ASSETS, DRAFT_LM, REFERENCE_LM, ROOT
@@ -239,7 +239,7 @@ def test_page_of_keywords_names_every_setting() -> None:
     page = (ROOT / "docs" / "keywords.md").read_text(encoding="utf-8")
     strategies = [getattr(hf_specgen, name) for name in hf_specgen.__all__ if name.endswith("Candidates")]
     settings = {name for one in strategies for name in inspect.signature(one).parameters if one is not Candidates}
-    settings |= set(CALL_SETTINGS) | set(inspect.signature(inspect.unwrap(GenerationMixin.generate)).parameters)
+    settings |= set(KEYWORDS) | set(inspect.signature(inspect.unwrap(GenerationMixin.generate)).parameters)
     settings |= set(GenerationConfig().to_dict()) - INTERNAL
     for name in settings - INPUTS:
         assert re.search(rf"`{name}[ =`]", page), name

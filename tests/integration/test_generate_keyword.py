@@ -207,13 +207,15 @@ CHOSEN = {
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_preset_has_plain_tokens_and_names_what_it_chose(name: str, batch: int) -> None:
-    """Would catch: other tokens by one of the three ways to give a preset, or a summary without its choice."""
+    """Would catch: other tokens by one of the ways to give a preset, a summary without its choice, or elsewhere."""
     model, inputs = tiny_model("llama"), prompts(batch)
+    preset = PresetCandidates(name)
     plain = model.generate(**inputs, max_new_tokens=12)
     settings = {"max_new_tokens": 12, "return_dict_in_generate": True}
     outputs = [
         model.generate(**inputs, candidate_generator=name, **settings),
         model.generate(**inputs, custom_generate=speculate(name), **settings),  # type: ignore[arg-type]
+        model.generate(**inputs, candidate_generator=preset, **settings),
     ]
     with attached(model, name) as totals:  # type: ignore[arg-type]
         outputs.append(model.generate(**inputs, **settings))
@@ -222,6 +224,7 @@ def test_preset_has_plain_tokens_and_names_what_it_chose(name: str, batch: int) 
         assert output.speculation.summary().startswith(CHOSEN[name])
         assert "AdaptiveDepth()" in output.speculation.summary()
     assert totals.calls == 1
+    assert preset.speculation is outputs[2].speculation, "on the object of the caller"
 
 
 def test_latency_preset_uses_the_mtp_layer_of_a_checkpoint_that_has_one() -> None:
