@@ -1,4 +1,9 @@
-"""Counters of speculative decoding: of one step, of one `generate` call, and of many calls."""
+"""Statistics of speculative decoding: of a step, of a `generate` call, and of many calls.
+
+`RowStep` counts a row in a step, `StepRecord` describes a step of the batch. `Statistics` has every step of a call.
+`CallTotals` sums up any number of calls in bounded memory, so it has how often each kind of `RowStep` occurred instead.
+Both derive their figures from these in the same way, see `Counts`.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +85,15 @@ class StepRecord:
 
 
 class Counts(ABC):
-    """Numbers derived from the steps of rows; equal steps are counted together."""
+    """Figures derived from the steps of rows."""
 
     @abstractmethod
     def _counted(self) -> Iterable[tuple[RowStep, int]]:
         """The steps, each with how often it occurred."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """The main figures in a few lines of text."""
 
     def _sum(self, value: Callable[[RowStep], int]) -> int:
         return sum(value(step) * count for step, count in self._counted())
@@ -146,8 +155,8 @@ class Counts(ABC):
         """1 + accepted / drafts: only steps with a draft (vLLM's definition)."""
         return 1 + _ratio(self.accepted, self.drafts)
 
-    def __str__(self: Any) -> str:
-        return str(self.summary())
+    def __str__(self) -> str:
+        return self.summary()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and lists, ready for JSON."""
@@ -156,7 +165,7 @@ class Counts(ABC):
 
 @dataclass
 class Statistics(Counts):
-    """Counters of one `generate` call.
+    """The statistics of one `generate` call.
 
     A *step* of a row is one verification (a forward pass of the target) in which the row took part; a *draft* is a step
     in which at least one token was proposed for it. Tokens cut off by a stop do not count as accepted.
@@ -240,7 +249,7 @@ class Statistics(Counts):
         return result
 
     def summary(self) -> str:
-        """The main counters in a few lines of text."""
+        """The main figures in a few lines of text."""
         times = ", ".join(f"{name} {1000 * value:.0f} ms" for name, value in self.seconds.items())
         positions = " ".join(f"{rate:.2f}" for rate in self.acceptance_rate_per_position)
         lines = [
@@ -270,6 +279,7 @@ class CallTotals(Counts):
     emitted: int = 0
     seconds: float = 0.0
     _steps: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
+    """How often each `RowStep` occurred, by its fields."""
 
     def _counted(self) -> Iterable[tuple[RowStep, int]]:
         return ((RowStep(*step), count) for step, count in self._steps.items())
@@ -283,11 +293,11 @@ class CallTotals(Counts):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and lists, ready for JSON."""
-        own = {"calls": self.calls, "plain_calls": dict(self.plain_calls), "seconds": self.seconds}
-        return own | super().to_dict()
+        totals = {"calls": self.calls, "plain_calls": dict(self.plain_calls), "seconds": self.seconds}
+        return totals | super().to_dict()
 
     def summary(self) -> str:
-        """The main counters in a few lines of text."""
+        """The main figures in a few lines of text."""
         lines = [
             f"{_calls(self.calls)}, {self.emitted} tokens in {self.seconds:.2f} s, "
             f"{self.tokens_per_step:.2f} tokens per step",
@@ -297,8 +307,8 @@ class CallTotals(Counts):
         return "\n".join(lines)
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(count: float, total: float) -> float:
+    return count / total if total else 0.0
 
 
 def _calls(count: int) -> str:

@@ -19,7 +19,7 @@ from hf_specgen.call import Call
 from hf_specgen.call_statistics import RowStep, Statistics, StepRecord
 
 PREFIX = "spec_decode_num_"
-"""Of the names of counters for Prometheus, as in vLLM."""
+"""Beginning of the names of Prometheus counters, as in vLLM."""
 Latency = Callable[[float], float] | None
 
 logger = logging.getLogger("hf_specgen")
@@ -60,8 +60,16 @@ class AcceptanceRates:
     def of(cls, counts: Mapping[tuple[int, int], int]) -> AcceptanceRates:
         """From the number of drafts with so many (drafted, accepted) tokens."""
         rates = np.repeat([accepted / drafted for drafted, accepted in counts] or 0.0, [*counts.values()] or 1)
-        numbers = rates.mean(), rates.std(), rates.min(), rates.max(), *np.percentile(rates, [50, 95])
-        return cls(sum(counts.values()), *map(float, numbers))
+        median, percentile_95 = np.percentile(rates, [50, 95])
+        return cls(
+            drafts=sum(counts.values()),
+            mean=float(rates.mean()),
+            std=float(rates.std()),
+            min=float(rates.min()),
+            max=float(rates.max()),
+            p50=float(median),
+            p95=float(percentile_95),
+        )
 
 
 class SpeculationMonitor(Monitor):
@@ -120,26 +128,31 @@ class SpeculationMonitor(Monitor):
 
     def summary(self) -> str:
         """One line about the window."""
-        counts, rates = self.statistics, self.acceptance()
-        found = (
+        counts = self.statistics
+        rates = self.acceptance()
+        figures = (
             f"{counts.tokens_per_step:.2f} tokens per step, {counts.acceptance_rate:.0%} of draft tokens accepted; "
             f"by draft {rates.mean:.0%} ± {rates.std:.0%}, median {rates.p50:.0%}"
         )
-        return f"last {counts.steps} row steps: {found if counts.drafted else 'nothing was drafted'}"
+        return f"last {counts.steps} row steps: {figures if counts.drafted else 'nothing was drafted'}"
 
 
 class _SpeculationMonitorSession(MonitorSession):
     """Passes the steps of a call on to its monitor, and logs their sums at the end."""
 
     def __init__(self, monitor: SpeculationMonitor, call: Call):
-        self._monitor, self._call, self._started, self._rows = monitor, call, perf_counter(), list[RowStep]()
+        self._monitor = monitor
+        self._call = call
+        self._started = perf_counter()
+        self._rows: list[RowStep] = []
 
     def observe(self, step: StepRecord) -> None:
         self._rows += [row for row in step.rows if row is not None]
         self._monitor.record(self._call, step)
 
     def end(self) -> None:
-        counts, tokens = Statistics([self._rows]), sum(map(len, self._call.state.generated))
+        counts = Statistics([self._rows])
+        tokens = sum(map(len, self._call.state.generated))
         logger.info(
             f"{self._call.drafting.name}: {tokens} tokens, {counts.tokens_per_step:.2f} tokens per step, drafted "
             f"{counts.drafted}, accepted {counts.accepted} ({counts.acceptance_rate:.0%}), "
@@ -216,7 +229,8 @@ def plot_speedup(
     path: str | Path, *, latency: Latency = None, draft_pass: float = 0.05, depths: Sequence[int] = (1, 2, 3, 5, 8, 12)
 ) -> None:
     """Plot `speedup` over the acceptance rate, a line for each k; where it is below 1, drafting loses."""
-    (figure, axes), rates = _figure(1), np.linspace(0, 1, 101)
+    figure, axes = _figure(1)
+    rates = np.linspace(0, 1, 101)
     for k in depths:
         axes.plot(rates, [speedup(rate, k, latency, draft_pass) for rate in rates], label=f"k = {k}")
     axes.axhline(1, color="lightgray")

@@ -58,7 +58,8 @@ def _patch(mixin: Any) -> None:
         patched = getattr(original, "_hf_specgen_patched", None)
         if patched is None:
             patched = wrap(original)
-            patched._hf_specgen_original, patched._hf_specgen_patched = original, patched
+            patched._hf_specgen_original = original
+            patched._hf_specgen_patched = patched
             setattr(mixin, name, patched)
         patched._hf_specgen_enabled = True
 
@@ -80,9 +81,10 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
         attachment = None if "candidate_generator" in kwargs else getattr(self, ATTACHMENT, None)
         kwargs.pop("candidate_generator", None)
         if attachment is None:
-            given = kwargs.keys() & OWN_KEYWORDS
-            if given and kwargs.get("custom_generate") is None:  # whose method may have settings of these names
-                raise ValueError(f'{min(given)}= needs a strategy: give candidate_generator= too, such as "auto"')
+            keywords = kwargs.keys() & OWN_KEYWORDS
+            # A decoding method of somebody else may have settings of these names.
+            if keywords and kwargs.get("custom_generate") is None:
+                raise ValueError(f'{min(keywords)}= needs a strategy: give candidate_generator= too, such as "auto"')
             return original(self, *args, **kwargs)
         return attachment.generate(original, self, args, kwargs)
 
@@ -98,7 +100,8 @@ def _of_continuous_batching(function: str) -> Callable[[Callable[..., Any]], Any
     def wrap(original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            attachment, module = getattr(self, ATTACHMENT, None), sys.modules.get("hf_specgen.continuous_batching")
+            attachment = getattr(self, ATTACHMENT, None)
+            module = sys.modules.get("hf_specgen.continuous_batching")
             is_ours = attachment is not None or "candidate_generator" in kwargs or module is not None
             if not method._hf_specgen_enabled or not is_ours:  # type: ignore[attr-defined]
                 return original(self, *args, **kwargs)
