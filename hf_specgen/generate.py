@@ -63,6 +63,8 @@ class Speculation:
     seed: int | None = None
     """See `Call.seed`."""
 
+    is_row = False
+    """Whether the call may become a row of a common target."""
     is_prepared = False
     """Whether `generate` has prepared a call and the checks of this package have begun."""
     statistics: Statistics | None = None
@@ -118,7 +120,9 @@ class Speculation:
         with compat.without_compilation(model), ExitStack() as stack:
             requirements = candidates.target_requirements(model)
             check_computation(model, requirements, input_ids, config, model_kwargs)
-            target = make_target(requirements, model, input_ids, config, model_kwargs, settings.compile)
+            target = make_target(
+                requirements, model, input_ids, config, model_kwargs, settings.compile, self.is_row
+            )
             check_length(model, target.first_positions, call.max_new_tokens)
             loop = DecodingLoop(call, target, settings, stack, stopping_criteria, self.streamer)
             self.statistics = loop.statistics

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from numbers import Integral
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import StepLatency, fastest_count
 from hf_specgen.generate import Speculation
 from hf_specgen.settings import Settings, settings_in
-from hf_specgen.targets.target import Target
+from hf_specgen.targets.row_target import RowTarget
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import CoupledVerifier
 from hf_specgen.verification.base import are_nan
@@ -145,9 +145,15 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
 class _Row(Speculation):
     """A prompt: a `generate` call that is prepared as any other, and whose steps are made by a `_Batch`."""
 
+    is_row = True
     index: int
     loop: DecodingLoop
     stack: ExitStack
+
+    @property
+    def target(self) -> RowTarget:
+        """The target of a joinable row."""
+        return cast(RowTarget, self.loop.target)
 
     @property
     def is_joinable(self) -> bool:
@@ -222,7 +228,7 @@ class _Batch:
         self.statistics = Statistics([])
         self._rows: list[_Row] = []
         self._joined: list[_Row] = []  # those of the common target
-        self._target: Target
+        self._target: RowTarget
 
     def run(self, rows: Iterator[_Row], max_rows: int) -> Iterator[Completion]:
         """Complete all rows, of which `max_rows` are processed at a time."""
@@ -253,7 +259,7 @@ class _Batch:
                 for place, row in enumerate(self._joined):
                     if row.loop.state.all_stopped:
                         if row.loop.outputs.shows_padding:
-                            row.loop.target.leave(self._target, place)
+                            row.target.leave(self._target, place)
                         yield self._completed(row)
         finally:
             for row in self._rows:
@@ -266,7 +272,7 @@ class _Batch:
         if self._rows == self._joined:
             return
         kept = [place for place, row in enumerate(self._joined) if row in self._rows]
-        new = [row.loop.target for row in self._rows[len(kept) :]]
+        new = [row.target for row in self._rows[len(kept) :]]
         if not kept:
             self._target = new.pop(0).common()
         self._target.keep_rows(kept or [0])
@@ -289,10 +295,11 @@ class _Batch:
         seconds = perf_counter() - begin
         for place, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
             loop.timer.add("forward", seconds)
-            loop.target.take_states(self._target, place, 1 + tree.nodes)
-            with _named(self._rows[place].index):
+            row = self._rows[place]
+            row.target.take_states(self._target, place, 1 + tree.nodes)
+            with _named(row.index):
                 loop.end_step(tree, logits[place : place + 1, : 1 + tree.nodes])
-        self._target.commit_rows([loop.target for loop in loops])
+        self._target.commit_rows([row.target for row in self._rows])
         records = [loop.statistics.passes[-1] for loop in loops]
         passes = self.steps.passes or [tokens for one in records for tokens in one.passes]
         context = max(one.context for one in records)

@@ -34,7 +34,7 @@ from hf_specgen.common_steps import CommonSteps
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import Floats, fastest_count, step_seconds
 from hf_specgen.settings import Settings
-from hf_specgen.targets.hidden_states import HiddenStateTarget, captured_states
+from hf_specgen.targets.hidden_states import HiddenStateRowTarget, captured_states
 from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
@@ -44,11 +44,11 @@ Moves = dict[str, tuple[list[int], list[int]]]
 """By kind of attention, the slots to copy from, and to."""
 
 
-class PackedTarget(HiddenStateTarget):
+class PackedTarget(HiddenStateRowTarget):
     """The target as the loop and the drafter of one request see it: its passes are parts of packed steps."""
 
     batch, rows, has_common, returns_cache = 1, [0], True, False
-    slot_limit, _graphs, _queue = UNLIMITED, None, None
+    slot_limit, _graphs = UNLIMITED, None
     verifies_chains_only = False
 
     def __init__(self, steps: PackedSteps, prompt: int):

@@ -16,6 +16,8 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix
 from hf_specgen.targets.passes import PassOutput, model_pass
+from hf_specgen.targets.replay_target import ReplayTarget
+from hf_specgen.targets.row_target import RowTarget
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
@@ -60,17 +62,13 @@ class HiddenStateTarget(Target):
         logits = super().forward(tree, pending, active)
         returned = self._returned_states
         states = returned[0] if len(returned) == 1 else torch.cat(returned, dim=-1)
-        self.pass_states = self._step_states = self._of_pass(states, tree.batch, 1 + tree.nodes)
+        self.pass_states = self._step_states = self._results(states, tree.batch, 1 + tree.nodes)
         return logits
 
     def _run(self, *args: Any, **kwargs: Any) -> PassOutput:
         outputs = super()._run(*args, **kwargs)
         self._returned_states = outputs.states
         return outputs
-
-    def take_states(self, common: Target, row: int, tokens: int) -> None:
-        assert isinstance(common, HiddenStateTarget)
-        self.pass_states = self._step_states = common.pass_states[row : row + 1, :tokens]
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         super().commit(paths)
@@ -102,6 +100,19 @@ class HiddenStateTarget(Target):
                 new = self._step_states[row].index_select(0, places)
             states.append(torch.cat([prompt[row], new]) if prompt.shape[1] else new)
         return [_columns(rows, self._indices, aux_layers) for rows in states]
+
+
+class HiddenStateReplayTarget(HiddenStateTarget, ReplayTarget):
+    """A `ReplayTarget` that captures hidden states."""
+
+
+class HiddenStateRowTarget(HiddenStateTarget, RowTarget):
+    """A `RowTarget` that captures hidden states, or receives those that the common target has captured."""
+
+    def take_states(self, common: Target, row: int, tokens: int) -> None:
+        assert isinstance(common, HiddenStateTarget)
+        self.pass_states = common.pass_states[row : row + 1, :tokens]
+        self._step_states = self.pass_states
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,12 @@ def text_config(model: PreTrainedModel) -> Any:
     return next((part for part in parts if isinstance(part, PreTrainedConfig)), config)
 
 
+def decoder_config(model: PreTrainedModel) -> Any:
+    """The config by which the cache of the decoder is made."""
+    is_encoder_decoder = bool(model.config.is_encoder_decoder)
+    return model.config.get_text_config(decoder=True) if is_encoder_decoder else text_config(model)
+
+
 def decoder_argument(model: PreTrainedModel, name: str) -> str:
     """The name of an argument of the decoder; of an encoder-decoder those without prefix are the encoder's."""
     return f"decoder_{name}" if model.config.is_encoder_decoder else name
@@ -68,6 +74,11 @@ def layer_kinds(config: Any) -> set[str]:
 def keeps_state(config: Any) -> bool:
     """Whether a model has convolutions or recurrent states, so that only chains can be verified."""
     return not set(STATE_TYPES).isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def may_have_recurrent_state(config: Any) -> bool:
+    """Whether a model's layers may have recurrent states beside convolutions, which is certain after the prefill."""
+    return not (set(STATE_TYPES) - {"conv"}).isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def has_special_layers(config: Any) -> bool:

@@ -14,9 +14,11 @@ from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.graphs import CAPTURES
-from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.targets.hidden_states import HiddenStateReplayTarget, HiddenStateRowTarget, HiddenStateTarget
 from hf_specgen.targets.inputs import accompanying_inputs
 from hf_specgen.targets.model_parts import has_special_layers, layer_kinds, text_config
+from hf_specgen.targets.replay_target import ReplayTarget, needs_replay
+from hf_specgen.targets.row_target import RowTarget
 from hf_specgen.targets.support import first_problem
 from hf_specgen.targets.target import Target
 
@@ -71,8 +73,12 @@ def make_target(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     compile: Compile = False,
+    is_row: bool = False,
 ) -> Target:
-    """The target of one call, with captured passes as `compile` says; raises if it cannot be made."""
+    """The target of one call, with captured passes as `compile` says; raises if it cannot be made.
+
+    With `is_row`, a target that can become a row of a common one, unless the model needs another kind of target.
+    """
     is_possible = compile == "graphs" or (compile == "auto" and compat.input_device(model).type in CAPTURES)
     graphs: Compile = compile if is_possible else False
     if graphs and (problem := _capture_problem(requirements, model, config, model_kwargs, graphs)) is not None:
@@ -87,9 +93,17 @@ def make_target(
         check_decoder_only(model, "this strategy")
     if requirements.exit_layer is not None:
         return EarlyExitTarget(*call, requirements.exit_layer)
-    if requirements.aux_hidden_state_layers:
-        return HiddenStateTarget(*call, requirements.aux_hidden_state_layers, graphs)
-    return Target(*call, graphs)
+    of_text: type[Target] = Target
+    of_states = HiddenStateTarget
+    if needs_replay(model, model_kwargs):
+        of_text = ReplayTarget
+        of_states = HiddenStateReplayTarget
+    elif is_row:
+        of_text = RowTarget
+        of_states = HiddenStateRowTarget
+    if aux_layers := requirements.aux_hidden_state_layers:
+        return of_states(*call, aux_layers, graphs)
+    return of_text(*call, graphs)
 
 
 def _capture_problem(

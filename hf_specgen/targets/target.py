@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,12 +15,12 @@ from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, is_captured
-from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache, takes_positions
+from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache
 from hf_specgen.targets.lasting_buffers import move_captured
 from hf_specgen.targets.masks import StepMasks, fixed_mask
-from hf_specgen.targets.model_parts import keeps_state, text_config
+from hf_specgen.targets.model_parts import decoder_config, keeps_state
 from hf_specgen.targets.passes import CapturablePasses, NewText, PassOutput, TreeInputs, TreePass, model_pass
-from hf_specgen.targets.state_cache import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
+from hf_specgen.targets.replay_queue import MAX_ROW_SKEW
 from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
 
@@ -38,10 +37,8 @@ class Target:
     """How many draft tokens of a row a pass can take, as some experts have a limited capacity."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
-    has_common = False
-    """Whether the passes of this target, which has one row, are parts of those for several."""
-    path: Sequence[int] = ()
-    """The accepted nodes of the last of these passes."""
+    has_recurrent_state: bool = False
+    """Whether the model has a recurrent state; valid after the prefill."""
 
     def __init__(
         self,
@@ -51,40 +48,39 @@ class Target:
         model_kwargs: dict[str, Any],
         graphs: Compile = False,
     ):
-        self.model, self._mode = model, graphs
-        self._graphs = captured_functions(model) if graphs else None
-        self._pass: Any = model_pass
-        self._captures_at_once = False
-        is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        self._config = model.config.get_text_config(decoder=True) if is_encoder_decoder else text_config(model)
+        self.model = model
         self.device = compat.input_device(model)
-        reads_encoder = "encoder_outputs" in model_kwargs
+        self.batch = len(input_ids)
+        self._mode = graphs
+        self._graphs = captured_functions(model) if graphs else None
+        self._captures_at_once = False
+        self._pass: Any = model_pass
+        self._config = decoder_config(model)
         self._inputs = CallInputs(model, input_ids, generation_config, model_kwargs)
-        given: Any = model_kwargs.get(compat.CACHE)
-        text = given.self_attention_cache if reads_encoder else given
-        self.cache = call_cache(text, self._config, generation_config, keeps_all=bool(graphs))
-        self._model_cache: Any = self.cache
-        if reads_encoder:
-            self._model_cache = EncoderDecoderCache(self.cache, given.cross_attention_cache)
-        self.returns_cache = compat.is_user_defined(given)
-        """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
-        self._given = text
-        self._starts: tuple[int, ...] = ()
-        self._queue: ReplayQueue | None = None
-        if reads_encoder and not takes_positions(model):
-            self._queue, self.max_row_skew = ReplayQueue(len(input_ids), common_start=True), MAX_ROW_SKEW
-        elif keeps_state(self._config):
-            self._queue = ReplayQueue(len(input_ids))
-        self._has_pending = True  # whether the last pass began with the pending token
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
         self.max_draft_tokens = pass_capacity(model) - 1 - MAX_ROW_SKEW
-        self.batch = len(input_ids)
+        self._make_cache(generation_config, model_kwargs)
         self._layout = RowLayout(self.batch, self.last_position)
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
-        self._step_masks = StepMasks(model, None, required=True)  # of captured passes, which receive what is padding
+        # Captured passes receive the padding as an input.
+        self._step_masks = StepMasks(model, None, required=True)
+        self._starts: tuple[int, ...] = ()
+        """The slot of each row at which the last pass, or the tree that grows, began."""
+
+    def _make_cache(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+        """Make the cache of the call, which takes over the contents of the cache that `generate` passes on."""
+        passed: Any = model_kwargs.get(compat.CACHE)
+        self.returns_cache = compat.is_user_defined(passed)
+        """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
+        reads_encoder = "encoder_outputs" in model_kwargs
+        self._passed_cache = passed.self_attention_cache if reads_encoder else passed
+        self.cache = call_cache(self._passed_cache, self._config, generation_config, keeps_all=bool(self._graphs))
+        self._model_cache: Any = self.cache
+        if reads_encoder:
+            self._model_cache = EncoderDecoderCache(self.cache, passed.cross_attention_cache)
 
     @property
     def rows(self) -> list[int]:
@@ -97,25 +93,19 @@ class Target:
         return tuple(max(0, -offset) for offset in self._layout.offsets)
 
     @property
+    def is_joinable(self) -> bool:
+        """Whether a common target can process this one as a row, see `RowTarget`."""
+        return False
+
+    @property
     def verifies_chains_only(self) -> bool:
         """Whether a draft must be a chain: recurrent states cannot branch, FlashAttention takes no mask."""
-        return self._queue is not None or self._masks.chains_only
+        return keeps_state(self._config) or self._masks.chains_only
 
     @property
     def _active_graphs(self) -> CapturedFunctions | None:
         """The captured functions of the model, unless there are none or capturing has failed."""
         return self._graphs if self._graphs is not None and self._graphs.failure is None else None
-
-    @property
-    def has_recurrent_state(self) -> bool:
-        """Whether the model has a recurrent state, which is known after the prefill."""
-        return (queue := self._replays) is not None and not queue.common_start
-
-    @property
-    def _replays(self) -> ReplayQueue | None:
-        """The queue of tokens that are processed again, if the model needs one; known after the prefill."""
-        needed = self._queue is not None and (self._queue.common_start or self.cache.has_recurrent_state)
-        return self._queue if needed else None
 
     def prefill(self) -> torch.Tensor:
         """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
@@ -131,36 +121,31 @@ class Target:
         Returns `[batch, 1 + nodes, vocab]` logits. `active` are the rows of which `commit` may keep something; None:
         all.
         """
-        self._has_pending = True
-        if (queue := self._replays) is not None:
-            if self.has_recurrent_state and max(queue.uncached) > MAX_UNCACHED:
-                self._process_uncached(queue)
-            rows = zip(pending, tree.token_lists(), tree.parents, strict=True)
-            chains = [[token, *draft[: len(parents)]] for token, draft, parents in rows]
-            return self._of_pass(self._replay(queue, chains, active), tree.batch, 1 + tree.nodes)
         self._starts = self.cache.lengths
         inputs = {"input_ids": tree.step_tokens(pending, self.device)}
-        return self._of_pass(self._run(self.model, tree, inputs, active).logits, tree.batch, 1 + tree.nodes)
+        return self._results(self._run(self.model, tree, inputs, active).logits, tree.batch, 1 + tree.nodes)
 
     def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         """Repeat the last pass without its draft, whose states are not finite, and erase them: `[batch, 1, vocab]`."""
-        self.cache.set_lengths(self._starts) if self._replays is None else self.commit([None] * self.batch)
+        self._undo_pass()
         self.cache.erase_rejected()
         return self.forward(DraftTree.empty(len(pending)), pending, active)
+
+    def _undo_pass(self) -> None:
+        """Return to where the last pass began."""
+        self.cache.set_lengths(self._starts)
 
     def grow(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
         """Run the model on the frontier of trees whose root and other nodes are cached: for draft models.
 
         The root is the last token in the cache before the first `grow` of a tree. Returns `[batch, new, vocab]` logits.
         """
-        self._has_pending = False
         new = frontier.tokens.shape[1]
-        if (queue := self._replays) is not None:
-            return self._of_pass(self._replay(queue, frontier.tokens.tolist(), active), frontier.batch, new)
-        inputs = {"input_ids": frontier.tokens.to(self.device)}
         cached = 1 + frontier.nodes - new
         self._starts = tuple(length - cached for length in self.cache.lengths)
-        return self._of_pass(self._run(self.model, frontier, inputs, active, cached).logits, frontier.batch, new)
+        inputs = {"input_ids": frontier.tokens.to(self.device)}
+        logits = self._run(self.model, frontier, inputs, active, cached).logits
+        return self._results(logits, frontier.batch, new)
 
     def capturable_passes(self, levels: int, text: NewText | None = None) -> CapturablePasses | None:
         """What `grow` over so many levels in one captured function needs; None if it cannot be captured.
@@ -184,39 +169,11 @@ class Target:
 
     def _store_levels(self, states: torch.Tensor | None, expanded: int) -> None:
         """Go on after passes that were made by a captured function; the root and the expanded nodes are cached."""
-        self._has_pending = False
         self._starts = tuple(length - 1 - expanded for length in self.cache.lengths)
 
-    def _of_pass(self, values: torch.Tensor, batch: int, results: int) -> torch.Tensor:
-        """Values of a pass, `[present, …]`, as `[batch, results, …]` of the tokens that it was made for."""
-        values = self._layout.scatter(values, batch)
-        return values if (queue := self._replays) is None else queue.align(values, results)
-
-    def _replay(
-        self,
-        queue: ReplayQueue,
-        new: Sequence[Sequence[int]],
-        active: Sequence[bool] | None,
-        most: int | None = None,
-    ) -> torch.Tensor:
-        """One pass over uncached tokens and `new` ones, `[present, tokens, vocab]`; at most `most` tokens of a row."""
-        present = set(self.rows)
-        takes_part = [row in present and (active is None or active[row]) for row in range(self.batch)]
-        starts, reads = queue.next_pass(new, takes_part, most)
-        self._set_lengths(starts)
-        filled = [tokens or [0] for tokens in reads]  # padding, as that on the right, is overwritten by the next pass
-        chains = DraftTree.chains([tokens[1:] for tokens in filled])
-        inputs = {"input_ids": chains.step_tokens([tokens[0] for tokens in filled], self.device)}
-        return self._run(self.model, chains, inputs, takes_part).logits
-
-    def _process_uncached(self, queue: ReplayQueue) -> None:
-        """Run the model on all uncached tokens; a recurrent state takes a pass for each different number of them."""
-        while any(uncached := self._layout.gather(queue.uncached)):
-            most = None if queue.common_start else min(filter(None, uncached))
-            takes_part = [queue.common_start or count > 0 for count in queue.uncached]
-            self._replay(queue, [()] * self.batch, takes_part, most)
-            queue.commit([0 if takes else None for takes in takes_part])
-            self._set_lengths(queue.cached)
+    def _results(self, values: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+        """Values of a pass, `[present rows, tokens of the pass, …]`, as `[batch, tokens, …]` of the call's rows."""
+        return self._layout.scatter(values, batch)
 
     def _set_lengths(self, generated: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and so many tokens after it."""
@@ -296,45 +253,10 @@ class Target:
         """Capture further shapes when they are used first, if the model has been captured in some other shape."""
         self._captures_at_once = self._graphs is not None and is_captured(self.model)
 
-    @property
-    def is_joinable(self) -> bool:
-        """Whether the rows of several such targets can be processed by a common one; known after the prefill.
-
-        Not if there are inputs beside text, states that are processed again, or a kernel without masks.
-        """
-        if self.verifies_chains_only or self._graphs is not None or self.reuses_drafter_states:
-            return False
-        return self._inputs.rows_can_change(self.cache)
-
-    def common(self) -> Target:
-        """A target that runs the passes of this one, and of others that `append_rows` adds, until they `leave`."""
-        common = copy.copy(self)
-        common._layout, common._masks, self.has_common = copy.copy(self._layout), copy.copy(self._masks), True
-        return common
-
-    def take_states(self, common: Target, row: int, tokens: int) -> None:
-        """Receive what a pass of the common target has computed for so many tokens of this one, its row."""
-
-    def commit_rows(self, rows: Sequence[Target]) -> None:
-        """Keep in a common target what `commit` has kept of its rows."""
-        self.cache.keep_accepted(self._starts, [row.path for row in rows])
-
-    def leave(self, common: Target, row: int) -> None:
-        """Continue alone, with the cache of this row of the common target."""
-        self.cache = self._model_cache = common.cache.shared_copy()
-        self.cache.batch_select_indices(torch.tensor([row]))
-        self.has_common = False
-
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
-        if self.has_common:
-            self.path = paths[0] or []
-        elif self._queue is not None and self._queue.is_in_pass:
-            self._queue.commit([None if path is None else self._has_pending + len(path) for path in paths])
-            self._set_lengths(self._queue.cached)
-        else:
-            move = None if self._active_graphs is None else self._move_captured
-            self.cache.keep_accepted(self._starts, self._layout.gather(paths), move)
+        move = None if self._active_graphs is None else self._move_captured
+        self.cache.keep_accepted(self._starts, self._layout.gather(paths), move)
 
     def _move_captured(self, moves: torch.Tensor) -> None:
         """Copy the keys and values of accepted paths into place, as a graph once it was captured."""
@@ -353,14 +275,7 @@ class Target:
 
     def rewind(self, kept: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and the first `kept` generated tokens."""
-        if (queue := self._replays) is None:
-            self._set_lengths(kept)
-            return
-        if queue.is_in_pass:
-            self.commit([None] * self.batch)
-        for row in self.rows:
-            queue.cut(row, kept[row])
-        self._set_lengths(queue.cached)
+        self._set_lengths(kept)
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Continue with these rows of the cache, in this order."""
@@ -375,7 +290,6 @@ class Target:
             self._masks.add_rows(len(self._layout.offsets), other._masks, len(other.rows))
             self._layout.add_rows(other._layout)
             self.cache.add_rows(other.cache)
-            other.has_common = True
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
         """Remove ended rows, with their part of the cache, once enough have ended; not where passes are captured."""
@@ -387,10 +301,7 @@ class Target:
 
     def finish(self) -> Any:
         """Return the cache of plain `generate`, which the contents move to: the caller's own object if it gave one."""
-        if (queue := self._replays) is not None:
-            self._process_uncached(queue)
-            self._set_lengths(queue.cached)
-        cache = DynamicCache(config=self._config) if self._given is None else self._given
+        cache = DynamicCache(config=self._config) if self._passed_cache is None else self._passed_cache
         self.cache.to_dynamic(cache)
         if self._graphs is not None:
             self._graphs.release(self.cache)

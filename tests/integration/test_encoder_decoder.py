@@ -23,7 +23,7 @@ from hf_specgen import (
 )
 from hf_specgen.compat import CACHE
 from hf_specgen.heads import MedusaConfig, MedusaHeads
-from hf_specgen.targets.state_cache import MAX_ROW_SKEW
+from hf_specgen.targets.replay_queue import MAX_ROW_SKEW
 from tests.helpers import SAMPLING, RowWisePrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.comparison import SEED, plain_and_speculative
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder

@@ -17,7 +17,7 @@ from transformers.masking_utils import flash_attention_mask
 import hf_specgen
 from hf_specgen import CombinedCandidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
 from hf_specgen.compat import CACHE
-from hf_specgen.targets.state_cache import MAX_UNCACHED, ReplayQueue
+from hf_specgen.targets.replay_queue import MAX_UNCACHED, ReplayQueue
 from tests.fuzz.scripted import RandomDepths
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads

@@ -1,0 +1,126 @@
+"""A target whose cache cannot be cut where the accepted tokens of each row end: it processes some of them again.
+
+Such are models with recurrent states, and decoders that take no positions; see `hf_specgen.targets.replay_queue`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.call import Compile
+from hf_specgen.device_tree import Frontier
+from hf_specgen.targets.inputs import takes_positions
+from hf_specgen.targets.model_parts import decoder_config, may_have_recurrent_state
+from hf_specgen.targets.replay_queue import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
+from hf_specgen.targets.target import Target
+from hf_specgen.tree import DraftTree
+
+
+class ReplayTarget(Target):
+    """A `Target` whose passes begin with accepted tokens that the cache does not include yet."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        graphs: Compile = False,
+    ):
+        super().__init__(model, input_ids, generation_config, model_kwargs, graphs)
+        common_start = counts_slots(model, model_kwargs)
+        if common_start:
+            self.max_row_skew = MAX_ROW_SKEW
+        self._queue = ReplayQueue(self.batch, common_start)
+        self._has_pending = True
+        """Whether the last pass began with the pending token, which is kept whatever is accepted."""
+
+    @property
+    def verifies_chains_only(self) -> bool:
+        return True
+
+    def prefill(self) -> torch.Tensor:
+        logits = super().prefill()
+        self.has_recurrent_state = self.cache.has_recurrent_state
+        self._queue.can_be_cut = not self.has_recurrent_state
+        return logits
+
+    def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
+        if self.has_recurrent_state and max(self._queue.uncached) > MAX_UNCACHED:
+            self._process_uncached()
+        self._has_pending = True
+        rows = zip(pending, tree.token_lists(), tree.parents, strict=True)
+        # Each row's nodes without the padding after them.
+        chains = [[token, *nodes[: len(parents)]] for token, nodes, parents in rows]
+        return self._results(self._replay(chains, active), tree.batch, 1 + tree.nodes)
+
+    def grow(self, frontier: Frontier, active: Sequence[bool] | None = None) -> torch.Tensor:
+        self._has_pending = False
+        logits = self._replay(frontier.tokens.tolist(), active)
+        return self._results(logits, frontier.batch, frontier.tokens.shape[1])
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        if not self._queue.is_in_pass:  # after the prefill
+            super().commit(paths)
+            return
+        self._queue.commit([None if path is None else self._has_pending + len(path) for path in paths])
+        self._set_lengths(self._queue.cached)
+
+    def rewind(self, kept: Sequence[int]) -> None:
+        if self._queue.is_in_pass:
+            self._undo_pass()
+        for row in self.rows:
+            self._queue.cut(row, kept[row])
+        self._set_lengths(self._queue.cached)
+
+    def finish(self) -> Any:
+        self._process_uncached()
+        self._set_lengths(self._queue.cached)
+        return super().finish()
+
+    def _undo_pass(self) -> None:
+        self.commit([None] * self.batch)
+
+    def _results(self, values: torch.Tensor, batch: int, tokens: int) -> torch.Tensor:
+        return self._queue.align(super()._results(values, batch, tokens), tokens)
+
+    def _replay(
+        self, new: Sequence[Sequence[int]], active: Sequence[bool] | None, limit: int | None = None
+    ) -> torch.Tensor:
+        """The logits of a pass over uncached tokens and `new` ones, `[present rows, tokens, vocab]`.
+
+        At most `limit` tokens of a row are processed.
+        """
+        present = set(self.rows)
+        takes_part = [row in present and (active is None or active[row]) for row in range(self.batch)]
+        starts, texts = self._queue.next_pass(new, takes_part, limit)
+        self._set_lengths(starts)
+        # A row without tokens gets padding, which the next pass overwrites like the padding on the right.
+        texts = [tokens or [0] for tokens in texts]
+        chains = DraftTree.chains([tokens[1:] for tokens in texts])
+        inputs = {"input_ids": chains.step_tokens([tokens[0] for tokens in texts], self.device)}
+        return self._run(self.model, chains, inputs, takes_part).logits
+
+    def _process_uncached(self) -> None:
+        """Run the model on all uncached tokens; a recurrent state takes a pass for each different number of them."""
+        queue = self._queue
+        while any(uncached := self._layout.gather(queue.uncached)):
+            limit = None if queue.common_start else min(filter(None, uncached))
+            takes_part = [queue.common_start or count > 0 for count in queue.uncached]
+            self._replay([()] * self.batch, takes_part, limit)
+            queue.commit([0 if takes else None for takes in takes_part])
+            self._set_lengths(queue.cached)
+
+
+def needs_replay(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a call needs a `ReplayTarget`."""
+    return counts_slots(model, model_kwargs) or may_have_recurrent_state(decoder_config(model))
+
+
+def counts_slots(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Whether a decoder places tokens by how many slots its cache has, as it takes no positions."""
+    return "encoder_outputs" in model_kwargs and not takes_positions(model)
