@@ -22,8 +22,8 @@ from hf_specgen.decoding import DecodingLoop
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.eagle import Eagle3Head
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.targets.graphs import CapturedFunctions
-from hf_specgen.targets.lasting_buffers import move_captured
+from hf_specgen.targets.graphs import CallGraphs
+from hf_specgen.targets.passes import MoveSlots
 
 T = TypeVar("T")
 KINDS = ("operations", "without views", "host reads", "from host data", "index lists")
@@ -62,8 +62,10 @@ class Passes:
         """Those that have run."""
         return list(self.seconds)
 
-    def recognised(self, call: Callable[..., Any], number: int = 0) -> Callable[..., Any]:
-        """A function as a pass of the module that it is given, its argument of this number, unless inside of a pass."""
+    def recognised(
+        self, call: Callable[..., Any], module_of: Callable[[Any], Any] = lambda module: module
+    ) -> Callable[..., Any]:
+        """A function as a pass of a module, which is its first argument or follows from it, unless inside of a pass."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.is_inside:
@@ -72,7 +74,7 @@ class Passes:
             try:
                 return call(*args, **kwargs)
             finally:
-                module = args[number]
+                module = module_of(args[0])
                 self.seconds[module] = self.seconds.get(module, 0.0) + self._clock() - begin
                 self.is_inside = False
 
@@ -82,18 +84,19 @@ class Passes:
 @contextmanager
 def recognised_passes(clock: Callable[[], float] = perf_counter) -> Iterator[Passes]:
     """Recognise calls of modules and captured functions, and parts of a head's pass that are methods of their own."""
-    passes, run_captured = Passes(clock), CapturedFunctions.run
-    timed = passes.recognised(run_captured, number=2)
+    passes = Passes(clock)
+    run_captured = CallGraphs.run
+    timed = passes.recognised(run_captured, lambda graphs: graphs.module)
 
-    def replay(functions: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        run = run_captured if function is move_captured else timed
-        return run(functions, function, *args, **kwargs)
+    def replay(graphs: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        run = run_captured if isinstance(function, MoveSlots) else timed
+        return run(graphs, function, *args, **kwargs)
 
     with ExitStack() as stack:
         for module, methods in PASSES.items():
             for method in methods:
                 stack.enter_context(patch.object(module, method, passes.recognised(getattr(module, method))))
-        stack.enter_context(patch.object(CapturedFunctions, "run", replay))
+        stack.enter_context(patch.object(CallGraphs, "run", replay))
         yield passes
 
 

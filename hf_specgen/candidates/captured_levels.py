@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import log
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
 from hf_specgen.candidates.growth import Grown, Growth, Shape
 from hf_specgen.device_tree import Selection
+from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
 from hf_specgen.targets.passes import CapturablePasses
 from hf_specgen.tree import TreeStructure
@@ -103,11 +104,13 @@ class Drafted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CapturedLevels:
+class CapturedLevels(Capturable):
     """`passes` passes, before each of which `width` nodes of every row are expanded; equal ones share a graph.
 
     A pass over new text may precede them. At most `nodes` nodes are selected.
     """
+
+    is_optional: ClassVar[bool] = True
 
     shape: Shape
     passes: int
@@ -168,14 +171,18 @@ def grow_captured(
 
     None if there is no graph: nothing was added then, and the caller makes the passes.
     """
-    graphs, text, reads = drafter.functions, drafter.text, [0] * len(growth.limits)
+    text = drafter.text
+    reads = [0] * len(growth.limits)
     if noise is not None and proposals.token_ids is not None:
         noise = noise[..., proposals.token_ids]
-    columns, starts, text_inputs = passes * width, drafter.cache.lengths, None
+    slots = passes * width
+    starts = drafter.cache.lengths
+    text_inputs = None
     if text is not None:
-        columns, reads = columns + text.tokens.shape[1], list(text.counts)
+        slots += text.tokens.shape[1]
+        reads = list(text.counts)
         text_inputs = TextInputs(text.tokens, torch.tensor(reads), text.features)
-    capacity = graphs.capacity(drafter.module, drafter.cache, columns, drafter.mode)
+    capacity = drafter.graphs.capacity(drafter.cache, slots)
     if not capacity:
         return None
     visible = drafter.visible
@@ -186,16 +193,7 @@ def grow_captured(
     states = None if text is not None else drafter.states
     tree_so_far = growth.last_tokens, growth.limits_on_device, parts
     inputs = LevelInputs(text_inputs, *tree_so_far, states, visible, drafter.offsets, noise)
-    drafted: Drafted | None = graphs.run(
-        levels,
-        drafter.module,
-        inputs,
-        drafter.cache,
-        columns,
-        mode=drafter.mode,
-        eagerly=lambda: None,
-        is_optional=True,
-    )
+    drafted: Drafted | None = drafter.graphs.run(levels, inputs, drafter.cache, slots, lambda: None)
     if drafted is not None:
         growth.extend(drafted.grown, (width,) * passes, drafted.selection)
         drafter.cache.set_lengths([start + count + passes * width for start, count in zip(starts, reads, strict=True)])

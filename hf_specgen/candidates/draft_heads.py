@@ -49,7 +49,7 @@ from hf_specgen.heads.medusa import MedusaDrafter, MedusaHeads
 from hf_specgen.heads.mtp import MTPHead, load_mtp
 from hf_specgen.heads.mtp_drafter import LayeredDrafter
 from hf_specgen.heads.path_head import LayoutEvidence, PathDrafter, PathHead
-from hf_specgen.targets.graphs import CAPTURES
+from hf_specgen.targets.cuda_graphs import CAPTURES
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
 

@@ -83,7 +83,7 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
         return None
     pending, group = call.state.pending(), lockstep_group(call.model)
     attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
-    target.capture_at_once()
+    target.capture_now()
     times: dict[int, float] = {}
     spent = 0.0
     for q in cycle(q for q in QUERIES if q <= longest):

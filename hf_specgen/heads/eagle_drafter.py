@@ -17,7 +17,7 @@ from hf_specgen.heads.drafter import HeadDrafter, HeadInputs, padded, run_head
 from hf_specgen.heads.head_text import DepthLogits, FeatureSource, HeadText, NewFeatures
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import padded_width
-from hf_specgen.targets.graphs import captured_functions
+from hf_specgen.targets.graphs import Capturable, captured_functions
 from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, NewText
 
 
@@ -34,9 +34,8 @@ class EagleDrafter(HeadDrafter):
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int, graphs: Compile = False):
         super().__init__(bound, source, batch)
         self.token_ids = bound.head.draft_to_target
-        self._graphs = captured_functions(bound.head) if graphs else None
+        self._graphs = captured_functions(bound.head, graphs) if graphs else None
         self.keeps_all = self._graphs is not None  # another number of rows would be captured anew
-        self._mode = graphs
         self._last: HeadOutput | None = None  # at the last accepted position of each row
         self._hidden = self._like.new_zeros(batch, 0, 0)  # of the nodes of the last pass
 
@@ -67,10 +66,10 @@ class EagleDrafter(HeadDrafter):
     def _run(self, inputs: HeadInputs) -> HeadOutput:
         """One pass of the head, which appends to the cache; as a graph if it is short."""
         batch, length = inputs.positions.shape
-        if self._graphs is None or self._graphs.failure is not None or length > MAX_CAPTURED or not self.cache.lengths:
+        if self._graphs is None or not self._graphs.is_active or length > MAX_CAPTURED or not self.cache.lengths:
             return run_head(self.bound.head, inputs, self.cache)
         width, lengths = padded_width(length), self.cache.lengths
-        capacity = self._graphs.capacity(self.bound.head, self.cache, width, self._mode)
+        capacity = self._graphs.capacity(self.cache, width)
         if not capacity:
             return run_head(self.bound.head, inputs, self.cache)
         more = (0, width - length)
@@ -80,8 +79,8 @@ class EagleDrafter(HeadDrafter):
         embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
         padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
         eager = padded._replace(mask=mask[..., : max(lengths) + width])
-        run = lambda: run_head(self.bound.head, eager, self.cache)  # noqa: E731
-        output = self._graphs.run(run_head, self.bound.head, padded, self.cache, width, mode=self._mode, eagerly=run)
+        eager_pass = partial(run_head, self.bound.head, eager, self.cache)
+        output = self._graphs.run(HeadPass(), padded, self.cache, width, eager_pass)
         self.cache.set_lengths([before + length for before in lengths])
         return HeadOutput(*(part[:, :length] for part in output))
 
@@ -103,12 +102,10 @@ class EagleDrafter(HeadDrafter):
 
         Text is not captured where a row has no new position or too many of them.
         """
-        if self._graphs is None or self._graphs.failure is not None:
+        if self._graphs is None or not self._graphs.is_active:
             return None
         level = EagleLevel(self.bound.weights, self.bound.of_head(None))
-        passes = CapturablePasses(
-            self._graphs, self._mode, self.bound.head, self.cache, level, self._store_levels, self._hidden
-        )
+        passes = CapturablePasses(self._graphs, self.cache, level, self._store_levels, self._hidden)
         if text is None:
             return passes
         counts = [len(row) for row in text.tokens]
@@ -142,6 +139,14 @@ class EagleDrafter(HeadDrafter):
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
         return self.bound.logits(output.output)
+
+
+@dataclass(frozen=True)
+class HeadPass(Capturable):
+    """`run_head` as a function that can be captured."""
+
+    def __call__(self, module: Any, inputs: HeadInputs, cache: Any) -> HeadOutput:
+        return run_head(module, inputs, cache)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix
-from hf_specgen.targets.passes import PassOutput, model_pass
+from hf_specgen.targets.passes import ModelPass, PassOutput
 from hf_specgen.targets.replay_target import ReplayTarget
 from hf_specgen.targets.row_target import RowTarget
 from hf_specgen.targets.target import Target
@@ -116,14 +116,14 @@ class HiddenStateRowTarget(HiddenStateTarget, RowTarget):
 
 
 @dataclass(frozen=True)
-class HookedPass:
-    """`model_pass` that also returns the hidden states of some layers; equal for equal layers, as graphs need."""
+class HookedPass(ModelPass):
+    """A `ModelPass` that also returns the hidden states of some layers; equal for equal layers, as graphs need."""
 
     layers: tuple[int, ...]
 
-    def __call__(self, model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
-        with captured_states(model, self.layers) as captured:
-            output = model_pass(model, arguments, cache)
+    def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
+        with captured_states(module, self.layers) as captured:
+            output = super().__call__(module, inputs, cache)
         return PassOutput(output.logits, tuple(parts[-1] for parts in captured))
 
 

@@ -87,7 +87,7 @@ class RowLayout:
             return depths + first
         return (depths + first).minimum(torch.tensor(limits, device=depths.device)[:, None])
 
-    def places(self, tree: PassTree, lengths: Sequence[int], active: Sequence[bool] | None) -> torch.Tensor:
+    def offsets_and_limits(self, tree: PassTree, lengths: Sequence[int], active: Sequence[bool] | None) -> torch.Tensor:
         """`[rows, 2]` position minus slot, and the highest position."""
         bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
         highest = self.limits(tree, bases, active) or [UNLIMITED] * len(bases)

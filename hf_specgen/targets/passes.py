@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_specgen import compat
-from hf_specgen.call import Compile
 from hf_specgen.targets.attention import grouped_attention
 from hf_specgen.targets.cache import RaggedCache, padded_width
-from hf_specgen.targets.graphs import CapturedFunctions
+from hf_specgen.targets.graphs import CallGraphs, Capturable
 from hf_specgen.targets.masks import StepLayout, StepMasks
 from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.tree import TreeStructure
@@ -34,31 +33,59 @@ class PassOutput(NamedTuple):
     logits: torch.Tensor
     states: tuple[torch.Tensor, ...] = ()
 
-    def agrees(self, captured: PassOutput) -> bool:
-        """Whether the logits of a captured pass differ by rounding alone, if there is something to compare with."""
-        if not bool(self.logits.amax(dim=-1).isfinite().all()):
+
+class CapturablePass(Capturable):
+    """A forward pass of a model that can be captured."""
+
+    def matches(self, expected: PassOutput, outputs: PassOutput) -> bool:
+        """Whether the logits differ by rounding alone, if there is something to compare with."""
+        if not bool(expected.logits.amax(dim=-1).isfinite().all()):
             return True
-        differences = largest_differences(self.logits.flatten(0, 1), captured.logits.flatten(0, 1))
-        return is_rounding(differences, self.logits.dtype)
+        differences = largest_differences(expected.logits.flatten(0, 1), outputs.logits.flatten(0, 1))
+        return is_rounding(differences, expected.logits.dtype)
 
 
-def model_pass(model: Any, arguments: dict[str, Any], cache: Any) -> PassOutput:
-    """One forward pass of a model, or of its decoder, which has no logits."""
-    with grouped_attention():
-        outputs = model(**{**arguments, compat.CACHE: cache, "use_cache": True, "return_dict": True})
-    return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
+@dataclass(frozen=True)
+class ModelPass(CapturablePass):
+    """One forward pass of a model, or of its decoder, which has no logits; its inputs are the model's arguments."""
+
+    def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
+        with grouped_attention():
+            outputs = module(**{**inputs, compat.CACHE: cache, "use_cache": True, "return_dict": True})
+        return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
+
+
+@dataclass(frozen=True)
+class MoveSlots(Capturable):
+    """Copies slots of all layers, by which accepted paths get into place; its inputs are `path_moves`."""
+
+    def __call__(self, module: nn.Module, inputs: torch.Tensor, cache: Any) -> None:
+        buffers = cache.joined
+        rows, source, destination = inputs.unbind()
+        if buffers is None:
+            for layer in cache.layers:
+                layer.move(rows, source, destination)
+            return
+        sizes = len(buffers), -1, buffers.shape[2], -1, buffers.shape[4]
+        source, destination = (slots[None, :, None, :, None].expand(sizes) for slots in (source, destination))
+        buffers.scatter_(3, destination, buffers.gather(3, source))
+
+    def dry_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Moves of slots onto themselves."""
+        rows, destinations = 0, 2
+        return inputs[[rows, destinations, destinations]]
 
 
 @dataclass(frozen=True)
 class LayoutPass:
-    """A pass whose positions and masks follow from a `StepLayout`; `run` is `model_pass` or does more."""
+    """A pass whose positions and masks follow from a `StepLayout`; `model_pass` receives the arguments of the model."""
 
-    run: Any
+    model_pass: ModelPass
     masks: StepMasks = field(compare=False)
 
     def level(self) -> ModelLevel:
         """The pass over nodes of one level of a tree, for a function over several levels."""
-        return ModelLevel(self.run, self.masks)
+        return ModelLevel(self.model_pass, self.masks)
 
     def run_on(
         self,
@@ -76,31 +103,33 @@ class LayoutPass:
             positions = positions.minimum(last)
         if (axes := others.pop("axes", None)) is not None:
             positions = positions + axes
-        own = {"input_ids": tokens, "attention_mask": self.masks.of_layout(layout), "position_ids": positions}
-        return cast(PassOutput, self.run(model, {**others, **own}, cache))
+        arguments = {"input_ids": tokens, "attention_mask": self.masks.of_layout(layout), "position_ids": positions}
+        return self.model_pass(model, {**others, **arguments}, cache)
 
 
 class TreeInputs(NamedTuple):
     """The tensors of a pass over draft trees, and the other arguments of the model."""
 
     tokens: torch.Tensor  # [batch, width] of each row's last token, then its nodes
-    places: torch.Tensor  # [batch, 2] position minus slot, and the last position
+    offsets: torch.Tensor  # [batch, 2] position minus slot, and the highest position
     structure: TreeStructure | None  # None: chains
     visible: torch.Tensor | None  # [batch, capacity], False for padding
     axes: torch.Tensor | None  # [axes, batch, 1] see `CallInputs.axes`
     others: dict[str, Any]
 
 
-class TreePass(LayoutPass):
+class TreePass(LayoutPass, CapturablePass):
     """A pass of a target over draft trees that follow what is cached."""
 
-    def __call__(self, model: Any, inputs: TreeInputs, cache: Any) -> PassOutput:
-        (batch, width), layer, structure = inputs.tokens.shape, cache.layers[0], inputs.structure
+    def __call__(self, module: Any, inputs: TreeInputs, cache: Any) -> PassOutput:
+        batch, width = inputs.tokens.shape
+        layer = cache.layers[0]
+        structure = inputs.structure
         if structure is None:
             structure = TreeStructure.of_captured_chains(batch, width - 1, inputs.tokens.device)
         layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *structure, inputs.visible)
-        offsets, last = inputs.places.split(1, dim=1)
-        return self.run_on(model, inputs.tokens, layout, offsets, cache, last, axes=inputs.axes, **inputs.others)
+        offsets, last = inputs.offsets.split(1, dim=1)
+        return self.run_on(module, inputs.tokens, layout, offsets, cache, last, axes=inputs.axes, **inputs.others)
 
 
 class ModelLevel(LayoutPass):
@@ -146,9 +175,7 @@ class CapturablePasses(NamedTuple):
     many nodes of each row are expanded in all.
     """
 
-    functions: CapturedFunctions
-    mode: Compile
-    module: nn.Module
+    graphs: CallGraphs
     cache: RaggedCache
     level: Any
     store_levels: Callable[[torch.Tensor | None, int], None]

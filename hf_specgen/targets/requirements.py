@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
+from hf_specgen.targets.cuda_graphs import CAPTURES
 from hf_specgen.targets.early_exit import EarlyExitTarget
-from hf_specgen.targets.graphs import CAPTURES
 from hf_specgen.targets.hidden_states import HiddenStateReplayTarget, HiddenStateRowTarget, HiddenStateTarget
 from hf_specgen.targets.inputs import accompanying_inputs
 from hf_specgen.targets.model_parts import has_special_layers, layer_kinds, text_config

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -14,12 +16,20 @@ from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_width
-from hf_specgen.targets.graphs import CapturedFunctions, captured_functions, is_captured
+from hf_specgen.targets.graphs import CallGraphs, captured_functions, is_captured
 from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache
-from hf_specgen.targets.lasting_buffers import move_captured
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import decoder_config, keeps_state
-from hf_specgen.targets.passes import CapturablePasses, NewText, PassOutput, TreeInputs, TreePass, model_pass
+from hf_specgen.targets.passes import (
+    CapturablePass,
+    CapturablePasses,
+    ModelPass,
+    MoveSlots,
+    NewText,
+    PassOutput,
+    TreeInputs,
+    TreePass,
+)
 from hf_specgen.targets.replay_queue import MAX_ROW_SKEW
 from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
@@ -51,10 +61,8 @@ class Target:
         self.model = model
         self.device = compat.input_device(model)
         self.batch = len(input_ids)
-        self._mode = graphs
-        self._graphs = captured_functions(model) if graphs else None
-        self._captures_at_once = False
-        self._pass: Any = model_pass
+        self._graphs = captured_functions(model, graphs) if graphs else None
+        self._pass = ModelPass()
         self._config = decoder_config(model)
         self._inputs = CallInputs(model, input_ids, generation_config, model_kwargs)
         self.first_positions = self._inputs.first_positions
@@ -103,9 +111,9 @@ class Target:
         return keeps_state(self._config) or self._masks.chains_only
 
     @property
-    def _active_graphs(self) -> CapturedFunctions | None:
+    def _active_graphs(self) -> CallGraphs | None:
         """The captured functions of the model, unless there are none or capturing has failed."""
-        return self._graphs if self._graphs is not None and self._graphs.failure is None else None
+        return self._graphs if self._graphs is not None and self._graphs.is_active else None
 
     def prefill(self) -> torch.Tensor:
         """Run the model on the prompt; returns the logits after its last token, `[batch, 1, vocab]`."""
@@ -152,15 +160,16 @@ class Target:
 
         The function starts from a root that is cached, as `grow` does, or from text that is not.
         """
-        graphs, places = self._active_graphs, zip(self.cache.lengths, self._layout.offsets, strict=True)
+        graphs = self._active_graphs
         if graphs is None or self.verifies_chains_only or not self._inputs.is_text(self.cache):
             return None
-        most = levels + (0 if text is None else text.tokens.shape[1])
-        if len(self.rows) < self.batch or max(map(sum, places)) + most > self.last_position:
+        next_positions = map(sum, zip(self.cache.lengths, self._layout.offsets, strict=True))
+        longest = levels + (0 if text is None else text.tokens.shape[1])
+        if len(self.rows) < self.batch or max(next_positions) + longest > self.last_position:
             return None
         level = TreePass(self._pass, self._step_masks).level()
         offsets = torch.tensor(self._layout.offsets)[:, None]
-        passes = CapturablePasses(graphs, self._mode, self.model, self.cache, level, self._store_levels)
+        passes = CapturablePasses(graphs, self.cache, level, self._store_levels)
         return passes._replace(visible=self._masks.visible, offsets=offsets, text=text)
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
@@ -190,15 +199,31 @@ class Target:
     ) -> PassOutput:
         """One pass of a module over a tree but its first `cached` tokens, for the rows that are present."""
         tree, inputs = self._layout.select(tree, inputs)
-        graphs, new = self._active_graphs, 1 + tree.nodes - cached
-        if graphs is not None and (more := padded_width(new) - new):
-            tree, inputs = tree.padded(tree.nodes + more), {name: pad(one, (0, more)) for name, one in inputs.items()}
+        graphs = self._active_graphs
+        if graphs is None:
+            with without_cudnn_attention(self.device):
+                return self._eager_pass(module, tree, inputs, active, cached)
+        # A captured pass has one of few widths; the padding is cut off from its outputs and the cache.
+        new = 1 + tree.nodes - cached
+        padding = padded_width(new) - new
+        if padding:
+            tree = tree.padded(tree.nodes + padding)
+            inputs = {name: pad(values, (0, padding)) for name, values in inputs.items()}
         with without_cudnn_attention(self.device):
-            if graphs is None:
-                return self._pass(module, self._arguments(tree, inputs, active, cached), self._model_cache)
-            output = self._replayed(graphs, tree, inputs, active, cached)
-        self.cache.set_lengths([length + new - inputs["input_ids"].shape[1] for length in self.cache.lengths])
-        return PassOutput(output.logits[:, :new], tuple(state[:, :new] for state in output.states))
+            output = self._captured_pass(graphs, tree, inputs, active, cached)
+        self.cache.set_lengths([length - padding for length in self.cache.lengths])
+        return PassOutput(output.logits[:, :new], tuple(states[:, :new] for states in output.states))
+
+    def _eager_pass(
+        self,
+        module: Any,
+        tree: PassTree,
+        inputs: dict[str, torch.Tensor],
+        active: Sequence[bool] | None,
+        cached: int,
+    ) -> PassOutput:
+        """A pass on the cache of the call."""
+        return self._pass(module, self._arguments(tree, inputs, active, cached), self._model_cache)
 
     def _arguments(
         self, tree: PassTree, inputs: dict[str, torch.Tensor], active: Sequence[bool] | None, cached: int
@@ -209,9 +234,9 @@ class Target:
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
         return self._inputs.arguments(inputs, mask, positions, self._model_cache)
 
-    def _replayed(
+    def _captured_pass(
         self,
-        graphs: CapturedFunctions,
+        graphs: CallGraphs,
         tree: PassTree,
         inputs: dict[str, torch.Tensor],
         active: Sequence[bool] | None,
@@ -219,39 +244,37 @@ class Target:
     ) -> PassOutput:
         """A pass as a graph, once it was captured."""
         tokens = inputs["input_ids"]
-        capacity = graphs.capacity(self.model, self.cache, tokens.shape[1], self._mode)
-        function, given = self._pass, cast(Any, None)
-        if capacity and cached:  # where each level of a tree would take a graph of its own
-            given = self._arguments(tree, inputs, active, cached)
-            given["attention_mask"] = fixed_mask(given["attention_mask"], len(tokens), capacity)
-        elif capacity:
-            function, given = TreePass(self._pass, self._step_masks), self._tree_inputs(tree, tokens, active, capacity)
-        output: PassOutput = graphs.run(
-            function,
-            self.model,
-            given,
-            self.cache,
-            tokens.shape[1],
-            mode=self._mode,
-            eagerly=lambda: self._pass(self.model, self._arguments(tree, inputs, active, cached), self.cache),
-            agree=PassOutput.agrees,
-            at_once=self._captures_at_once,
-        )
+        slots = tokens.shape[1]
+        eager_pass = partial(self._eager_pass, self.model, tree, inputs, active, cached)
+        capacity = graphs.capacity(self.cache, slots)
+        if not capacity:
+            return eager_pass()
+        function: CapturablePass = self._pass
+        if cached:  # where each level of a tree would take a graph of its own
+            static_inputs: Any = self._arguments(tree, inputs, active, cached)
+            static_inputs["attention_mask"] = fixed_mask(static_inputs["attention_mask"], len(tokens), capacity)
+        else:
+            function = TreePass(self._pass, self._step_masks)
+            static_inputs = self._tree_inputs(tree, tokens, active, capacity)
+        output: PassOutput = graphs.run(function, static_inputs, self.cache, slots, eager_pass)
         return output
 
     def _tree_inputs(
         self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None, capacity: int
     ) -> TreeInputs:
         """The inputs of a captured pass over trees that begin with each row's last token."""
-        visible, structure = self._masks.visible, None if tree.is_chain else tree.structure()
+        structure = None if tree.is_chain else tree.structure()
+        offsets = self._layout.offsets_and_limits(tree, self.cache.lengths, active)
+        visible = self._masks.visible
         if visible is not None:
             visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
-        places, others = self._layout.places(tree, self.cache.lengths, active), self._inputs.others
-        return TreeInputs(tokens, places, structure, visible, self._inputs.axes, others(self.cache, tokens.shape[1]))
+        others = self._inputs.others(self.cache, tokens.shape[1])
+        return TreeInputs(tokens, offsets, structure, visible, self._inputs.axes, others)
 
-    def capture_at_once(self) -> None:
+    def capture_now(self) -> None:
         """Capture further shapes when they are used first, if the model has been captured in some other shape."""
-        self._captures_at_once = self._graphs is not None and is_captured(self.model)
+        if self._graphs is not None:
+            self._graphs = replace(self._graphs, capture_now=is_captured(self.model))
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
@@ -261,17 +284,7 @@ class Target:
     def _move_captured(self, moves: torch.Tensor) -> None:
         """Copy the keys and values of accepted paths into place, as a graph once it was captured."""
         assert self._graphs is not None
-        self._graphs.run(
-            move_captured,
-            self.model,
-            moves,
-            self.cache,
-            0,
-            mode=self._mode,
-            eagerly=lambda: self.cache.move(moves),
-            at_once=self._captures_at_once,
-            rehearsal=lambda: moves[[0, 2, 2]],  # onto themselves
-        )
+        self._graphs.run(MoveSlots(), moves, self.cache, 0, partial(self.cache.move, moves))
 
     def rewind(self, kept: Sequence[int]) -> None:
         """Cut the cache of each row to the prompt and the first `kept` generated tokens."""

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specgen.targets.graphs import CAPTURES
+from hf_specgen.targets.cuda_graphs import CAPTURES
 from tests.helpers.models import width
 
 FORBIDDEN = (

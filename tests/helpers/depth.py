@@ -54,7 +54,7 @@ class Target:
         self.passes.append(1 + tree.nodes)
         self.clock.now += self.relative(1 + tree.nodes)
 
-    def capture_at_once(self) -> None:
+    def capture_now(self) -> None:
         """Nothing is captured."""
 
     def rewind(self, lengths: Sequence[int]) -> None:

@@ -14,8 +14,8 @@ from hf_specgen.evaluation import workloads
 from hf_specgen.heads.base import HeadOutput
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.targets.graphs import EAGER_PASSES
-from hf_specgen.targets.lasting_buffers import CAPACITY_BLOCK
 from hf_specgen.targets.passes import TEXT_WIDTH
+from hf_specgen.targets.static_buffers import CAPACITY_BLOCK
 from tests.helpers import SAMPLING, assert_same_tokens, perturbed_copy, prompts
 from tests.helpers.calls import with_sessions
 from tests.helpers.captures import captured_passes, failing_captures, graphs_on_cpu, is_capturing

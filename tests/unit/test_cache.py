@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specgen.targets.cache import MAX_ROLLBACK, MIN_SPARE_SLOTS, RaggedCache, RaggedLayer
-from hf_specgen.targets.lasting_buffers import CAPACITY_BLOCK, GraphBuffers
+from hf_specgen.targets.static_buffers import CAPACITY_BLOCK, GraphBuffers
 from tests.helpers import reference
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 3
@@ -220,15 +220,15 @@ def test_sliding_layer_keeps_what_a_rejected_step_needs(tokens: int) -> None:
     assert cache.first_visible <= 1001 - window
 
 
-# Parts of captured passes that need no GPU: widths, fixed masks, the step cache, lasting buffers
+# What captured passes need and no GPU does: widths, fixed masks, the step cache, static buffers
 
 
-def adopted(lasting: GraphBuffers, value: float) -> RaggedCache:
-    """A cache with six slots of this value, in lasting buffers."""
+def adopted(buffers: GraphBuffers, value: float) -> RaggedCache:
+    """A cache with six slots of this value, in static buffers."""
     cache = RaggedCache(max_slots=20)
     cache.update(torch.full((1, 2, 6, 4), value), torch.full((1, 2, 6, 4), -value), layer_idx=0)
     for _ in range(2):  # the second time it has them already
-        assert lasting.adopt(cache) == CAPACITY_BLOCK
+        assert buffers.adopt(cache) == CAPACITY_BLOCK
     keys, values = cache.buffers()[0]
     assert (keys[:, :, :6] == value).all() and (values[:, :, :6] == -value).all() and not keys[:, :, 6:].any()
     return cache
@@ -240,19 +240,19 @@ def address(cache: RaggedCache) -> int:
 
 def test_graph_buffers_serve_one_call_after_another_and_no_two_at_once() -> None:
     """Would catch: graphs captured in every call, one memory for two threads, a returned cache overwritten."""
-    lasting = GraphBuffers()
+    buffers = GraphBuffers()
     with torch.inference_mode():
-        first = adopted(lasting, 1.0)
-    second, used = adopted(lasting, 2.0), address(first)
+        first = adopted(buffers, 1.0)
+    second, used = adopted(buffers, 2.0), address(first)
     assert address(second) != used and (first.buffers()[0][0][:, :, :6] == 1).all()
     del first
     gc.collect()
-    third = adopted(lasting, 3.0)
+    third = adopted(buffers, 3.0)
     assert address(third) == used
     dynamic = DynamicCache()
     third.to_dynamic(dynamic)
     del third
-    assert address(adopted(lasting, 4.0)) == used and (dynamic.layers[0].keys == 3).all()
+    assert address(adopted(buffers, 4.0)) == used and (dynamic.layers[0].keys == 3).all()
 
 
 def test_graph_buffers_that_an_eager_pass_outgrew_keep_what_it_wrote() -> None:

@@ -1,4 +1,4 @@
-"""Buffers of keys and values at lasting addresses, which captured functions read and write, call after call."""
+"""Static buffers of keys and values: captured functions read and write the same addresses, call after call."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ Buffers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class BufferSet:
-    """Keys and values of each layer at lasting addresses; the cache that uses them, if any, and the graphs that do."""
+    """Static buffers for the keys and values of each layer, `tensors`; the cache in them, if any, and their graphs."""
 
     def __init__(self, buffers: Buffers, capacity: int):
         self.joined: torch.Tensor | None = None
         """`[2 * layers, batch, heads, slots, head_dim]`, if the layers are alike."""
-        if len({str(one) for one in _layout(buffers, capacity)}) == 1:
+        if len({str(layout) for layout in _layout(buffers, capacity)}) == 1:
             self.joined = _static(buffers[0][0], capacity, 2 * len(buffers))
-            self.buffers = list(zip(self.joined[::2], self.joined[1::2], strict=True))
+            self.tensors = list(zip(self.joined[::2], self.joined[1::2], strict=True))
         else:
-            self.buffers = [(_static(keys, capacity)[0], _static(values, capacity)[0]) for keys, values in buffers]
+            self.tensors = [(_static(keys, capacity)[0], _static(values, capacity)[0]) for keys, values in buffers]
         self.graphs: dict[tuple[Any, ...], Any] = {}
+        """By the keys of runs, the one that was not used for longest first."""
         self.cache: weakref.ref[RaggedCache] | None = None
 
     @property
@@ -52,47 +53,54 @@ class GraphBuffers:
 
     def of_cache(self, cache: RaggedCache) -> BufferSet | None:
         """The buffers that the cache uses; those that it has left, because an eager pass outgrew them, become idle."""
-        for lasting in self.sets:
-            if lasting.cache is not None and lasting.cache() is cache:
-                if cache.buffers()[0][0].data_ptr() == lasting.buffers[0][0].data_ptr():
-                    return lasting
-                lasting.cache = None
+        for buffers in self.sets:
+            if buffers.cache is not None and buffers.cache() is cache:
+                if cache.buffers()[0][0].data_ptr() == buffers.tensors[0][0].data_ptr():
+                    return buffers
+                buffers.cache = None
         return None
 
     def adopt(self, cache: RaggedCache) -> int:
-        """Move the cache into lasting buffers, unless it is there; returns their capacity in slots."""
+        """Move the cache into static buffers, unless it is there; returns their capacity in slots."""
         if self.of_cache(cache) is None:
-            own = cache.buffers()
-            slots = int(own[0][0].shape[2])
+            tensors = cache.buffers()
+            slots = int(tensors[0][0].shape[2])
             block = max(CAPACITY_BLOCK, 1 << max(0, slots.bit_length() - 3))
-            lasting = self._idle_buffers(own, -(-slots // block) * block)
-            for pair, static_pair in zip(own, lasting.buffers, strict=True):
+            buffers = self._idle_buffers(tensors, -(-slots // block) * block)
+            for pair, static_pair in zip(tensors, buffers.tensors, strict=True):
                 for source, static in zip(pair, static_pair, strict=True):
                     static.zero_()  # unwritten slots are masked, but a weight of 0 times NaN is NaN
                     static[:, :, : source.shape[2]] = source
-            lasting.cache = weakref.ref(cache)
-            cache.use_buffers(lasting.buffers)
+            buffers.cache = weakref.ref(cache)
+            cache.use_buffers(buffers.tensors)
         return int(cache.buffers()[0][0].shape[2])
 
     def release(self, cache: RaggedCache) -> None:
         """Let other calls use the buffers of a cache, which needs them no longer."""
-        for lasting in self.sets:
-            if lasting.cache is not None and lasting.cache() is cache:
-                lasting.cache = None
+        for buffers in self.sets:
+            if buffers.cache is not None and buffers.cache() is cache:
+                buffers.cache = None
 
-    def _idle_buffers(self, buffers: Buffers, capacity: int) -> BufferSet:
-        """Idle buffers like these, with this capacity, or new ones; drops those that were idle longest."""
-        idle, layout = [one for one in self.sets if one.is_idle], _layout(buffers, capacity)
-        found = next((one for one in idle if _layout(one.buffers, one.buffers[0][0].shape[2]) == layout), None)
-        for old in [found] if found else idle[: max(0, len(idle) - MAX_IDLE_BUFFERS)]:
-            self.sets.remove(old)
-        self.sets.append(found or BufferSet(buffers, capacity))
+    def _idle_buffers(self, tensors: Buffers, capacity: int) -> BufferSet:
+        """Idle buffers like these tensors, with this capacity, or new ones; drops the sets that were idle longest."""
+        layout = _layout(tensors, capacity)
+        idle = [buffers for buffers in self.sets if buffers.is_idle]
+        for buffers in idle:
+            if _layout(buffers.tensors, buffers.tensors[0][0].shape[2]) == layout:
+                # To the end of the list, as the last one to be dropped.
+                self.sets.remove(buffers)
+                self.sets.append(buffers)
+                return buffers
+        for buffers in idle[: max(0, len(idle) - MAX_IDLE_BUFFERS)]:
+            self.sets.remove(buffers)
+        self.sets.append(BufferSet(tensors, capacity))
         return self.sets[-1]
 
 
 def _layout(buffers: Buffers, capacity: int) -> list[tuple[Any, ...]]:
     """Shapes with this capacity, dtypes and devices: buffers that agree in them are interchangeable."""
-    return [(one.shape[:2], capacity, one.shape[3], one.dtype, one.device) for pair in buffers for one in pair]
+    tensors = [tensor for pair in buffers for tensor in pair]
+    return [(tensor.shape[:2], capacity, tensor.shape[3], tensor.dtype, tensor.device) for tensor in tensors]
 
 
 def _static(buffer: torch.Tensor, capacity: int, count: int = 1) -> torch.Tensor:
@@ -110,7 +118,10 @@ class StepLayer(RaggedLayer):
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self.slots, self._written = keys, values, slots, 0
+        self.keys = keys
+        self.values = values
+        self.slots = slots
+        self._written = 0
         self.is_initialized = True
 
     def update(
@@ -145,15 +156,3 @@ class StepCache(Cache):
     def __init__(self, layers: list[Any], joined: torch.Tensor | None):
         super().__init__(layers=layers)
         self.joined = joined
-
-
-def move_captured(module: torch.nn.Module, moves: torch.Tensor, cache: Any) -> None:
-    """Copy slots of all layers, see `path_moves`: the function that commits accepted paths."""
-    buffers, (rows, source, destination) = cache.joined, moves.unbind()
-    if buffers is None:
-        for layer in cache.layers:
-            layer.move(rows, source, destination)
-        return
-    sizes = len(buffers), -1, buffers.shape[2], -1, buffers.shape[4]
-    source, destination = (slots[None, :, None, :, None].expand(sizes) for slots in (source, destination))
-    buffers.scatter_(3, destination, buffers.gather(3, source))
