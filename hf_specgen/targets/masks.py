@@ -33,10 +33,14 @@ function, so that a tree needs no block mask of its own."""
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The positions of one step's tokens in the cache and in the draft tree; the last of them are queries.
+    """Where a step's tokens lie in the cache and in the draft tree; the last of them are queries.
 
-    `starts` is the first slot of the step's tokens, one number if it is that of every row, otherwise `[batch, 1]`, and
-    `width` the number of slots that attention reads. `visible` `[batch, slots]` is False for padding.
+    Args:
+        starts: the first slot of the step's tokens: a number if all rows have the same, otherwise `[batch, 1]`.
+        width: how many slots attention reads.
+        depths: `[batch, tokens]` in the tree.
+        ancestors: `[batch, queries, tokens]` bool.
+        visible: `[batch, slots]` bool, False for padding.
     """
 
     starts: int | torch.Tensor
@@ -64,8 +68,8 @@ def full_mask(layout: StepLayout) -> torch.Tensor:
     node, is_node = _node_of_slot(layout)  # [batch, width]
     cached = (torch.arange(layout.width, device=node.device) < starts).expand(len(node), -1)
     if layout.visible is not None:
-        seen = layout.visible.shape[1]
-        cached = torch.cat([cached[:, :seen] & layout.visible, cached[:, seen:]], dim=1)
+        prompt = layout.visible.shape[1]  # later slots are never padding
+        cached = torch.cat([cached[:, :prompt] & layout.visible, cached[:, prompt:]], dim=1)
     queries = layout.ancestors.shape[1]
     among_nodes = layout.ancestors.gather(2, node[:, None, :].expand(-1, queries, -1))
     return (cached[:, None, :] | (among_nodes & is_node[:, None, :]))[:, None]
@@ -82,7 +86,8 @@ def chunked_mask(layout: StepLayout, chunk_size: int) -> torch.Tensor:
     key, query = _logical_indices(layout)
     if layout.visible is not None:
         padding = (layout.visible.cumsum(dim=1) == 0).sum(dim=1)[:, None, None, None]
-        key, query = key - padding, query - padding
+        key = key - padding
+        query = query - padding
     same_chunk = key.div(chunk_size, rounding_mode="floor") == query.div(chunk_size, rounding_mode="floor")
     return full_mask(layout) & same_chunk
 
@@ -92,12 +97,12 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def fixed_mask(mask: Any, batch: int, columns: int) -> Any:
-    """Masks, bool or additive, for all rows of a batch and with columns for all slots that attention reads."""
+def fixed_mask(mask: Any, batch: int, slots: int) -> Any:
+    """Masks, bool or additive, for all rows of a batch and all slots that attention reads: `[batch, 1, new, slots]`."""
     if isinstance(mask, dict):
-        return {kind: None if one is None else fixed_mask(one, batch, columns) for kind, one in mask.items()}
+        return {kind: value if value is None else fixed_mask(value, batch, slots) for kind, value in mask.items()}
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    fixed = mask.new_full((batch, 1, mask.shape[2], columns), hidden)
+    fixed = mask.new_full((batch, 1, mask.shape[2], slots), hidden)
     fixed[..., : mask.shape[3]] = mask
     return fixed
 
@@ -123,12 +128,18 @@ def chain_mask(lengths: Sequence[int], queries: int, device: torch.device) -> to
     return full_mask(StepLayout.after(lengths, *TreeStructure.of_chains(len(lengths), queries - 1, device)))
 
 
+def _without_padding(rows: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(rows, 1, dtype=torch.bool, device=device)
+
+
 class StepMasks:
     """Builds one mask per type of layer; if `required`, also where every query attends to every key."""
 
     def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
+        self.visible = visible
         self._config: Any = text_config(model)
-        self._dtype, self.visible, self._required = model.dtype, visible, required
+        self._dtype = model.dtype
+        self._required = required
         self._implementation = compat.attention_implementation(self._config)
         self._additive = self._implementation in ADDITIVE
         self.chains_only = is_causal_kernel(self._implementation)
@@ -142,15 +153,15 @@ class StepMasks:
         """Keep these rows of the batch only."""
         self.visible = None if self.visible is None else self.visible[list(rows)]
 
-    def add_rows(self, rows: int, other: StepMasks, more: int) -> None:
+    def add_rows(self, rows: int, other: StepMasks, new_rows: int) -> None:
         """Add the rows of another such object to those of this one."""
         if self.visible is None and other.visible is None:
             return
-        parts = [(self.visible, rows), (other.visible, more)]
-        width = max(one.shape[1] for one, _ in parts if one is not None)
-        device = self._device
-        filled = [torch.ones(count, 1, dtype=torch.bool, device=device) if one is None else one for one, count in parts]
-        self.visible = torch.cat([pad(one, (0, width - one.shape[1]), value=True) for one in filled])
+        visible = [_without_padding(rows, self._device) if self.visible is None else self.visible]
+        visible.append(_without_padding(new_rows, self._device) if other.visible is None else other.visible)
+        slots = max(rows_visible.shape[1] for rows_visible in visible)
+        visible = [pad(rows_visible, (0, slots - rows_visible.shape[1]), value=True) for rows_visible in visible]
+        self.visible = torch.cat(visible)
 
     def of_step(self, tree: PassTree, lengths: tuple[int, ...], cached: int, first_visible: int) -> Any:
         """The `attention_mask` of a pass over the pending token and the nodes, of which the first `cached` are cached.
@@ -158,7 +169,8 @@ class StepMasks:
         A tensor, or one for each kind of layer; None where no mask is needed. Layers with a sliding window or chunks
         have dropped the first `first_visible` slots.
         """
-        is_equal, queries = len(set(lengths)) == 1 and self.visible is None, 1 + tree.nodes
+        queries = 1 + tree.nodes
+        is_equal = len(set(lengths)) == 1 and self.visible is None
         if self.chains_only and not (tree.is_chain and is_equal):
             raise ValueError(
                 f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
@@ -169,8 +181,10 @@ class StepMasks:
         masks: dict[str, torch.Tensor | None] = dict.fromkeys([*self._kinds, *WITHOUT_ATTENTION])
         if masked and not self.chains_only:
             # A row with fewer nodes is padded by a chain whose results are ignored.
-            is_chain, device = tree.is_chain, self._device
-            structure = TreeStructure.of_chains(tree.batch, tree.nodes, device) if is_chain else tree.structure()
+            if tree.is_chain:
+                structure = TreeStructure.of_chains(tree.batch, tree.nodes, self._device)
+            else:
+                structure = tree.structure()
             # A row with a longer prompt may have left.
             visible = None if self.visible is None else self.visible[:, : max(lengths)].to(structure.depths.device)
             layout = StepLayout.after(lengths, *structure, visible)
