@@ -1,50 +1,40 @@
 """The self-check: a model must compute with drafts and rollbacks what it computes in plain `generate`.
 
 No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, or keeps all its state in the
-cache. So a short text, or the call's prompt if there is more than text, is decoded twice: token by token, and with a
-draft and a rollback; a model that differs is refused. The two rows as a tree; where only chains can be verified the
-draft is t1, t2 and the wrong token::
+cache. So before a model is used, up to three trials decode a prompt twice, token by token and with a draft and a
+rollback; a model that differs is refused:
 
-    row 0  . . a b c d │ t0 ─┬─ wrong              pending t0, nodes (wrong, t1, t2); t1 and t2 are accepted in row 0
-    row 1  e f g h i j │ t0 ─┴─ t1 ── t2           and t1 alone in row 1, so that the next step is ragged
+| trial | prompt | runs |
+|---|---|---|
+| rows | a short text in rows of different lengths | always, unless the model reads an encoder |
+| single row | the text in one row without padding | if the rows differ: a call with one row may be possible |
+| own prompt | the prompt of the call | if the call has inputs beside text, or the model reads an encoder |
 
 A result holds as long as `hf_specgen.targets.fingerprint.computation` of the model has the same value.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.random_state import RandomOperations, global_generator
-from hf_specgen.targets.early_exit import EarlyExitTarget, divisible_layers
-from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
+from hf_specgen.targets.decoding_comparison import RANDOM, STEPS, UndecidedError, find_difference, matmul_precision
+from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.fingerprint import computation
-from hf_specgen.targets.hooks import WatchedHooks, treats_rows_alike
+from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.inputs import accompanying_inputs, without_router_loss
 from hf_specgen.targets.model_parts import is_causal_kernel, reads_encoder, text_config
-from hf_specgen.targets.requirements import TargetRequirements, make_target
-from hf_specgen.targets.support import is_rounding, largest_differences, last_position
-from hf_specgen.targets.target import Target
-from hf_specgen.tree import DraftTree, Parents, chain_parents
+from hf_specgen.targets.requirements import TargetRequirements
+from hf_specgen.targets.support import last_position
 
-RANDOM = "its forward pass draws random numbers, as dropout does, so that two passes differ"
-KEEPS_STATE = (
-    "a hook or replaced forward of it changes its results and a variable of its own in every pass, and drafts take "
-    "other passes than plain decoding"
-)
-CANNOT_RUN = "it cannot run in float32"
-STEPS = 5
-"""Generated tokens per row, of which the last one is not processed."""
 MAX_RESULTS = 64
 """Results that are kept for a model, for the states in which it has been used."""
 
@@ -52,15 +42,28 @@ Prompt = tuple[torch.Tensor, GenerationConfig, dict[str, Any]]
 """What `generate` has prepared: input ids, config and arguments of the model."""
 
 
+class Trial(NamedTuple):
+    """A comparison of plain decoding with decoding by drafts.
+
+    Args:
+        key: what distinguishes the trial from others of the model.
+        prompt: makes the prompt that is decoded.
+        reason: says how the two ways differ, with `{}` for what was found.
+        remedy: what the caller can do if they differ.
+    """
+
+    key: tuple[Any, ...]
+    prompt: Callable[[], Prompt]
+    reason: str = "{}"
+    remedy: str = "call generate() without candidate_generator="
+
+
 class Problem(NamedTuple):
-    """How the two ways of decoding differ, and the exception of a trial that failed."""
+    """What a trial has found, what the caller can do about it, and the exception of a trial that failed."""
 
     reason: str
+    remedy: str
     cause: Exception | None = None
-
-
-class UndecidedError(Exception):
-    """The logits of plain decoding are NaN, +inf or all -inf, so that nothing can be compared."""
 
 
 class Results:
@@ -112,88 +115,102 @@ def check_computation(
     with _lock:
         results = _results.setdefault(model, Results())
     with results.lock:
-        check = SelfCheck(model, requirements.exit_layer, results)
-        problem = check.problem(input_ids, config, model_kwargs)
+        problem = SelfCheck(model, requirements.exit_layer, results).problem(input_ids, config, model_kwargs)
     if problem is None:
         return
     inputs = () if reads_encoder(model) else sorted(accompanying_inputs(model_kwargs))
-    what = "verify draft tokens" if requirements.exit_layer is None else "draft with its own first layers"
-    what += f" with {', '.join(inputs)}" if inputs else ""
-    remedy = check.remedy(problem)
-    raise ValueError(f"{type(model).__name__} cannot {what}: {problem.reason}; {remedy}") from problem.cause
+    task = "verify draft tokens" if requirements.exit_layer is None else "draft with its own first layers"
+    task += f" with {', '.join(inputs)}" if inputs else ""
+    raise ValueError(f"{type(model).__name__} cannot {task}: {problem.reason}; {problem.remedy}") from problem.cause
 
 
 class SelfCheck:
-    """The trials of one call, with the results of earlier ones."""
+    """The trials of one call, see the table at the top; `results` are those of earlier trials."""
 
     def __init__(self, model: PreTrainedModel, exit_layer: int | None, results: Results):
         self._model = model
         self._exit_layer = exit_layer
         self._results = results
-        self._key = (exit_layer, _precision(model), compat.input_device(model))
+        self._key = (exit_layer, matmul_precision(model), compat.input_device(model))
         self._state = computation(model)
-        self._rows_differ = False
 
     def problem(
         self, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> Problem | None:
         """What the trials find that a call needs; None if the model passes them."""
-        mask = model_kwargs.get("attention_mask")
-        is_single = len(input_ids) == 1 and (mask is None or bool(mask.all()))
         reads = reads_encoder(self._model)
-        rows = 2 if len(input_ids) <= 2 or treats_rows_alike(self._model) else len(input_ids)
-        problem = None if reads else self._of_text(rows, is_single)
-        inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
-        if problem is not None or not (inputs or reads):
-            return problem
-        masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in model_kwargs]
-        key = (inputs, len(input_ids) > 1, *masks) if reads else (inputs,)
-        return self._trial(key, lambda: (input_ids, config, model_kwargs))
+        if not reads:
+            mask = model_kwargs.get("attention_mask")
+            is_single = len(input_ids) == 1 and (mask is None or bool(mask.all()))
+            alike = len(input_ids) <= 2 or treats_rows_alike(self._model)
+            problem = self._rows_differ(2 if alike else len(input_ids))
+            if problem is not None:
+                # The model itself fails, or only rows of different lengths do, which this call may not have.
+                single_problem = self._run(self._single_row())
+                if single_problem is not None or not is_single:
+                    return single_problem or problem
+        if reads or accompanying_inputs(model_kwargs):
+            return self._run(self._own_prompt(reads, input_ids, config, model_kwargs))
+        return None
 
-    def _of_text(self, rows: int, is_single: bool) -> Problem | None:
-        """Of rows of different lengths; where they get other scores, of the single row that a call may have."""
+    def _rows_differ(self, rows: int) -> Problem | None:
+        """How a text in so many rows of different lengths differs; where a kernel takes no mask, without a trial."""
+        trial = Trial(
+            (rows,),
+            lambda: _text(self._model, rows),
+            "rows of different lengths get other scores than in plain decoding ({})",
+            "give one prompt at a time, without padding, or leave candidate_generator= out",
+        )
         implementation = compat.attention_implementation(text_config(self._model))
         if is_causal_kernel(implementation):
-            pair: Problem | None = Problem(f"{implementation} takes no mask, which rows of different lengths need")
-        elif pair := self._trial((rows,), lambda: _text(self._model, rows)):
-            pair = Problem(
-                f"rows of different lengths get other scores than in plain decoding ({pair.reason})", pair.cause
-            )
-        if pair is None:
-            return None
-        problem = self._trial((1,), lambda: _text(self._model, 1))
-        if problem is None and not is_single:
-            self._rows_differ = True
-            return pair
-        return problem
+            reason = f"{implementation} takes no mask, which rows of different lengths need"
+            return Problem(reason, self._remedy(trial, reason))
+        return self._run(trial)
 
-    def _trial(self, key: tuple[Any, ...], prompt: Callable[[], Prompt]) -> Problem | None:
-        """What `find_difference` finds for a prompt; None also where it cannot be decided."""
+    def _single_row(self) -> Trial:
+        """A text in one row without padding."""
+        return Trial((1,), lambda: _text(self._model, 1))
+
+    def _own_prompt(
+        self, reads_encoder: bool, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> Trial:
+        """The prompt of the call, whose result holds for calls with the same kinds of inputs."""
+        inputs = tuple(sorted(accompanying_inputs(model_kwargs)))
+        key: tuple[Any, ...] = (inputs,)
+        if reads_encoder:
+            masks = [name for name in ("attention_mask", "decoder_attention_mask") if name in model_kwargs]
+            key = (inputs, len(input_ids) > 1, *masks)
+        return Trial(key, lambda: (input_ids, config, model_kwargs))
+
+    def _run(self, trial: Trial) -> Problem | None:
+        """What a trial finds, now or in an earlier call; None also where it cannot be decided."""
+        cause: Exception | None = None
         try:
             with _positions_kept(self._model):
-                reason = self._results.find(
+                difference = self._results.find(
                     self._model,
                     self._state,
-                    (*self._key, *key),
-                    lambda: find_difference(self._model, self._exit_layer, *prompt()),
+                    (*self._key, *trial.key),
+                    lambda: find_difference(self._model, self._exit_layer, *trial.prompt()),
                 )
         except UndecidedError:
             return None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            return Problem(f"a trial run failed ({type(error).__name__}: {error})", error)
-        return None if reason is None else Problem(reason)
+            difference = f"a trial run failed ({type(error).__name__}: {error})"
+            cause = error
+        if difference is None:
+            return None
+        return Problem(trial.reason.format(difference), self._remedy(trial, difference), cause)
 
-    def remedy(self, problem: Problem) -> str:
-        """What the caller can do about a problem."""
+    def _remedy(self, trial: Trial, reason: str) -> str:
+        """What the caller can do: the remedy of the trial, unless something else is simpler."""
         if self._exit_layer is not None:
             return "use another candidate generator"
-        if self._model.training and RANDOM in problem.reason:
+        if self._model.training and RANDOM in reason:
             return "call model.eval() before generate(), or leave candidate_generator= out"
-        if self._rows_differ:
-            return "give one prompt at a time, without padding, or leave candidate_generator= out"
-        return "call generate() without candidate_generator="
+        return trial.remedy
 
 
 def _text(model: PreTrainedModel, rows: int) -> Prompt:
@@ -217,8 +234,8 @@ def _prompt(model: PreTrainedModel) -> torch.Tensor:
     length = max(1, min(6, last_position(config, (0,)) + 1 - (STEPS - 1)))
     special = {
         value
-        for part in (model.config, config)
-        for name, value in part.to_dict().items()
+        for any_config in (model.config, config)
+        for name, value in any_config.to_dict().items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
     usable = [token for token in range(config.vocab_size) if token not in special][: 2**14]
@@ -237,123 +254,3 @@ def _positions_kept(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, value in zip(modules, deltas, strict=True):
             module.rope_deltas = value
-
-
-def find_difference(
-    model: PreTrainedModel,
-    exit_layer: int | None,
-    input_ids: torch.Tensor,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> str | None:
-    """Decode a prompt, as prepared by `generate`, both ways: how they differ, if they do.
-
-    What decides is the comparison in float32, where a wrong position or mask can be told from rounding. A model that
-    cannot run so, and a quantized one that differs in it, is compared as it is. A float32 model is compared as it is
-    first, and converted only if it differs: it may use autocast inside, or TF32.
-    """
-    precision = _precision(model)
-    arguments = (model, exit_layer, input_ids, config, model_kwargs)
-    given = model_kwargs.get(compat.CACHE)
-    # New keys would be rounded to the dtype of cached ones; hooks that load weights would keep converted ones.
-    is_convertible = (given is None or not given.get_seq_length()) and not compat.has_device_hooks(model)
-    reason = None
-    if precision in HALF and is_convertible:
-        reason = _exact_difference(*arguments)
-        if reason is None or (reason != CANNOT_RUN and not getattr(model, "is_quantized", False)):
-            return reason
-    reason = compare(*arguments, precision=precision)
-    if reason is not None and precision not in HALF and is_convertible:
-        exact_reason = _exact_difference(*arguments)
-        return reason if exact_reason == CANNOT_RUN else exact_reason
-    return reason
-
-
-def _exact_difference(model: PreTrainedModel, *arguments: Any) -> str | None:
-    """What `compare` finds in float32; `CANNOT_RUN` if the model cannot run in it."""
-    try:
-        with ExactArithmetic(compat.input_device(model)):
-            return compare(model, *arguments, precision=torch.float32)
-    except UndecidedError:
-        raise
-    except Exception:  # kernels for half precision alone, too little memory
-        return CANNOT_RUN
-
-
-@torch.no_grad()
-def compare(
-    model: PreTrainedModel,
-    exit_layer: int | None,
-    input_ids: torch.Tensor,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    *,
-    precision: torch.dtype,
-) -> str | None:
-    """Decode both ways in the present arithmetic; differences that are rounding in `precision` are none."""
-    given = model_kwargs.get(compat.CACHE)
-    generator = global_generator(input_ids.device)
-    random_state = generator.get_state()
-    with WatchedHooks(model) as hooks:
-        output = _decode_plainly(model, input_ids, config, model_kwargs)
-    if hooks.keep_state:
-        return KEEPS_STATE
-    plain = output.logits
-    tokens = output.sequences[:, -STEPS:].tolist()
-    if not torch.equal(generator.get_state(), random_state):
-        with RandomOperations(input_ids.device) as operations:  # other threads may have drawn
-            _decode_plainly(model, input_ids, config, model_kwargs)
-        if operations.found:
-            generator.set_state(random_state)
-            return f"in training mode {RANDOM}" if model.training else RANDOM
-    requirements = TargetRequirements(exit_layer=exit_layer)
-    target = make_target(requirements, model, input_ids, config, {**model_kwargs, compat.CACHE: copy.deepcopy(given)})
-    drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
-    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
-        raise UndecidedError
-    errors = largest_differences(torch.cat(plain), torch.cat(drafted))
-    if is_rounding(errors, precision):
-        return None
-    return f"in a trial run its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
-
-
-def _decode_plainly(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> Any:
-    """The output of plain decoding with a cache of its own."""
-    given = model_kwargs.get(compat.CACHE)
-    cache = DynamicCache(config=model.config.get_text_config()) if given is None else copy.deepcopy(given)
-    return compat.decode_plainly(model, input_ids, config, STEPS, {**model_kwargs, compat.CACHE: cache})
-
-
-def _precision(model: PreTrainedModel) -> torch.dtype:
-    """The dtype of matrix products: the model's, unless `torch.autocast` casts their inputs."""
-    device = compat.input_device(model).type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
-
-
-def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Logits `[batch, vocab]` of the same steps, from two verification steps."""
-    logits = [target.prefill()[:, -1]]
-    # Another token than t1 comes before it: one of the text if possible, since others may have no finite states.
-    size = min(2, logits[0].shape[-1])
-    nodes = [[next((one for one in row if one != row[1]), (row[1] + 1) % size), *row[1:3]] for row in tokens]
-    parents = Parents((-1, -1, 1))
-    first = 1
-    if target.verifies_chains_only:
-        nodes = [[*row[1:], row[0]] for row in nodes]
-        parents = chain_parents(3)
-        first = 0
-    tree = DraftTree(nodes, (parents,) * len(tokens))
-    if isinstance(target, EarlyExitTarget):
-        target.run_early(DraftTree.empty(len(tokens)), torch.tensor([row[:1] for row in tokens]))
-        target.run_early(tree.first_nodes(2), tree.first_nodes(2).tokens)
-    step = target.forward(tree, [row[0] for row in tokens])
-    logits += [step[:, place] for place in (0, 1 + first, 2 + first)]
-    # Even rows continue after t2, odd rows after t1: their next logits, after t2, repeat those of the last node.
-    odd = [row % 2 for row in range(len(tokens))]
-    target.commit([[first] if is_odd else [first, first + 1] for is_odd in odd])
-    chains = DraftTree.chains([[row[3]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])
-    step = target.forward(chains, [row[2 if is_odd else 3] for row, is_odd in zip(tokens, odd, strict=True)])
-    logits.append(torch.stack([step[row, is_odd] for row, is_odd in enumerate(odd)]))
-    return logits

@@ -1,0 +1,163 @@
+"""Decodes a prompt both ways, in plain steps and by drafts with a rollback, and compares the logits.
+
+The two rows as a tree; where only chains can be verified the draft is t1, t2 and the wrong token::
+
+    row 0  . . a b c d │ t0 ─┬─ wrong              pending t0, nodes (wrong, t1, t2); t1 and t2 are accepted in row 0
+    row 1  e f g h i j │ t0 ─┴─ t1 ── t2           and t1 alone in row 1, so that the next step is ragged
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from hf_specgen import compat
+from hf_specgen.random_state import RandomOperations, global_generator
+from hf_specgen.targets.early_exit import EarlyExitTarget
+from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
+from hf_specgen.targets.hooks import WatchedHooks
+from hf_specgen.targets.requirements import TargetRequirements, make_target
+from hf_specgen.targets.support import is_rounding, largest_differences
+from hf_specgen.targets.target import Target
+from hf_specgen.tree import DraftTree, Parents, chain_parents
+
+RANDOM = "its forward pass draws random numbers, as dropout does, so that two passes differ"
+KEEPS_STATE = (
+    "a hook or replaced forward of it changes its results and a variable of its own in every pass, and drafts take "
+    "other passes than plain decoding"
+)
+CANNOT_RUN = "it cannot run in float32"
+STEPS = 5
+"""Generated tokens per row, of which the last one is not processed."""
+
+
+class UndecidedError(Exception):
+    """The logits of plain decoding are NaN, +inf or all -inf, so that nothing can be compared."""
+
+
+def find_difference(
+    model: PreTrainedModel,
+    exit_layer: int | None,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Decode a prompt, as prepared by `generate`, both ways: how they differ, if they do.
+
+    What decides is the comparison in float32, where a wrong position or mask can be told from rounding. A model that
+    cannot run so, and a quantized one that differs in it, is compared as it is. A float32 model is compared as it is
+    first, and converted only if it differs: it may use autocast inside, or TF32.
+    """
+    precision = matmul_precision(model)
+    arguments = (model, exit_layer, input_ids, config, model_kwargs)
+    cache = model_kwargs.get(compat.CACHE)
+    # New keys would be rounded to the dtype of cached ones; hooks that load weights would keep converted ones.
+    is_convertible = (cache is None or not cache.get_seq_length()) and not compat.has_device_hooks(model)
+    if precision in HALF:
+        if is_convertible:
+            exact_reason = _exact_difference(*arguments)
+            is_quantized = getattr(model, "is_quantized", False)
+            if exact_reason is None or (exact_reason != CANNOT_RUN and not is_quantized):
+                return exact_reason
+        return compare(*arguments, precision=precision)
+    reason = compare(*arguments, precision=precision)
+    if reason is None or not is_convertible:
+        return reason
+    exact_reason = _exact_difference(*arguments)
+    return reason if exact_reason == CANNOT_RUN else exact_reason
+
+
+def _exact_difference(model: PreTrainedModel, *arguments: Any) -> str | None:
+    """What `compare` finds in float32; `CANNOT_RUN` if the model cannot run in it."""
+    try:
+        with ExactArithmetic(compat.input_device(model)):
+            return compare(model, *arguments, precision=torch.float32)
+    except UndecidedError:
+        raise
+    except Exception:  # kernels for half precision alone, too little memory
+        return CANNOT_RUN
+
+
+@torch.no_grad()
+def compare(
+    model: PreTrainedModel,
+    exit_layer: int | None,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    *,
+    precision: torch.dtype,
+) -> str | None:
+    """Decode both ways in the present arithmetic; differences that are rounding in `precision` are none."""
+    generator = global_generator(input_ids.device)
+    random_state = generator.get_state()
+    with WatchedHooks(model) as hooks:
+        output = _decode_plainly(model, input_ids, config, model_kwargs)
+    if hooks.keep_state:
+        return KEEPS_STATE
+    plain = output.logits
+    tokens = output.sequences[:, -STEPS:].tolist()
+    if not torch.equal(generator.get_state(), random_state):
+        with RandomOperations(input_ids.device) as operations:  # other threads may have drawn
+            _decode_plainly(model, input_ids, config, model_kwargs)
+        if operations.found:
+            generator.set_state(random_state)
+            return f"in training mode {RANDOM}" if model.training else RANDOM
+    requirements = TargetRequirements(exit_layer=exit_layer)
+    kwargs = {**model_kwargs, compat.CACHE: copy.deepcopy(model_kwargs.get(compat.CACHE))}
+    target = make_target(requirements, model, input_ids, config, kwargs)
+    drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
+    if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
+        raise UndecidedError
+    errors = largest_differences(torch.cat(plain), torch.cat(drafted))
+    if is_rounding(errors, precision):
+        return None
+    return f"in a trial run its logits differed from those of plain decoding by {max(errors):.2g} standard deviations"
+
+
+def _decode_plainly(
+    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Any:
+    """The output of plain decoding with a cache of its own."""
+    passed = model_kwargs.get(compat.CACHE)
+    cache = DynamicCache(config=model.config.get_text_config()) if passed is None else copy.deepcopy(passed)
+    return compat.decode_plainly(model, input_ids, config, STEPS, {**model_kwargs, compat.CACHE: cache})
+
+
+def matmul_precision(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of matrix products: the model's, unless `torch.autocast` casts their inputs."""
+    device = compat.input_device(model).type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
+def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits `[batch, vocab]` of the same steps, from two verification steps."""
+    logits = [target.prefill()[:, -1]]
+    # A wrong token beside t1: a token of the text if possible, since others may have no finite states.
+    size = min(2, logits[0].shape[-1])
+    wrong = [next((token for token in row if token != row[1]), (row[1] + 1) % size) for row in tokens]
+    if target.verifies_chains_only:
+        nodes = [[*row[1:3], token] for row, token in zip(tokens, wrong, strict=True)]
+        parents = chain_parents(3)
+        first = 0  # the node of t1
+    else:
+        nodes = [[token, *row[1:3]] for row, token in zip(tokens, wrong, strict=True)]
+        parents = Parents((-1, -1, 1))
+        first = 1
+    tree = DraftTree(nodes, (parents,) * len(tokens))
+    if isinstance(target, EarlyExitTarget):
+        target.run_early(DraftTree.empty(len(tokens)), torch.tensor([row[:1] for row in tokens]))
+        target.run_early(tree.first_nodes(2), tree.first_nodes(2).tokens)
+    step = target.forward(tree, [row[0] for row in tokens])
+    logits += [step[:, query] for query in (0, 1 + first, 2 + first)]  # after t0, t1 and t2
+    # Even rows continue after t2, odd rows after t1: their next logits, after t2, repeat those of the last node.
+    odd = [row % 2 for row in range(len(tokens))]
+    target.commit([[first] if is_odd else [first, first + 1] for is_odd in odd])
+    chains = DraftTree.chains([[row[3]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])
+    step = target.forward(chains, [row[2 if is_odd else 3] for row, is_odd in zip(tokens, odd, strict=True)])
+    logits.append(torch.stack([step[row, is_odd] for row, is_odd in enumerate(odd)]))
+    return logits
