@@ -227,7 +227,7 @@ class RaggedCache(Cache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self._states[layer_idx].append_columns(conv_states, state_idx, **kwargs)
+        return self._states[layer_idx].append_to_convolution(conv_states, state_idx, **kwargs)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Always: models then leave out kernels that overwrite a window in place."""

@@ -46,7 +46,8 @@ class EarlyExitTarget(Target):
     ):
         self._layers = divisible_layers(model, exit_layer)
         super().__init__(model, input_ids, generation_config, model_kwargs)
-        self._first, self._last = range(exit_layer), range(exit_layer, len(self._layers))
+        self._first = range(exit_layer)
+        self._last = range(exit_layer, len(self._layers))
         self._replaceable = ReplaceableLayers(self._layers)
         self._states: list[torch.Tensor] = []
         self._active: Sequence[bool] | None = None  # in this step
@@ -65,7 +66,8 @@ class EarlyExitTarget(Target):
         """
         cached = 1 + tree.nodes - tokens.shape[1]
         if not cached:
-            self._starts, self._active = self.cache.lengths, active
+            self._starts = self.cache.lengths
+            self._active = active
         with self._replaceable.replaced(self._last):
             module = self.model if with_logits else decoder(self.model)
             outputs = self._run(module, tree, {"input_ids": tokens.to(self.device)}, self._active, cached)

@@ -51,7 +51,8 @@ class HiddenStateTarget(Target):
     def prefill(self) -> torch.Tensor:
         with captured_states(self.model, self._indices) as captured:
             logits = super().prefill()
-        states = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in captured]
+        # A prefill in chunks has several passes.
+        states = [torch.cat(passes, dim=1) if len(passes) > 1 else passes[0] for passes in captured]
         positions = min(state.shape[1] for state in states)
         self.pass_states = torch.cat([state[:, -positions:] for state in states], dim=-1)
         self._step_states = self.pass_states[:, -1:]
@@ -62,7 +63,8 @@ class HiddenStateTarget(Target):
         logits = super().forward(tree, pending, active)
         returned = self._returned_states
         states = returned[0] if len(returned) == 1 else torch.cat(returned, dim=-1)
-        self.pass_states = self._step_states = self._results(states, tree.batch, 1 + tree.nodes)
+        self.pass_states = self._results(states, tree.batch, 1 + tree.nodes)
+        self._step_states = self.pass_states
         return logits
 
     def _run(self, *args: Any, **kwargs: Any) -> PassOutput:
@@ -82,24 +84,24 @@ class HiddenStateTarget(Target):
 
     def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
         """`[batch, aux_layers * hidden]` the `states` of some layers: several strategies may read different ones."""
-        return _columns(self.states, self._indices, aux_layers)
+        return _of_layers(self.states, self._indices, aux_layers)
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
         """The states `[kept, aux_layers * hidden]` of each row's tokens that the last `commit` kept, for draft heads.
 
-        After prefill these are the prompt's columns (padding included) and the accepted nodes, after a step the pending
-        token and the accepted nodes.
+        After the prefill they belong to the prompt (padding included) and the accepted nodes, after a step to the
+        pending token and the accepted nodes.
         """
         prompt = self.pass_states[:, : self.pass_states.shape[1] - self._step_states.shape[1]]
         states = []
         for row, kept in enumerate(self._kept):
             new = self._step_states[row, : len(kept)]
             if kept and kept[-1] != len(kept) - 1:
-                # Not by a list, for which the host would wait until the GPU has done all that it was given.
-                places = torch.tensor(kept).to(new.device, non_blocking=new.is_cuda)
-                new = self._step_states[row].index_select(0, places)
+                # Not by a list, for which the host would wait for all kernels that were launched.
+                positions = torch.tensor(kept).to(new.device, non_blocking=new.is_cuda)
+                new = self._step_states[row].index_select(0, positions)
             states.append(torch.cat([prompt[row], new]) if prompt.shape[1] else new)
-        return [_columns(rows, self._indices, aux_layers) for rows in states]
+        return [_of_layers(rows, self._indices, aux_layers) for rows in states]
 
 
 class HiddenStateReplayTarget(HiddenStateTarget, ReplayTarget):
@@ -124,33 +126,34 @@ class HookedPass(ModelPass):
     def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
         with captured_states(module, self.layers) as captured:
             output = super().__call__(module, inputs, cache)
-        return PassOutput(output.logits, tuple(parts[-1] for parts in captured))
+        return PassOutput(output.logits, tuple(passes[-1] for passes in captured))
 
 
 @contextmanager
 def captured_states(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[list[torch.Tensor]]]:
     """Capture, by layer, the states of each forward pass that this thread (and no other) runs inside."""
     captured: list[list[torch.Tensor]] = [[] for _ in layers]
-    thread, device = threading.get_ident(), compat.input_device(model)
+    thread = threading.get_ident()
+    device = compat.input_device(model)
 
-    def keep(place: int, value: Any) -> None:
+    def keep(index: int, value: Any) -> None:
         if threading.get_ident() != thread:
             return
         state = value if isinstance(value, torch.Tensor) else value[0]
         if state.dim() != 3:
             raise ValueError(
-                f"hidden state {layers[place]} of {type(model).__name__} has the shape {list(state.shape)}, not "
+                f"hidden state {layers[index]} of {type(model).__name__} has the shape {list(state.shape)}, not "
                 "[batch, positions, hidden], so that a draft head cannot read it; use a strategy without a head"
             )
-        captured[place].append(state.to(device))
+        captured[index].append(state.to(device))
 
     handles = []
     try:
-        for place, (module, reads_input) in enumerate(_hook_point(model, layer) for layer in layers):
+        for index, (module, reads_input) in enumerate(_hook_point(model, layer) for layer in layers):
             if reads_input:
-                hook = module.register_forward_pre_hook(lambda _, args, place=place: keep(place, args))
+                hook = module.register_forward_pre_hook(lambda _, args, index=index: keep(index, args))
             else:
-                hook = module.register_forward_hook(lambda _, __, output, place=place: keep(place, output))
+                hook = module.register_forward_hook(lambda _, __, output, index=index: keep(index, output))
             handles.append(hook)
         yield captured
     finally:
@@ -172,9 +175,9 @@ def _hook_point(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
     return layers[index - 1], False
 
 
-def _columns(states: torch.Tensor, captured: Sequence[int], aux_layers: Sequence[int]) -> torch.Tensor:
+def _of_layers(states: torch.Tensor, captured: Sequence[int], aux_layers: Sequence[int]) -> torch.Tensor:
     """`[length, captured * hidden]` states, reduced to those of some layers."""
     if tuple(captured) == tuple(aux_layers):
         return states
-    parts = states.chunk(len(captured), dim=-1)
-    return torch.cat([parts[captured.index(layer)] for layer in aux_layers], dim=-1)
+    by_layer = states.chunk(len(captured), dim=-1)
+    return torch.cat([by_layer[captured.index(layer)] for layer in aux_layers], dim=-1)

@@ -74,6 +74,7 @@ class ReplayQueue:
         width = min(width, limit or width)
         reads: list[list[int]] = []
         for row, start in enumerate(self._starts):
+            # A row that takes no part and is cached less far than the common start reads padding alone.
             is_read = self.cached[row] >= start if self.common_start else takes_part[row]
             reads.append(self.texts[row][start : start + width] if is_read else [])
             self._replayed[row] = max(0, len(reads[row]) - len(new[row]))

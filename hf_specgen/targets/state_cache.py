@@ -22,7 +22,7 @@ class LayerStates:
 
     def __init__(self) -> None:
         self.lengths: tuple[int, ...] = ()
-        self.columns: dict[int, torch.Tensor] = {}  # [batch, channels, window and columns before it]
+        self.convolutions: dict[int, torch.Tensor] = {}  # [batch, channels, window and columns before it]
         self.recurrent: dict[int, torch.Tensor] = {}
         self._windows: dict[int, int] = {}
         self._start: tuple[int, ...] = ()  # lengths before the last pass
@@ -33,15 +33,15 @@ class LayerStates:
         """The states of a `LinearAttentionLayer` that includes so many tokens of each row."""
         states = cls()
         states.device = layer.device
-        states.columns = {index: one for index, one in layer.conv_states.items() if one is not None}
-        states.recurrent = {index: one for index, one in layer.recurrent_states.items() if one is not None}
-        states._windows = {index: layer.conv_kernel_size[index] for index in states.columns}
-        states.lengths = (length,) * len(next(iter(states.columns.values())))
+        states.convolutions = {index: state for index, state in layer.conv_states.items() if state is not None}
+        states.recurrent = {index: state for index, state in layer.recurrent_states.items() if state is not None}
+        states._windows = {index: layer.conv_kernel_size[index] for index in states.convolutions}
+        states.lengths = (length,) * len(next(iter(states.convolutions.values())))
         return states
 
     def to_layer(self, layer: Any) -> None:
         """Write the states to a `LinearAttentionLayer` without previous ones."""
-        for index, columns in self.columns.items():
+        for index, columns in self.convolutions.items():
             window = self._windows[index]
             layer.update_conv_state(columns[..., -window:], index, conv_kernel_size=window)
         for index, state in self.recurrent.items():
@@ -51,15 +51,17 @@ class LayerStates:
     def is_initialized(self) -> bool:
         return bool(self.lengths)
 
-    def append_columns(self, new: torch.Tensor, index: int, conv_kernel_size: int | None = None) -> torch.Tensor:
+    def append_to_convolution(self, new: torch.Tensor, index: int, conv_kernel_size: int | None = None) -> torch.Tensor:
         """Append the columns `[batch, channels, new]` of a pass; returns them after the window that precedes them."""
         count = new.shape[-1]
         window = self._windows.setdefault(index, conv_kernel_size or count)
-        past = self.columns[index] if index in self.columns else new.new_zeros(*new.shape[:-1], window)
-        columns, read = torch.cat([past, new], dim=-1), window + count
-        self.columns[index] = columns[..., -(read + MAX_ROLLBACK) :]
+        past = self.convolutions[index] if index in self.convolutions else new.new_zeros(*new.shape[:-1], window)
+        columns = torch.cat([past, new], dim=-1)
+        read = window + count
+        self.convolutions[index] = columns[..., -(read + MAX_ROLLBACK) :]
         if index == 0:  # once a pass, however many convolutions the layer has
-            self.device, self._start = new.device, self.lengths or (0,) * len(new)
+            self.device = new.device
+            self._start = self.lengths or (0,) * len(new)
             self.lengths = tuple(length + count for length in self._start)
         return columns[..., -read:]
 
@@ -81,8 +83,9 @@ class LayerStates:
         removed = [now - length for now, length in zip(self.lengths, lengths, strict=True)]
         if not any(removed):
             return
-        most, rows = max(removed), torch.tensor(removed, device=self.device)
-        reachable = [columns.shape[-1] - self._windows[index] for index, columns in self.columns.items()]
+        most = max(removed)
+        rows = torch.tensor(removed, device=self.device)
+        reachable = [columns.shape[-1] - self._windows[index] for index, columns in self.convolutions.items()]
         if most > min(reachable):
             raise RuntimeError(
                 f"{most} tokens cannot be removed: windows of convolutions were kept for {reachable} tokens"
@@ -96,9 +99,9 @@ class LayerStates:
         for index, state in self.recurrent.items():
             before = self._before[index] if index in self._before else torch.zeros_like(state)
             self.recurrent[index] = torch.where((rows > 0).view(-1, *[1] * (state.dim() - 1)), before, state)
-        for index, columns in self.columns.items():
-            places = torch.arange(columns.shape[-1] - most, device=columns.device) + (most - rows)[:, None]
-            self.columns[index] = columns.gather(-1, places[:, None].expand(-1, columns.shape[1], -1))
+        for index, columns in self.convolutions.items():
+            kept = torch.arange(columns.shape[-1] - most, device=columns.device) + (most - rows)[:, None]
+            self.convolutions[index] = columns.gather(-1, kept[:, None].expand(-1, columns.shape[1], -1))
         self.lengths = tuple(lengths)
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -106,7 +109,7 @@ class LayerStates:
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows."""
-        for states in (self.columns, self.recurrent, self._before):
+        for states in (self.convolutions, self.recurrent, self._before):
             states.update({index: state[indices.to(self.device)] for index, state in states.items()})
         self.lengths = tuple(self.lengths[row] for row in indices.tolist())
         self._start = tuple(self._start[row] for row in indices.tolist())
