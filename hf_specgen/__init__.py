@@ -27,7 +27,7 @@ _MODULES = {
     "call_statistics": "CallTotals Statistics StepRecord",
     "depth": "AdaptiveDepth FixedDepth MovingWindow Policy PolicySession Schedule",
     "generate": "speculate",
-    "many_prompts": "Completion generate_many",
+    "batching.many_prompts": "Completion generate_many",
     "monitor": "Monitor MonitorSession SpeculationMonitor",
     "outputs": "SpeculativeOutput",
     "prepacked_weights": "prepacked",

@@ -4,6 +4,8 @@ from hf_specgen.attachment import attach as attach
 from hf_specgen.attachment import attached as attached
 from hf_specgen.attachment import detach as detach
 from hf_specgen.attachment import statistics as statistics
+from hf_specgen.batching.many_prompts import Completion as Completion
+from hf_specgen.batching.many_prompts import generate_many as generate_many
 from hf_specgen.call import Call as Call
 from hf_specgen.call_statistics import CallTotals as CallTotals
 from hf_specgen.call_statistics import Statistics as Statistics
@@ -31,8 +33,6 @@ from hf_specgen.depth import Policy as Policy
 from hf_specgen.depth import PolicySession as PolicySession
 from hf_specgen.depth import Schedule as Schedule
 from hf_specgen.generate import speculate as speculate
-from hf_specgen.many_prompts import Completion as Completion
-from hf_specgen.many_prompts import generate_many as generate_many
 from hf_specgen.monitor import Monitor as Monitor
 from hf_specgen.monitor import MonitorSession as MonitorSession
 from hf_specgen.monitor import SpeculationMonitor as SpeculationMonitor

@@ -92,7 +92,7 @@ def _with_keyword(original: Callable[..., Any]) -> Any:
 
 
 def _of_continuous_batching(function: str) -> Callable[[Callable[..., Any]], Any]:
-    """The wrapper of a method of continuous batching: a function of `hf_specgen.continuous_batching`.
+    """The wrapper of a method of continuous batching: a function of `hf_specgen.batching.continuous`.
 
     Without an attached strategy and keywords of ours nothing is imported, and the method does what it did before.
     """
@@ -101,13 +101,13 @@ def _of_continuous_batching(function: str) -> Callable[[Callable[..., Any]], Any
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             attachment = getattr(self, ATTACHMENT, None)
-            module = sys.modules.get("hf_specgen.continuous_batching")
+            module = sys.modules.get("hf_specgen.batching.continuous")
             is_ours = attachment is not None or "candidate_generator" in kwargs or module is not None
             if not method._hf_specgen_enabled or not is_ours:  # type: ignore[attr-defined]
                 return original(self, *args, **kwargs)
-            from hf_specgen import continuous_batching
+            from hf_specgen.batching import continuous
 
-            return getattr(continuous_batching, function)(original, self, args, kwargs, attachment)
+            return getattr(continuous, function)(original, self, args, kwargs, attachment)
 
         return method
 

@@ -16,12 +16,12 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from hf_specgen.batching.many_prompts import generate_many
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.cli.settings import GenerateSettings
 from hf_specgen.depth import FixedDepth
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import chosen_strategy, prompt_text, read_rows
-from hf_specgen.many_prompts import generate_many
 
 Row = dict[str, Any]
 RESUMABLE = ("plain", "draft", "device")

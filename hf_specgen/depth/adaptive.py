@@ -77,8 +77,8 @@ class AdaptiveDepth(Policy):
 
     curve: CostCurve | None = None
     """T(q) of the target, for calls in which it cannot be measured."""
-    common_loss: DraftingLoss | None = None
-    """Of calls with common forward passes: their mean loss, counted by `CommonSteps`. None: each counts its own."""
+    shared_loss: DraftingLoss | None = None
+    """Of calls with common forward passes: their mean loss, counted by `SharedSteps`. None: each counts its own."""
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
@@ -96,12 +96,12 @@ class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
-        self._call, drafting, self._has_common_loss = call, call.drafting, policy.common_loss is not None
+        self._call, drafting, self._has_shared_loss = call, call.drafting, policy.shared_loss is not None
         # Drafts are cut to the common budget later, so that each call drafts as if alone.
-        self._is_alone = self._has_common_loss and drafting.negligible_cost
+        self._is_alone = self._has_shared_loss and drafting.negligible_cost
         self.remembers = policy.latency is None and call.settings.memory
         self._model, self._key = call.model if self.remembers else None, ("loss", drafting.key, call.temperature)
-        self._loss = policy.common_loss or memory.recall(self._model, self._key, DraftingLoss)
+        self._loss = policy.shared_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0  # a prior: two tokens, accepted at 0.7
         self._uncached, self._has_drafted = call.context_length, False
@@ -136,7 +136,7 @@ class AdaptiveSession(PolicySession):
             return [0] * len(limits)
         if self._pauses(rows):
             self._uncached += 1
-            self._loss.add(-LOSS_PER_STEP / (1 + self._call.state.other_rows if self._has_common_loss else 1))
+            self._loss.add(-LOSS_PER_STEP / (1 + self._call.state.other_rows if self._has_shared_loss else 1))
             return [0] * len(limits)
         depth = self._call.drafting.k if self._call.drafting.sizes_trees else self._fastest_chain(rows, max(limits))
         return [min(depth, limit) for limit in limits]
@@ -179,7 +179,7 @@ class AdaptiveSession(PolicySession):
             self._timer.check(step)
             if self._timer.observe(step):
                 self.latency = self._timer.latency()
-        if not self._has_common_loss:
+        if not self._has_shared_loss:
             latency, emitted = self._at(step.pass_rows), sum(row.emitted for row in rows) / max(1, len(rows))
             seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)
             self._loss.count(latency, step.pass_rows, seconds, step.passes, emitted)

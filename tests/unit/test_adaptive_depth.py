@@ -86,10 +86,10 @@ def test_adaptive_depth_in_a_batch_drafts_for_all_rows_or_none() -> None:
 def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
     """Would catch: a request that stops drafting after a rejection, for which all others then wait."""
     policy = AdaptiveDepth(STEEP)
-    policy.common_loss = DraftingLoss()
+    policy.shared_loss = DraftingLoss()
     one, other = (policy.start(depth_call(sizes_trees=True, negligible_cost=False)) for _ in range(2))
     assert all(depth for (depth,) in run(one, 20, [0]))
-    policy.common_loss.add(2 * MAX_LOSS)
+    policy.shared_loss.add(2 * MAX_LOSS)
     assert run(one, 1, [0]) == run(other, 1, [0]) == [[0]]
 
 

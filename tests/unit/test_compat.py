@@ -1,4 +1,4 @@
-"""Every private Transformers symbol in `hf_specgen.compat` exists in this version, and is used nowhere else."""
+"""Every private Transformers symbol that the package uses exists in this version, and is used in two files only."""
 
 import ast
 import inspect
@@ -19,10 +19,13 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 import hf_specgen
 from hf_specgen import compat
+from hf_specgen.batching import transformers_batching
 from hf_specgen.compat import CACHE
 from tests.helpers import prompts, tiny_model
 
 PACKAGE = Path(hf_specgen.__file__).parent
+FILES = {PACKAGE / "compat.py", PACKAGE / "batching" / "transformers_batching.py"}
+"""Those that may use private symbols: the second one those of continuous batching."""
 METHODS = [
     (GenerationMixin, "_prefill", "self input_ids generation_config model_kwargs"),
     (GenerationMixin, "_sample", "self input_ids logits_processor stopping_criteria generation_config model_kwargs"),
@@ -58,7 +61,7 @@ OF_OTHER_LIBRARIES = {
 
 def missing(symbol: str) -> str:
     """The message of a failed check."""
-    return f"{symbol} is not what hf_specgen.compat expects in Transformers {transformers.__version__}"
+    return f"{symbol} is not what hf_specgen expects in Transformers {transformers.__version__}"
 
 
 @pytest.mark.parametrize(("owner", "name", "expected"), METHODS)
@@ -98,19 +101,19 @@ def test_private_attributes_of_models_exist() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_private_symbols_are_used_in_compat_only(file: Path) -> None:
+def test_private_symbols_are_used_in_two_files_only(file: Path) -> None:
     """Would catch: a private symbol that breaks with the next Transformers and that no test here names."""
-    if file.name == "compat.py":
+    if file in FILES:
         return
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    assert not names & PRIVATE, f"{file.name} must use hf_specgen.compat"
+    assert not names & PRIVATE, f"{file.name} must use hf_specgen.compat or transformers_batching"
 
 
-def test_compat_uses_only_symbols_that_are_checked_here() -> None:
-    """Would catch: a private symbol added to `compat` without a test."""
-    nodes = list(ast.walk(ast.parse((PACKAGE / "compat.py").read_text(encoding="utf-8"))))
+def test_private_symbols_of_the_two_files_are_checked_here() -> None:
+    """Would catch: a private symbol added to one of the files without a test."""
+    nodes = [node for file in FILES for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     names |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
     names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -122,11 +125,12 @@ def test_compat_uses_only_symbols_that_are_checked_here() -> None:
 def test_requests_of_continuous_batching_have_their_private_attributes() -> None:
     """Would catch: a request whose prompt length or ends are read wrongly once it was evicted."""
     state = RequestState("req_7", [1, 2, 3], eos_token_id=[5])
-    assert (compat.prompt_of_request(state), compat.request_number(state)) == (3, 7), missing("RequestState")
-    assert compat.end_tokens(state) == {5}, missing("RequestState._eos_token_ids")
+    assert transformers_batching.prompt_of_request(state) == 3, missing("RequestState")
+    assert transformers_batching.request_number(state) == 7, missing("RequestState.request_id")
+    assert transformers_batching.end_tokens(state) == {5}, missing("RequestState._eos_token_ids")
     evicted = state.create_equivalent_initial_request()
     evicted.initial_tokens.append(4)
-    assert compat.prompt_of_request(evicted) == 3, missing("RequestState._true_initial_tokens")
+    assert transformers_batching.prompt_of_request(evicted) == 3, missing("RequestState._true_initial_tokens")
 
 
 def test_without_compilation_finds_every_way_to_compile() -> None:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_specgen.candidates.joined import joined
+from hf_specgen.batching.batched_drafter import joined
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import AdaptiveDepth
 from hf_specgen.depth.adaptive import DraftingLoss
@@ -21,7 +21,7 @@ from hf_specgen.settings import Settings
 from hf_specgen.tree import DraftTree
 
 
-class CommonSteps:
+class SharedSteps:
     """Plans and drafts the steps of calls, and counts what their drafts lose.
 
     Attributes:
@@ -33,7 +33,7 @@ class CommonSteps:
     def __init__(self, settings: Settings):
         policy, self._loss = copy.copy(settings.policy), DraftingLoss()
         if isinstance(policy, AdaptiveDepth):
-            policy.common_loss = self._loss
+            policy.shared_loss = self._loss
         candidates, self._drafters = joined(settings.candidates)
         self.settings = replace(settings, candidates=candidates, policy=policy)
         self.latency: StepLatency | None = None

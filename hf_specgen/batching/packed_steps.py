@@ -28,9 +28,10 @@ import torch
 from transformers import StoppingCriteriaList
 
 from hf_specgen import compat
+from hf_specgen.batching import transformers_batching
+from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call import Call, GenerationState
 from hf_specgen.call_statistics import Statistics
-from hf_specgen.common_steps import CommonSteps
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import Floats, fastest_count, step_seconds
 from hf_specgen.settings import Settings
@@ -83,13 +84,14 @@ class Request:
     """A request, by Transformers' `RequestState`: its decoding loop, and its draft in this step, `tree`."""
 
     def __init__(self, state: Any, steps: PackedSteps):
-        prompt, tokens = compat.prompt_of_request(state), state.initial_tokens + state.generated_tokens
+        prompt, tokens = transformers_batching.prompt_of_request(state), state.initial_tokens + state.generated_tokens
         limit = UNLIMITED if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
         self.target, self.tree, self._stack = PackedTarget(steps, prompt), DraftTree.empty(1), ExitStack()
         ids, settings = torch.tensor([tokens[:prompt]], device=self.target.device), steps.common.settings
-        text = GenerationState(ids, None, compat.end_tokens(state), limit)
+        text = GenerationState(ids, None, transformers_batching.end_tokens(state), limit)
         text.append(0, tokens[prompt:])
-        drafting, seed = settings.candidates.settings(), (steps.seed + compat.request_number(state)) % 2**63
+        drafting = settings.candidates.settings()
+        seed = (steps.seed + transformers_batching.request_number(state)) % 2**63
         call = Call(steps.model, text, steps.config, drafting, settings=settings, seed=seed)
         self.loop = DecodingLoop(call, self.target, settings, self._stack, StoppingCriteriaList())
 
@@ -124,7 +126,7 @@ class PackedSteps:
     """
 
     def __init__(self, processor: Any, manager: Any, settings: Settings, finished: Callable[[Statistics], None]):
-        self.model, self.config, self.common = manager.model, manager.generation_config, CommonSteps(settings)
+        self.model, self.config, self.common = manager.model, manager.generation_config, SharedSteps(settings)
         self.seed = torch.initial_seed()  # the processor has just set it, to that of the config if there is one
         self.layers = settings.candidates.target_requirements(self.model).aux_hidden_state_layers
         self.chains_only = processor.inputs_and_outputs.attention_mask is None
@@ -274,7 +276,7 @@ class PackedSteps:
                 self._finished(self._requests.pop(one.state.request_id).end())
         if self._seconds is not None:
             self.common.count_loss(self._seconds[self._drafted], self._decoding + accepted, self.common.passes)
-        compat.move_slots(self._cache, moves)
+        transformers_batching.move_slots(self._cache, moves)
         return last, last_logprobs if self._processor.return_logprobs else None
 
     def _pass_states_on(self, steps: Sequence[int]) -> None:

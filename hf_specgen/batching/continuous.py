@@ -13,11 +13,12 @@ from typing import Any
 from transformers import ContinuousBatchingConfig
 
 from hf_specgen import compat
+from hf_specgen.batching import transformers_batching
+from hf_specgen.batching.packed_steps import PackedSteps
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.depth.calibrate import model_curve
 from hf_specgen.generate import by_name
-from hf_specgen.packed_steps import PackedSteps
 from hf_specgen.settings import Settings, settings_in
 from hf_specgen.targets.support import check_length
 from hf_specgen.verification import CoupledVerifier
@@ -94,9 +95,9 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
         config.use_async_batching = config.use_async_batching or False
         config.use_cuda_graph = config.use_cuda_graph or False
         generation_config = arguments.get("generation_config") or model.generation_config
-        cached = compat.cached_manager(model)
+        cached = transformers_batching.cached_manager(model)
         in_use = config if cached is None else cached.continuous_batching_config
-        processors = compat.packed_processors(model, generation_config, in_use)
+        processors = transformers_batching.packed_processors(model, generation_config, in_use)
         if reason := next(_reasons(run.settings, model, in_use, processors), ""):
             run.report_plain(reason)
             run.settings = None
@@ -114,7 +115,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
             of_call.steps.append(steps)
         return steps
 
-    compat.on_batch_processor(manager, make_steps)
+    transformers_batching.on_batch_processor(manager, make_steps)
     return manager
 
 
@@ -126,7 +127,7 @@ def _packed_policy(policy: Policy, model: Any) -> Policy:
     if not isinstance(policy, AdaptiveDepth) or policy.latency is not None:
         return policy
     policy = copy.copy(policy)
-    with compat.unpaged_attention(model):
+    with transformers_batching.unpaged_attention(model):
         policy.curve = model_curve(model)
     return FixedDepth(0) if policy.curve is None else policy
 
@@ -154,6 +155,6 @@ def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[A
     compiled = config.default_compile_level or config.varlen_compile_config or config.decode_compile_config
     if compiled or any(config.cuda_graph_booleans):
         yield "drafts change the shape of every step, so that CUDA graphs and compilation do not work; leave them out"
-    kinds = [type(one) for one in processors if not compat.is_per_request(one)]
+    kinds = [type(one) for one in processors if not transformers_batching.is_per_request(one)]
     if prefix_readers := ", ".join(kind.__name__ for kind in kinds if kind not in SCORE_ONLY):
         yield f"continuous batching does not pass the text to {prefix_readers}; leave this logits processor out"

@@ -1,6 +1,6 @@
 """Joined drafting: calls whose target passes are common as rows of one draft session, so that they share its passes.
 
-Each call, of a prompt or request, is decoded by a loop of its own, with a `JoinedRow` in place of the strategy's
+Each call, of a prompt or request, is decoded by a loop of its own, with a `BatchedSession` in place of the strategy's
 session. Once all of them have planned how deep they draft, the common session drafts for all of them at once. Calls
 join it with their first draft, and leave it when they end.
 """
@@ -28,7 +28,7 @@ NO_PART = VerificationResult([None], [[]], [0])
 """The outcome of a row that took no part in a step."""
 
 
-def joined(candidates: Candidates) -> tuple[Candidates, list[JoinedDrafter]]:
+def joined(candidates: Candidates) -> tuple[Candidates, list[BatchedDrafter]]:
     """A copy of a strategy whose sessions share the forward passes of its drafters; and these drafters."""
     if candidates.negligible_draft_cost:
         return candidates, []
@@ -37,12 +37,12 @@ def joined(candidates: Candidates) -> tuple[Candidates, list[JoinedDrafter]]:
         members = [joined(member) for member in candidates.strategies]
         shared.strategies = tuple(member for member, _ in members)
         return shared, [drafter for _, drafters in members for drafter in drafters]
-    drafter = JoinedDrafter(candidates)
+    drafter = BatchedDrafter(candidates)
     shared.start = drafter.start
     return shared, [drafter]
 
 
-class JoinedDrafter:
+class BatchedDrafter:
     """Drafts for several calls together, as rows of one session of a strategy; if it cannot, each has its own session.
 
     Attributes:
@@ -54,14 +54,14 @@ class JoinedDrafter:
     def __init__(self, strategy: Candidates):
         self._strategy, self._session = strategy, cast(DraftSession | None, None)
         self.seconds, self.passes = 0.0, cast(Sequence[int], ())
-        self.rows: list[JoinedRow] = []
-        self.planned: dict[JoinedRow, int] = {}
+        self.rows: list[BatchedSession] = []
+        self.planned: dict[BatchedSession, int] = {}
 
     def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; as `Candidates.start`."""
         session = self._strategy.start(batch)
         batch.state.drafts_together = session.rows_can_change
-        return JoinedRow(batch, self) if session.rows_can_change else session
+        return BatchedSession(batch, self) if session.rows_can_change else session
 
     def draft(self) -> None:
         """Draft for all rows that have planned to, after the outcomes of the last step were passed on."""
@@ -120,7 +120,7 @@ class JoinedDrafter:
         self._session, self.rows = None, []
 
 
-class JoinedRow(DraftSession):
+class BatchedSession(DraftSession):
     """The session of one call: a row of a common session.
 
     Attributes:
@@ -129,7 +129,7 @@ class JoinedRow(DraftSession):
         is_active, has_joined: whether the call has not ended, and whether it is a row of the common session.
     """
 
-    def __init__(self, batch: DraftBatch, drafter: JoinedDrafter):
+    def __init__(self, batch: DraftBatch, drafter: BatchedDrafter):
         super().__init__(batch)
         self._drafter = drafter
         self.tree = DraftTree.empty(1)
@@ -140,7 +140,7 @@ class JoinedRow(DraftSession):
         self._drafter.planned[self] = max_depths[0]
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        """What `JoinedDrafter.draft` has drafted, as deep as planned; now, for a call that is decoded alone."""
+        """What `BatchedDrafter.draft` has drafted, as deep as planned; now, for a call that is decoded alone."""
         if self in self._drafter.planned:
             self._drafter.draft()
         return self.tree
@@ -159,12 +159,12 @@ class _Texts(GenerationState):
 
     drafts_together = True
 
-    def __init__(self, rows: Sequence[JoinedRow]):
+    def __init__(self, rows: Sequence[BatchedSession]):
         super().__init__(torch.zeros(len(rows), 1, dtype=torch.long))
         self.device = rows[0].batch.state.device
         self.set_rows(rows)
 
-    def set_rows(self, rows: Sequence[JoinedRow]) -> None:
+    def set_rows(self, rows: Sequence[BatchedSession]) -> None:
         """Use the texts of these calls."""
         states = [row.batch.state for row in rows]
         self.prompts = [state.prompts[0] for state in states]
@@ -180,7 +180,7 @@ class _Targets(HiddenStateTarget):
     rows: list[int] = []
     _graphs = None  # no pass of its own
 
-    def __init__(self, drafter: JoinedDrafter):
+    def __init__(self, drafter: BatchedDrafter):
         first = drafter.rows[0].batch
         self._drafter = drafter
         self.device = first.device
@@ -201,7 +201,7 @@ class _Targets(HiddenStateTarget):
 class _Verification(VerificationSession):
     """Draws the noise of the draft tokens of each row by the verification of its call."""
 
-    def __init__(self, call: Call, drafter: JoinedDrafter):
+    def __init__(self, call: Call, drafter: BatchedDrafter):
         super().__init__(call)
         self._drafter = drafter
 

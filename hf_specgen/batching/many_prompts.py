@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import compat
+from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call_statistics import Statistics, StepRecord
-from hf_specgen.common_steps import CommonSteps
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import StepLatency, fastest_count
 from hf_specgen.generate import Speculation
@@ -224,7 +224,7 @@ class _Batch:
     def __init__(self, model: Any, settings: Settings):
         self._model = compat.unwrapped(model)
         self._candidates = settings.candidates
-        self.steps = CommonSteps(settings.for_model(self._model))
+        self.steps = SharedSteps(settings.for_model(self._model))
         self.statistics = Statistics([])
         self._rows: list[_Row] = []
         self._joined: list[_Row] = []  # those of the common target

@@ -1,0 +1,1 @@
+"""Many prompts or requests at a time: steps that several `generate` calls share."""

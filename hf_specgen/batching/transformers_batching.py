@@ -1,0 +1,141 @@
+"""Private symbols of Transformers' continuous batching, and the hooks into its packed steps.
+
+Each docstring names the symbols, as they are in Transformers 5.24; `tests/unit/test_compat.py` checks them. Nothing
+else in the package touches an underscore attribute of Transformers, but for `hf_specgen.compat`.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching import cb_logits_processors
+
+from hf_specgen.compat import attention_implementation
+
+
+def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> None:
+    """Hook what `make_steps` makes of a continuous-batching manager and its processor, also when it is used again.
+
+    Symbol: `ContinuousBatchingManager._create_batch_processor`.
+    """
+    vars(manager).pop("_create_batch_processor", None)
+    plain, this = type(manager)._create_batch_processor, weakref.proxy(manager)
+
+    def create() -> Any:
+        processor = plain(this)
+        _hook_packed_steps(processor, make_steps(this, weakref.proxy(processor)))
+        return processor
+
+    manager._create_batch_processor = create
+
+
+def _hook_packed_steps(processor: Any, steps: Any) -> None:
+    """Let `steps` extend, sample and read the packed steps of a `ContinuousBatchProcessor`; None removes the hooks.
+
+    The hooks refer to the processor weakly: in a cycle it would keep its cache until the next garbage collection.
+    Symbols: its `scheduler.schedule_batch`; `prepare_batch_update` and `_bulk_input_tensor` of its
+    `inputs_and_outputs`; `model_runner.compute_batch` and `_sample`.
+    """
+    scheduler, ios, runner = processor.scheduler, processor.inputs_and_outputs, processor.model_runner
+    hooked = {scheduler: ["schedule_batch"], ios: ["prepare_batch_update"], runner: ["compute_batch", "_sample"]}
+    for part, names in hooked.items():
+        for name in names:
+            vars(part).pop(name, None)
+    if steps is None:
+        return
+    this = weakref.proxy(processor)
+    schedule, compute = type(scheduler).schedule_batch, type(runner).compute_batch
+
+    def schedule_batch(token_budget: int, cache_budget: int) -> Any:
+        requests, is_decode, tokens, kv_read = schedule(this.scheduler, token_budget, cache_budget)
+        if requests:
+            drafted = steps.extend(requests, tokens, token_budget if kv_read <= cache_budget else tokens)
+            is_decode, tokens = is_decode and not drafted, tokens + drafted
+        return requests, is_decode, tokens, kv_read
+
+    def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
+        ios = this.inputs_and_outputs
+        chosen, requests = steps.place_drafts(batch_data["position_ids"][0], batch_data["attention_mask"])
+        arguments = ios._bulk_input_tensor[ios.static_inputs :]
+        this.logit_processor.prepare_tensor_args(requests, arguments)
+        batch_data["logits_indices"] = torch.tensor(chosen, dtype=torch.long, device=ios.device)
+        batch_data["logits_processor_args"] = arguments[:, : len(chosen)]
+        with steps.capturing():
+            compute(this.model_runner, model, batch_data)
+
+    scheduler.schedule_batch, runner.compute_batch, runner._sample = schedule_batch, compute_batch, steps.sample
+    ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.commit())
+
+
+def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> None:
+    """Copy keys and values of a `PagedAttentionCache` between slots, by kind of attention: from which, and to which.
+
+    Symbol: `_kv_token_views` of its allocators, the keys and the values of each layer.
+    """
+    for kind, (sources, destinations) in moves.items():
+        if sources:
+            read, write = torch.tensor([sources, destinations], device=cache.device)
+            for views in cache.cache_allocators[kind]._kv_token_views.values():
+                for states in views:
+                    states.index_copy_(0, write, states.index_select(0, read))
+
+
+def prompt_of_request(state: Any) -> int:
+    """Tokens in the prompt of a continuous-batching request. Symbol: `RequestState._true_initial_tokens`.
+
+    That is 0 unless the request was evicted from the cache: then `initial_tokens` contains what it had generated.
+    """
+    return int(state._true_initial_tokens or len(state.initial_tokens))
+
+
+def end_tokens(state: Any) -> frozenset[int]:
+    """The tokens that end a continuous-batching request. Symbol: `RequestState._eos_token_ids`."""
+    return frozenset(state._eos_token_ids)
+
+
+def request_number(state: Any) -> int:
+    """i of the request "req_<i>" that continuous batching named; a number of its own for any other name."""
+    name = str(state.request_id)
+    return int(name[4:]) if re.fullmatch(r"req_\d+", name) else 2**32 + zlib.crc32(name.encode())
+
+
+def cached_manager(model: Any) -> Any:
+    """The manager that continuous batching kept for the next call. Symbol: `_cached_continuous_batching_manager`."""
+    return getattr(model, "_cached_continuous_batching_manager", None)
+
+
+@contextmanager
+def unpaged_attention(model: Any) -> Iterator[None]:
+    """Undoes in a context what continuous batching made of the attention. Symbol: `_attn_implementation`."""
+    paged = attention_implementation(model.config)
+    plain = paged.removeprefix("paged|")
+    if plain == paged:
+        yield
+        return
+    model.set_attn_implementation(plain)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(paged)
+
+
+def packed_processors(model: Any, config: GenerationConfig, batching: Any) -> list[Any]:
+    """The logits processors that continuous batching applies to packed steps. Symbol: `_get_logits_processor`."""
+    processors = cb_logits_processors.ContinuousBatchingLogitsProcessorList(
+        model._get_logits_processor(config),
+        per_request_processors=batching.per_request_processors,
+        drop_unsupported_processors=batching.drop_unsupported_processors,
+    )
+    return list(processors.logits_processor)
+
+
+def is_per_request(processor: Any) -> bool:
+    """Whether continuous batching applies a logits processor to each row of scores with its request's settings."""
+    return isinstance(processor, cb_logits_processors.ContinuousBatchingLogitsProcessor)
