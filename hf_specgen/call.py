@@ -111,6 +111,17 @@ class GenerationState:
         """Whether plain `generate` would return now."""
         return all(self.stopped)
 
+    @property
+    def max_new_tokens(self) -> float:
+        """How many tokens a row may generate; may be infinite."""
+        return self.max_length - self.prompt_length
+
+    @property
+    def context_length(self) -> int:
+        """Tokens in the longest row so far, prompt included."""
+        rows = zip(self.prompts, self.generated, strict=True)
+        return max(len(prompt) + len(text) for prompt, text in rows)
+
     def remaining(self, row: int) -> float:
         """How many more tokens the row may generate."""
         return self.max_length - self.prompt_length - len(self.generated[row])
@@ -280,13 +291,12 @@ class Call:
     @property
     def max_new_tokens(self) -> float:
         """How many tokens the call may generate per row; may be infinite."""
-        return self.state.max_length - self.state.prompt_length
+        return self.state.max_new_tokens
 
     @property
     def context_length(self) -> int:
         """Tokens in the longest row so far, prompt included."""
-        rows = zip(self.state.prompts, self.state.generated, strict=True)
-        return max(len(prompt) + len(text) for prompt, text in rows)
+        return self.state.context_length
 
     def encoder_texts(self) -> list[list[int]]:
         """The token ids that the target's encoder read, by row and without padding, within the decoder's vocabulary.

@@ -1,5 +1,11 @@
 """The speculative decoding loop: propose, score, verify, commit. A step emits 1 to `1 + draft depth` tokens per row.
 
+The passes of the target between draft and verification depend on the entry point:
+
+    generate          DecodingLoop     passes of its own
+    generate_many     DecodingLoop     its own prefill, then passes that it shares with other prompts
+    generate_batch    DecodingSteps    the packed passes of Transformers
+
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), algorithm 1; Miao et al.,
 "SpecInfer" (2023), section 4, for trees.
 """
@@ -9,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import StoppingCriteriaList
@@ -19,7 +25,7 @@ from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.candidates.base import ChainSession, checked_draft
-from hf_specgen.candidates.draft_batch import DraftBatch
+from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
 from hf_specgen.candidates.grammar import with_grammar
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
@@ -27,7 +33,7 @@ from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult
+from hf_specgen.verification import VerificationResult, VerificationSession
 from hf_specgen.verification.criteria import CustomCriteria
 from hf_specgen.verification.result import TopTokens
 
@@ -35,8 +41,68 @@ STEP_PARTS = ("draft", "forward", "verify")
 """Parts of a call's wall time that make up the latency of a step."""
 
 
-class DecodingLoop:
-    """Runs the steps of one call, with the target and the sessions of drafter, verifier, policy and monitor."""
+class Scorer(TargetView, Protocol):
+    """What the steps of a call need of the target: the limits of a draft, and that accepted tokens are kept."""
+
+    @property
+    def first_positions(self) -> Sequence[int]:
+        """The position of each row's first generated token."""
+
+    @property
+    def last_position(self) -> float:
+        """The last position that the model can process."""
+
+    @property
+    def slot_limit(self) -> float:
+        """How many slots of the cache a row may have."""
+
+    @property
+    def max_draft_tokens(self) -> float:
+        """How many draft tokens of a row a pass can take."""
+
+    @property
+    def max_row_skew(self) -> float:
+        """How many tokens a row may be ahead of the slowest row."""
+
+    def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
+        """Repeat the last pass without its draft, whose states are not finite: `[batch, 1, vocab]` logits."""
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
+
+
+class StepOutputs(Protocol):
+    """What receives the tokens of each step."""
+
+    @property
+    def columns(self) -> int:
+        """How many columns are emitted."""
+
+    @property
+    def criteria(self) -> CustomCriteria | None:
+        """Custom stopping criteria, which verification may have to ask; None if there are none."""
+
+    @property
+    def needs_plain_steps(self) -> bool:
+        """Whether steps must not draft."""
+
+    def add(self, result: VerificationResult) -> None:
+        """Receive a step whose tokens have been appended to the state, and stop the rows that end."""
+
+
+class DecodingSteps:
+    """The steps of one call, between whose drafts and verifications somebody else runs the passes of the target.
+
+    A step is `plan_step`, `draft_step`, a pass over the draft, `end_step`.
+
+    Args:
+        call: the call.
+        target: has the limits of drafts, and keeps accepted tokens.
+        settings: strategy, policy and monitor, whose sessions are started.
+        verification: the session of the verification mode.
+        outputs: receives the tokens of each step.
+        stack: ends the sessions when it closes, also after an exception.
+    """
 
     _vocabulary = UNLIMITED
     """How many tokens the target chooses from, once a pass has shown it."""
@@ -44,22 +110,20 @@ class DecodingLoop:
     def __init__(
         self,
         call: Call,
-        target: Target,
+        target: Scorer,
         settings: Settings,
+        verification: VerificationSession,
+        outputs: StepOutputs,
         stack: ExitStack,
-        criteria: StoppingCriteriaList,
-        streamer: BaseStreamer | None = None,
     ):
-        """Start the sessions, which end when `stack` closes, also after an exception."""
         self.call = call
         self.state = call.state
         self.target = target
         self.timer = StepTimer()
         self._max_depth = settings.candidates.k
         self.statistics = Statistics([[] for _ in range(call.state.batch)], strategy=call.drafting.name)
-        self._criteria = CustomCriteria(criteria, call)
-        self.verification = settings.verifier.start(call)
-        self.outputs = OutputCollector(call, target, self.verification.processors, self._criteria, streamer)
+        self.verification = verification
+        self.outputs = outputs
         stack.callback(lambda: self.verification.end(self.outputs.columns))
         self.policy = settings.policy.start(call)
         self._monitor = None if settings.monitor is None else settings.monitor.start(call)
@@ -72,41 +136,11 @@ class DecodingLoop:
             self.drafter = ChainSession(self.drafter)
         stack.callback(self.drafter.end)
 
-    def run(self) -> Any:
-        """Generate as plain `generate` does, several tokens per forward pass of the target; returns its output."""
-        self.prefill()
-        assert self.call.model is not None
-        with compat.optimized_for_decoding(self.call.model):
-            self.decode()
-            return self.outputs.returned(self.finished_statistics())
-
-    def prefill(self) -> None:
-        """Run the prompt through the target, and choose the first tokens."""
-        with self.timer.part("prefill"):
-            logits = self.target.prefill()
-        self.end_prefill(logits)
-
     def end_prefill(self, logits: torch.Tensor) -> None:
         """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""
         result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
         if self.drafter.top_tokens:
             self.drafter.observe(result)
-        # The policy may measure the target's latency, unless too few cache slots are left.
-        if not self.state.all_stopped and self.call.context_length + MAX_DRAFT_SLOTS <= self.target.slot_limit:
-            with self.timer.part("policy"):
-                self.policy.prefilled(self.target)
-
-    def decode(self) -> None:
-        """Run steps until every row has stopped."""
-        state = self.state
-        while not state.all_stopped:
-            self.plan_step()
-            tree = self.draft_step()
-            with self.timer.part("forward"):
-                logits = self.target.forward(tree, state.pending(), self._active)
-            self.end_step(tree, logits)
-            if state.batch > 1 and not self.outputs.shows_padding:
-                self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
 
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose how deep the rows draft in the next step."""
@@ -123,7 +157,8 @@ class DecodingLoop:
     def draft_step(self) -> DraftTree:
         """The draft that was planned."""
         with self.timer.part("draft"):
-            return checked_draft(self.drafter.draft(self.max_depths), self.call, self._vocabulary)
+            draft = self.drafter.draft(self.max_depths)
+            return checked_draft(draft, self.call.drafting.name, self.state.batch, self._vocabulary)
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
@@ -174,10 +209,10 @@ class DecodingLoop:
         """Append accepted draft tokens and what follows, roll the cache back to them, and emit complete columns."""
         self._vocabulary = logits.shape[-1]
         with self.timer.part("verify"):
-            result = self.verification.verify(tree, logits, active, self._criteria)
+            result = self.verification.verify(tree, logits, active, self.outputs.criteria)
             if result is None:
                 tree, logits = DraftTree.empty(tree.batch), self.target.forward_again(self.state.pending(), active)
-                result = self.verification.verify(tree, logits, active, self._criteria)
+                result = self.verification.verify(tree, logits, active, self.outputs.criteria)
             assert result is not None, "a step without a draft"
             if self.drafter.top_tokens:
                 pending, count = self.state.pending(), self.drafter.top_tokens
@@ -188,6 +223,57 @@ class DecodingLoop:
             self.outputs.add(result)
             self.verification.confirm(self.outputs.columns)
         return result
+
+
+class DecodingLoop(DecodingSteps):
+    """Runs the steps of one call: those of `DecodingSteps`, with the passes of a target."""
+
+    target: Target
+    outputs: OutputCollector
+
+    def __init__(
+        self,
+        call: Call,
+        target: Target,
+        settings: Settings,
+        stack: ExitStack,
+        criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None = None,
+    ):
+        verification = settings.verifier.start(call)
+        custom_criteria = CustomCriteria(criteria, call)
+        outputs = OutputCollector(call, target, verification.processors, custom_criteria, streamer)
+        super().__init__(call, target, settings, verification, outputs, stack)
+
+    def run(self) -> Any:
+        """Generate as plain `generate` does, several tokens per forward pass of the target; returns its output."""
+        self.prefill()
+        assert self.call.model is not None
+        with compat.optimized_for_decoding(self.call.model):
+            self.decode()
+            return self.outputs.returned(self.finished_statistics())
+
+    def prefill(self) -> None:
+        """Run the prompt through the target, and choose the first tokens."""
+        with self.timer.part("prefill"):
+            logits = self.target.prefill()
+        self.end_prefill(logits)
+        # The policy may measure the target's latency, unless too few cache slots are left.
+        if not self.state.all_stopped and self.call.context_length + MAX_DRAFT_SLOTS <= self.target.slot_limit:
+            with self.timer.part("policy"):
+                self.policy.prefilled(self.target)
+
+    def decode(self) -> None:
+        """Run steps until every row has stopped."""
+        state = self.state
+        while not state.all_stopped:
+            self.plan_step()
+            tree = self.draft_step()
+            with self.timer.part("forward"):
+                logits = self.target.forward(tree, state.pending(), self._active)
+            self.end_step(tree, logits)
+            if state.batch > 1 and not self.outputs.shows_padding:
+                self.target.drop_rows([not state.has_ended(row) for row in range(state.batch)])
 
 
 class StepTimer:

@@ -54,6 +54,7 @@ class OutputCollector:
 
     Attributes:
         columns: how many columns are emitted.
+        criteria: as given.
         shows_padding: whether what the target computes for the padding of ended rows is returned, as cache or scores.
     """
 
@@ -69,7 +70,7 @@ class OutputCollector:
         self._state = call.state
         self._target = target
         self._processors = processors
-        self._criteria = criteria
+        self.criteria = criteria
         self._streamer = streamer
         self.columns = 0
         # Emitted columns `[batch, vocab]` by name, and those of each row that wait for other rows.
@@ -89,7 +90,7 @@ class OutputCollector:
         In a batch a custom stopping criterion may cut off tokens of an earlier step, which cannot be
         rolled back in a recurrent state.
         """
-        is_cut = bool(self._criteria) and self.shows_padding and self._state.batch > 1
+        is_cut = bool(self.criteria) and self.shows_padding and self._state.batch > 1
         return is_cut and self._target.has_recurrent_state
 
     def stream(self, ids: torch.Tensor) -> None:
@@ -153,9 +154,9 @@ class OutputCollector:
             self._kept[name].append(torch.stack([row.popleft() if row else blank for row in rows]))
         # A criterion receives the scores of padding too.
         has_padding = state.pad_id is not None and any(state.stopped)
-        if has_padding and "scores" in self._kept and self._criteria.read_scores:
+        if has_padding and "scores" in self._kept and self.criteria.read_scores:
             self._process_padding()
-        stops = self._criteria.stops(self.columns)
+        stops = self.criteria.stops(self.columns)
         tokens = [text[column] if column < len(text) else state.pad_id for text in state.generated]
         if self._streamer is not None:
             self.stream(torch.tensor(tokens))

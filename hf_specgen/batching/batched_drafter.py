@@ -1,40 +1,46 @@
-"""Joined drafting: calls whose target passes are common as rows of one draft session, so that they share its passes.
+"""Shared drafting: several calls are the rows of one draft session, so that they share its forward passes.
 
-Each call, of a prompt or request, is decoded by a loop of its own, with a `BatchedSession` in place of the strategy's
-session. Once all of them have planned how deep they draft, the common session drafts for all of them at once. Calls
-join it with their first draft, and leave it when they end.
+Each call, of a prompt or request, has a `RowSession` in place of the strategy's session. Once all of them have planned
+how deep they draft, the shared session drafts for all of them at once:
+
+    call A  RowSession.plan(4) --+                                        +-- RowSession.draft: tree of A
+    call B  RowSession.plan(4) --+-- BatchedDrafter.draft [4, 4, 2] ------+-- RowSession.draft: tree of B
+    call C  RowSession.plan(2) --+     one session with three rows        +-- RowSession.draft: tree of C
+
+The shared session is any session of the strategy. It reads the rows through the interfaces of a `DraftBatch`:
+`SharedTexts`, `SharedTargets` and `SharedSampling` here give it what the batch of each call has. Calls join it with
+their first draft, and leave it when they end.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from math import inf
 from time import perf_counter
 from typing import Any, cast
 
 import torch
 
-from hf_specgen.call import Call, GenerationState
 from hf_specgen.candidates.base import Candidates, DraftSession, checked_draft
 from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.depth import FixedDepth
-from hf_specgen.targets.hidden_states import HiddenStateTarget
+from hf_specgen.depth import FixedDepth, PolicySession
 from hf_specgen.tree import DraftTree
-from hf_specgen.verification import VerificationResult, VerificationSession
+from hf_specgen.verification import VerificationResult
+from hf_specgen.verification.base import with_noise
 
-NO_PART = VerificationResult([None], [[]], [0])
-"""The outcome of a row that took no part in a step."""
+NO_STEP = VerificationResult([None], [[]], [0])
+"""The outcome of a call that took no part in a step."""
 
 
-def joined(candidates: Candidates) -> tuple[Candidates, list[BatchedDrafter]]:
+def batched(candidates: Candidates) -> tuple[Candidates, list[BatchedDrafter]]:
     """A copy of a strategy whose sessions share the forward passes of its drafters; and these drafters."""
     if candidates.negligible_draft_cost:
         return candidates, []
     shared: Any = copy.copy(candidates)
     if isinstance(candidates, CombinedCandidates):
-        members = [joined(member) for member in candidates.strategies]
+        members = [batched(member) for member in candidates.strategies]
         shared.strategies = tuple(member for member, _ in members)
         return shared, [drafter for _, drafters in members for drafter in drafters]
     drafter = BatchedDrafter(candidates)
@@ -45,88 +51,113 @@ def joined(candidates: Candidates) -> tuple[Candidates, list[BatchedDrafter]]:
 class BatchedDrafter:
     """Drafts for several calls together, as rows of one session of a strategy; if it cannot, each has its own session.
 
+    Args:
+        strategy: whose drafts are shared.
+
     Attributes:
-        rows: the calls that take part.
-        planned: how deep rows draft in the next draft.
+        rows: the sessions of the calls that take part, in the order of the rows.
+        planned: how deep calls draft in the next draft; those that are not in `rows` join it then.
         seconds, passes: of the last draft, if one was requested: its time, and the tokens of each pass.
     """
 
     def __init__(self, strategy: Candidates):
-        self._strategy, self._session = strategy, cast(DraftSession | None, None)
-        self.seconds, self.passes = 0.0, cast(Sequence[int], ())
-        self.rows: list[BatchedSession] = []
-        self.planned: dict[BatchedSession, int] = {}
+        self._strategy = strategy
+        self._session: DraftSession | None = None
+        self._texts: SharedTexts
+        self._policy: PolicySession
+        self.rows: list[RowSession] = []
+        self.planned: dict[RowSession, int] = {}
+        self.seconds = 0.0
+        self.passes: Sequence[int] = ()
 
     def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; as `Candidates.start`."""
         session = self._strategy.start(batch)
-        batch.state.drafts_together = session.rows_can_change
-        return BatchedSession(batch, self) if session.rows_can_change else session
+        batch.call.state.drafts_together = session.rows_can_change
+        return RowSession(batch, self) if session.rows_can_change else session
 
     def draft(self) -> None:
-        """Draft for all rows that have planned to, after the outcomes of the last step were passed on."""
+        """Draft for all calls that have planned to, after the outcomes of the last step were passed on."""
         self._observe()
-        self.seconds, self.passes = 0.0, ()
+        self.seconds = 0.0
+        self.passes = ()
         if not self.planned:
             return
         begin = perf_counter()
-        kept = [place for place, row in enumerate(self.rows) if row.is_active]
+        session = self._with_planned_rows()
+        self._policy.latency = self.rows[0].batch.latency
+        depths = [self.planned.pop(row, 0) for row in self.rows]
+        tree = checked_draft(session.draft(depths), session.batch.call.drafting.name, len(self.rows))
+        # Each row of the tree, without its padding, is the tree of a call.
+        probabilities = tree.probability or [()] * tree.batch
+        drafts = zip(self.rows, tree.token_lists(), tree.parents, probabilities, strict=True)
+        for row, tokens, parents, probability in drafts:
+            nodes = tokens[: len(parents)], parents
+            row.tree = DraftTree.from_nodes([nodes], tree.probability and (probability[: len(parents)],))
+            row.passes = session.passes
+            row.has_joined = True
+        if any(depths):
+            self.seconds = perf_counter() - begin
+            self.passes = session.passes or ()
+
+    def _with_planned_rows(self) -> DraftSession:
+        """The shared session, once calls that have ended have left it, and new ones with a plan have joined it."""
+        kept = [index for index, row in enumerate(self.rows) if row.is_active]
         new = [row for row in self.planned if row not in self.rows]
         changed = bool(new) or len(kept) < len(self.rows)
-        self.rows = [*(self.rows[place] for place in kept), *new]
+        self.rows[:] = [*(self.rows[index] for index in kept), *new]
         if self._session is None:
-            self._session = self._start(new[0].batch)
+            self._session = self._started()
         elif changed:
             self._texts.set_rows(self.rows)
             self._session.keep_rows(kept)
             if new:
                 self._session.append_rows(len(new))
-        self._depth.latency = self.rows[0].batch.latency
-        depths = [self.planned.pop(row, 0) for row in self.rows]
-        tree = checked_draft(self._session.draft(depths), self._session.batch.call)
-        for row, tokens, parents, probability in zip(
-            self.rows, tree.token_lists(), tree.parents, tree.probability or [()] * tree.batch, strict=True
-        ):
-            nodes = tokens[: len(parents)], parents
-            row.tree = DraftTree.from_nodes([nodes], tree.probability and (probability[: len(parents)],))
-            row.passes, row.has_joined = self._session.passes, True
-        if any(depths):
-            self.seconds, self.passes = perf_counter() - begin, self._session.passes or ()
+        return self._session
 
-    def _start(self, first: DraftBatch) -> DraftSession:
-        """The common session, whose batch has the texts and targets of the rows."""
-        self._texts = _Texts(self.rows)
-        call = replace(first.call, state=self._texts)
-        self._depth = FixedDepth().start(call)
-        self._depth.remembers = first.carries_over
-        self._depth.latency = first.latency
-        return self._strategy.start(DraftBatch(call, _Targets(self), _Verification(call, self), self._depth))
+    def _started(self) -> DraftSession:
+        """A session of the strategy for the rows, with the settings of the first call, which all calls share."""
+        first = self.rows[0].batch
+        self._texts = SharedTexts(self.rows)
+        # Calls choose how deep they draft: the session needs the latencies alone, to size its trees.
+        self._policy = FixedDepth().start(first.call)
+        self._policy.remembers = first.carries_over
+        self._policy.latency = first.latency
+        target, sampling = SharedTargets(self.rows), SharedSampling(self.rows)
+        return self._strategy.start(DraftBatch(first.call, target, sampling, self._policy, self._texts))
 
     def _observe(self) -> None:
-        """Pass the outcomes of a step on to the common session, which ends once none of its rows is active."""
+        """Pass the outcomes of a step on to the shared session, which ends once none of its rows is active."""
         if self._session is not None and any(row.result is not None for row in self.rows):
-            results = [row.result or NO_PART for row in self.rows]
-            paths, tokens = [one.paths[0] for one in results], [one.tokens[0] for one in results]
-            self._session.observe(VerificationResult(paths, tokens, [one.accepted[0] for one in results]))
+            results = [row.result or NO_STEP for row in self.rows]
+            paths = [result.paths[0] for result in results]
+            tokens = [result.tokens[0] for result in results]
+            self._session.observe(VerificationResult(paths, tokens, [result.accepted[0] for result in results]))
         for row in self.rows:
             row.result = None
         if not any(row.is_active for row in self.rows):
             self.close()
 
     def close(self) -> None:
-        """End the common session."""
+        """End the shared session."""
         if self._session is not None:
             self._session.end()
-        self._session, self.rows = None, []
+        self._session = None
+        self.rows.clear()
 
 
-class BatchedSession(DraftSession):
-    """The session of one call: a row of a common session.
+class RowSession(DraftSession):
+    """The session of one call: a row of a shared session.
+
+    Args:
+        batch: the call's own row.
+        drafter: drafts for it.
 
     Attributes:
         tree: its draft.
         result: the outcome of the step, once there is one.
-        is_active, has_joined: whether the call has not ended, and whether it is a row of the common session.
+        is_active: whether the call has not ended.
+        has_joined: whether the call is a row of the shared session.
     """
 
     def __init__(self, batch: DraftBatch, drafter: BatchedDrafter):
@@ -134,7 +165,8 @@ class BatchedSession(DraftSession):
         self._drafter = drafter
         self.tree = DraftTree.empty(1)
         self.result: VerificationResult | None = None
-        self.is_active, self.has_joined = True, False
+        self.is_active = True
+        self.has_joined = False
 
     def plan(self, max_depths: Sequence[int]) -> None:
         self._drafter.planned[self] = max_depths[0]
@@ -154,64 +186,99 @@ class BatchedSession(DraftSession):
         self.is_active = False
 
 
-class _Texts(GenerationState):
-    """The texts of the calls, which the loop of each call appends to."""
+class SharedTexts:
+    """The `Texts` of several calls, whose steps append to them; rows leave before they have ended.
+
+    Args:
+        rows: the calls.
+    """
 
     drafts_together = True
+    max_new_tokens = inf
+    """As calls join at any time, nothing limits how long the session runs."""
 
-    def __init__(self, rows: Sequence[BatchedSession]):
-        super().__init__(torch.zeros(len(rows), 1, dtype=torch.long))
-        self.device = rows[0].batch.state.device
+    def __init__(self, rows: Sequence[RowSession]):
         self.set_rows(rows)
 
-    def set_rows(self, rows: Sequence[BatchedSession]) -> None:
+    def set_rows(self, rows: Sequence[RowSession]) -> None:
         """Use the texts of these calls."""
-        states = [row.batch.state for row in rows]
-        self.prompts = [state.prompts[0] for state in states]
-        self.generated = [state.generated[0] for state in states]
-        self.batch, self.stopped = len(rows), [False] * len(rows)
+        texts = [row.batch.state for row in rows]
+        self.batch = len(rows)
+        self.prompts = [text.prompts[0] for text in texts]
+        self.generated = [text.generated[0] for text in texts]
+        self._texts = texts
+
+    @property
+    def context_length(self) -> int:
+        return max(text.context_length for text in self._texts)
+
+    def has_ended(self, row: int) -> bool:
+        return False
+
+    def last_token(self, row: int) -> int:
+        return self._texts[row].last_token(0)
+
+    def pending(self) -> list[int]:
+        return [text.last_token(0) for text in self._texts]
 
 
-class _Targets(HiddenStateTarget):
-    """What a drafter reads of the targets of the calls."""
+class SharedTargets:
+    """The `TargetView` of the targets of several calls.
 
-    batch = 0
-    verifies_chains_only = False
-    rows: list[int] = []
-    _graphs = None  # no pass of its own
+    Args:
+        rows: the calls; the list changes as they join and leave.
+    """
 
-    def __init__(self, drafter: BatchedDrafter):
-        first = drafter.rows[0].batch
-        self._drafter = drafter
+    def __init__(self, rows: Sequence[RowSession]):
+        first = rows[0].batch
         self.device = first.device
         self.verifies_chains_only = first.verifies_chains_only
+        self._rows = rows
 
-    def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
-        """Those of the last step; none of a call that took no part in it."""
-        states = []
-        for row in self._drafter.rows:
-            [found] = row.batch.committed_states(aux_layers)
-            states.append(found if row.result is not None or not row.has_joined else found[:0])
-        return states
+    @property
+    def rows(self) -> list[int]:
+        return list(range(len(self._rows)))
+
+    def pass_shape(self, tokens: int) -> tuple[int, int]:
+        """No rows: those of the pass are known once all calls have planned, so that drafters count those that draft."""
+        return 0, tokens
 
     def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
-        return torch.cat([row.batch.last_states(aux_layers) for row in self._drafter.rows])
+        return torch.cat([row.batch.last_states(aux_layers) for row in self._rows])
+
+    def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
+        """Those of the last step; none of a call that took no part in it; of a new call those of its prompt too."""
+        committed = []
+        for row in self._rows:
+            [states] = row.batch.committed_states(aux_layers)
+            took_part = row.result is not None or not row.has_joined
+            committed.append(states if took_part else states[:0])
+        return committed
 
 
-class _Verification(VerificationSession):
-    """Draws the noise of the draft tokens of each row by the verification of its call."""
+class SharedSampling:
+    """The `DraftSampling` of several calls: the draft tokens of a row are sampled with the noise of its call.
 
-    def __init__(self, call: Call, drafter: BatchedDrafter):
-        super().__init__(call)
-        self._drafter = drafter
+    Args:
+        rows: the calls; the list changes as they join and leave.
+    """
+
+    def __init__(self, rows: Sequence[RowSession]):
+        first = rows[0].batch
+        self._rows = rows
+        self._do_sample = first.do_sample
+        self.wants_q = first.wants_q
+        self.score_processors = first.score_processors
+        self.shares_noise = first.shares_noise
+
+    def draft_scores(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return with_noise(scores, self.draft_noise(steps, scores.device), tokens)
 
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
-        if not self.call.do_sample:
+        if not self._do_sample:
             return None
-        rows = zip(self._drafter.rows, steps, strict=True)
-        noise = [row.batch.draft_noise([at], device) for row, at in rows]
+        rows = zip(self._rows, steps, strict=True)
+        noise = [row.batch.draft_noise([row_steps], device) for row, row_steps in rows]
         return torch.cat(cast(list[torch.Tensor], noise))
-
-    def choose(self, *_: Any) -> torch.Tensor:
-        """Not used: each call is verified by its own session."""
-        raise NotImplementedError

@@ -5,12 +5,19 @@ that decodes has one token in it; any number is legal, as in a chunked prefill. 
 logits of all of these positions are computed, and the position of the request is set back over rejected tokens, whose
 slots are written again in the next step. Blocks that other requests may share consist of accepted tokens only.
 
+A step of three requests: the second one is in its prefill, the others decode. `L` marks positions with logits:
+
+    request       A A A A       B B B B B         C C
+    token         t d d d       p p p p p         t d         t: last token, d: draft, p: prompt
+    logits        L L L L               L         L L         the last token of B's prompt alone
+    afterwards    A accepts 1 of 3 drafts: its position is set back by 2
+
 Where the attention takes a mask, drafts are trees: their nodes get the positions of their depths and see their
 ancestors alone, and accepted nodes are moved next to each other in the cache.
 
-Each request is decoded by a `DecodingLoop` of its own, whose forward passes are the packed steps. All drafts compete
-for one budget: nodes join the step in descending order of their path probability for as long as they raise the expected
-tokens per second, by the latency of the target.
+Each `Request` is a call of its own, whose forward passes are the packed steps. All drafts compete for one budget: nodes
+join the step in descending order of their path probability for as long as they raise the expected tokens per second, by
+the latency of the target.
 
 Source: Yu et al., "Orca" (2022), for batches that requests join and leave at every step; Kwon et al., "Efficient Memory
 Management for Large Language Model Serving with PagedAttention" (2023), for the cache.
@@ -20,22 +27,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
 
-from hf_specgen import compat
 from hf_specgen.batching import transformers_batching
+from hf_specgen.batching.packed_request import Request, RequestSettings
 from hf_specgen.batching.shared_steps import SharedSteps
-from hf_specgen.call import Call, GenerationState
 from hf_specgen.call_statistics import Statistics
-from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth.latency import Floats, fastest_count, step_seconds
 from hf_specgen.settings import Settings
-from hf_specgen.targets.hidden_states import HiddenStateRowTarget, captured_states
+from hf_specgen.targets.hidden_states import captured_states
 from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
@@ -45,76 +49,6 @@ Moves = dict[str, tuple[list[int], list[int]]]
 """By kind of attention, the slots to copy from, and to."""
 
 
-class PackedTarget(HiddenStateRowTarget):
-    """The target as the loop and the drafter of one request see it: its passes are parts of packed steps."""
-
-    batch, rows, has_common, returns_cache = 1, [0], True, False
-    slot_limit, _graphs = UNLIMITED, None
-    verifies_chains_only = False
-
-    def __init__(self, steps: PackedSteps, prompt: int):
-        self.device, self.verifies_chains_only = compat.input_device(steps.model), steps.chains_only
-        self.first_positions, self.last_position = (prompt,), steps.positions - 1
-        self._indices, self._kept = tuple(steps.layers), [[]]
-        width = len(steps.layers) * text_config(steps.model).hidden_size
-        self.states = torch.zeros(1, width, dtype=steps.model.dtype, device=self.device)
-        self.pass_states = self._step_states = self.states[None, :0]
-
-    def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
-        raise ValueError(
-            "a draft token has states that are not finite; leave candidate_generator= out of generate_batch()"
-        )
-
-    def process(self, states: Sequence[torch.Tensor], step: int) -> None:
-        """Receive the hidden states `[1, tokens, hidden]` of the request's part of a packed step, by captured layer.
-
-        The last `step` tokens are the pending one and the draft, or the last one of a prompt; 0 before its end.
-        A prompt that is processed again, as its request was evicted from the cache, is left out.
-        """
-        is_prefilled = bool(self._kept[0])
-        if not states or (is_prefilled and not step):
-            return
-        tokens = step if is_prefilled else min(part.shape[1] for part in states)
-        new = torch.cat([part[:, part.shape[1] - tokens :] for part in states], dim=-1)
-        self.pass_states = new if is_prefilled else torch.cat([self.pass_states, new], dim=1)
-        self._step_states = self.pass_states[:, self.pass_states.shape[1] - step :]
-
-
-class Request:
-    """A request, by Transformers' `RequestState`: its decoding loop, and its draft in this step, `tree`."""
-
-    def __init__(self, state: Any, steps: PackedSteps):
-        prompt, tokens = transformers_batching.prompt_of_request(state), state.initial_tokens + state.generated_tokens
-        limit = UNLIMITED if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
-        self.target, self.tree, self._stack = PackedTarget(steps, prompt), DraftTree.empty(1), ExitStack()
-        ids, settings = torch.tensor([tokens[:prompt]], device=self.target.device), steps.common.settings
-        text = GenerationState(ids, None, transformers_batching.end_tokens(state), limit)
-        text.append(0, tokens[prompt:])
-        drafting = settings.candidates.settings()
-        seed = (steps.seed + transformers_batching.request_number(state)) % 2**63
-        call = Call(steps.model, text, steps.config, drafting, settings=settings, seed=seed)
-        self.loop = DecodingLoop(call, self.target, settings, self._stack, StoppingCriteriaList())
-
-    @property
-    def text(self) -> list[int]:
-        """The generated tokens."""
-        return self.loop.state.generated[0]
-
-    def commit(self, scores: torch.Tensor) -> list[int]:
-        """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""
-        before = len(self.text)
-        if before:
-            self.loop.end_step(self.tree, scores[None])
-        else:
-            self.loop.end_prefill(scores[None])
-        return self.text[before:]
-
-    def end(self) -> Statistics:
-        """End the sessions; the counters of the request."""
-        self._stack.close()
-        return self.loop.finished_statistics()
-
-
 class PackedSteps:
     """Adds drafts to the packed steps of one batch processor, and verifies them; called by its thread alone.
 
@@ -122,27 +56,41 @@ class PackedSteps:
 
     Args:
         processor: of Transformers' `ContinuousBatchingManager`.
+        manager: that manager.
+        settings: of each request.
         finished: receives the counters of every request that has ended.
     """
 
     def __init__(self, processor: Any, manager: Any, settings: Settings, finished: Callable[[Statistics], None]):
-        self.model, self.config, self.common = manager.model, manager.generation_config, SharedSteps(settings)
-        self.seed = torch.initial_seed()  # the processor has just set it, to that of the config if there is one
-        self.layers = settings.candidates.target_requirements(self.model).aux_hidden_state_layers
-        self.chains_only = processor.inputs_and_outputs.attention_mask is None
-        self._processor, self._cache, self._finished = processor, processor.cache, finished
+        self._model = manager.model
+        self._shared = SharedSteps(settings)
+        self._aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
+        self._processor = processor
+        self._cache = processor.cache
+        self._finished = finished
         self._allocators: dict[str, Any] = processor.cache.cache_allocators
         # Slots of a sliding window are written in turn: one that a rejected token has overwritten would be lost.
-        windows = [getattr(part, "sliding_window", None) for part in self._allocators.values()]
+        windows = [getattr(allocator, "sliding_window", None) for allocator in self._allocators.values()]
         self._slots = min([window for window in windows if window], default=UNLIMITED)
-        self.positions = min(position_table(text_config(self.model)), self._slots)
+        self._request_settings = RequestSettings(
+            self._model,
+            manager.generation_config,
+            self._shared.settings,
+            torch.initial_seed(),  # the processor has just set it, to that of the config if there is one
+            self._aux_layers,
+            min(position_table(text_config(self._model)), self._slots) - 1,
+            verifies_chains_only=processor.inputs_and_outputs.attention_mask is None,
+        )
         self._requests: dict[str, Request] = {}
+        # Of the present step:
         self._step: list[tuple[Any, Request]] = []
-        """The requests of the step, each with Transformers' `FutureRequestState`."""
-        self._states: list[torch.Tensor] = []  # captured in the step
-        self._drafted = self._decoding = 0
-        self._began = 0.0  # when the passes of the step began
-        self._seconds: Floats | None = None  # of the step by draft tokens
+        """Each request in it, after Transformers' `FutureRequestState`."""
+        self._decoding = 0  # requests that decode; the others are in their prefill
+        self._drafted = 0  # draft tokens
+        self._seconds: Floats | None = None  # by draft tokens
+        self._began = 0.0  # when its pass began
+        self._states: list[torch.Tensor] = []  # captured hidden states, by layer
+        self._scores: torch.Tensor
 
     def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
         """Add draft tokens to the requests of a scheduled step; returns how many.
@@ -152,44 +100,55 @@ class PackedSteps:
             tokens: in the step so far.
             token_budget: tokens of the step at most.
         """
-        for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
-            self._finished(self._requests.pop(name).end())
-        for one in scheduled:
-            if one.state.request_id not in self._requests:
-                self._requests[one.state.request_id] = Request(one.state, self)
-        self._step = [(one, self._requests[one.state.request_id]) for one in scheduled]
-        self._decoding = sum(bool(one.has_new_token and one.state.generated_tokens) for one in scheduled)
+        self._update_requests(scheduled)
         most = max(0, token_budget - tokens) if self._decoding else 0
-        self.common.begin([request.loop for _, request in self._step], self._decoding)
+        self._shared.begin([request.steps for _, request in self._step], self._decoding)
         self._seconds = None
-        if self.common.latency is not None:
+        if self._shared.latency is not None:
             # Without the time of prompts in the step: what they take does not depend on drafts.
-            seconds = step_seconds(self.common.latency.target, token_budget)
+            seconds = step_seconds(self._shared.latency.target, token_budget)
             self._seconds = seconds[tokens:] - seconds[tokens] + seconds[self._decoding]
-        # Not where even drafts that are accepted as a whole would not be faster.
-        drafts = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
-        planned = [(one, request) for one, request in self._step if one.has_new_token and request.text]
-        may_draft = [drafts and bool(one.state.generated_tokens) for one, _ in planned]
-        trees = self.common.draft([request.loop for _, request in planned], may_draft)
-        for (_, request), tree in zip(planned, trees, strict=True):
-            request.tree = tree
-        self._drafted, counts = 0, self._counts(most)
-        for number, (one, request) in enumerate(self._step):
-            count = max(0, min(counts[number], self._slots - 1 - one.state.position_offset))
-            request.tree = request.tree.first_nodes(count if count and self._has_slots(one.state, 1 + count) else 0)
-            one.state.tokens_to_process = one.state.tokens_to_process + request.tree.token_lists()[0]
-            one.query_length += request.tree.nodes
+        self._draft(most)
+        counts = self._counts(most)
+        self._drafted = 0
+        for number, (future, request) in enumerate(self._step):
+            count = max(0, min(counts[number], self._slots - 1 - future.state.position_offset))
+            has_slots = count > 0 and self._has_slots(future.state, 1 + count)
+            request.tree = request.tree.first_nodes(count if has_slots else 0)
+            future.state.tokens_to_process = future.state.tokens_to_process + request.tree.token_lists()[0]
+            future.query_length += request.tree.nodes
             self._drafted += request.tree.nodes
         self._began = perf_counter()
         return self._drafted
+
+    def _update_requests(self, scheduled: Sequence[Any]) -> None:
+        """End cancelled requests, begin new ones, and note those of the step."""
+        for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
+            self._finished(self._requests.pop(name).end())
+        for future in scheduled:
+            if future.state.request_id not in self._requests:
+                self._requests[future.state.request_id] = Request(future.state, self._request_settings)
+        self._step = [(future, self._requests[future.state.request_id]) for future in scheduled]
+        self._decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
+
+    def _draft(self, most: int) -> None:
+        """Draft for the requests that get a token in the step, unless no draft of up to `most` tokens is faster."""
+        # Not where even drafts that are accepted as a whole would not be faster.
+        drafts = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
+        planned = [(future, request) for future, request in self._step if future.has_new_token and request.text]
+        may_draft = [drafts and bool(future.state.generated_tokens) for future, _ in planned]
+        trees = self._shared.draft([request.steps for _, request in planned], may_draft)
+        for (_, request), tree in zip(planned, trees, strict=True):
+            request.tree = tree
 
     def _counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
         ranked = list[tuple[float, int]]()
         for number, (_, request) in enumerate(self._step):
-            nodes, probability = len(request.tree.parents[0]), request.tree.probability
-            ranked += [(gain, number) for gain in (probability[0][:nodes] if probability else [1.0] * nodes)]
-        ranked = sorted(ranked, key=lambda one: -one[0])[:most]
+            nodes = len(request.tree.parents[0])
+            probability = request.tree.probability[0][:nodes] if request.tree.probability else [1.0] * nodes
+            ranked += [(gain, number) for gain in probability]
+        ranked = sorted(ranked, key=lambda gain_and_number: -gain_and_number[0])[:most]
         if ranked and self._seconds is not None:
             gains = [gain for gain, _ in ranked]
             ranked = ranked[: fastest_count(gains, self._decoding, self._seconds[: 1 + len(gains)])]
@@ -198,8 +157,9 @@ class PackedSteps:
     def _has_slots(self, state: Any, tokens: int) -> bool:
         """Allocate the slots of a request in the step, unless other running requests may need the last free ones."""
         if self._cache.pool.num_free_sectors < len(self._processor.scheduler.active_requests):
-            length, parts = state.current_len(), self._allocators.values()
-            if any(part.needs_new_blocks(state.request_id, length, tokens) for part in parts):
+            length = state.current_len()
+            allocators = self._allocators.values()
+            if any(allocator.needs_new_blocks(state.request_id, length, tokens) for allocator in allocators):
                 return False
         return bool(self._cache.can_store_request_tokens(state, tokens))
 
@@ -214,33 +174,39 @@ class PackedSteps:
                 where drafts are chains.
 
         Returns:
-            the places in the step after which tokens are chosen, and the request of each.
+            the indices in the step of the tokens after which tokens are chosen, and the request of each.
         """
         if not isinstance(masks, dict):
             masks = {} if masks is None else dict.fromkeys(self._allocators, masks)
-        chosen, requests, end, keys = list[int](), list[Any](), 0, dict.fromkeys(masks, 0)
-        for one, request in self._step:
-            past, size = one.state.position_offset - one.query_length, 1 + request.tree.nodes
-            end += one.query_length
-            if one.has_new_token:
-                chosen += range(end - size, end)
-                requests += [one] * size
+        indices = list[int]()
+        requests = list[Any]()
+        end = 0  # of the request's tokens in the step
+        key_ends = dict.fromkeys(masks, 0)  # of its keys, by kind of attention
+        for future, request in self._step:
+            past = future.state.position_offset - future.query_length
+            size = 1 + request.tree.nodes
+            end += future.query_length
+            if future.has_new_token:
+                indices += range(end - size, end)
+                requests += [future] * size
             for kind in masks:
-                keys[kind] += self._allocators[kind].get_seqlen_k(past, one.query_length)
-            if not request.tree.is_chain:
-                depths, ancestors = (part[0].to(positions.device) for part in request.tree.structure())
-                positions[end - size : end] = past + depths
-                for kind, mask in masks.items():
-                    block = mask[0, 0, end - size : end, keys[kind] - size : keys[kind]]
-                    block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
-        return chosen, requests
+                key_ends[kind] += self._allocators[kind].get_seqlen_k(past, future.query_length)
+            if request.tree.is_chain:
+                continue
+            # The block of the draft is the last one of the request: its queries in rows, its keys in columns.
+            depths, ancestors = (values[0].to(positions.device) for values in request.tree.structure())
+            positions[end - size : end] = past + depths
+            for kind, mask in masks.items():
+                block = mask[0, 0, end - size : end, key_ends[kind] - size : key_ends[kind]]
+                block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
+        return indices, requests
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Captures the hidden states that drafters read, of the pass inside."""
-        with captured_states(self.model, self.layers) as captured:
+        with captured_states(self._model, self._aux_layers) as captured:
             yield
-        self._states = [parts[0] for parts in captured]
+        self._states = [states[0] for states in captured]
 
     def sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         """Receive the processed scores, `[1, rows, vocab]`; tokens are chosen from them in `commit`."""
@@ -252,64 +218,76 @@ class PackedSteps:
         The tokens before it are appended to the requests, whose positions are set back over rejected ones.
         """
         seconds = perf_counter() - self._began
-        steps = [1 + request.tree.nodes if one.has_new_token else 0 for one, request in self._step]
-        self._pass_states_on(steps)
-        last, last_logprobs, accepted = list[int](), list[float](), 0
+        slots = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._step]
+        self._distribute_states(slots)
+        last_tokens = list[int]()
+        last_logprobs = list[float]()
+        accepted = 0
         moves: Moves = {kind: ([], []) for kind in self._allocators}
-        for (one, request), scores in zip(self._step, self._scores.split(steps), strict=True):
-            if not one.has_new_token:
+        for (future, request), scores in zip(self._step, self._scores.split(slots), strict=True):
+            if not future.has_new_token:
                 continue
             if self._decoding == len(self._step):
-                request.loop.timer.add("forward", seconds)
-            tokens, values = request.commit(scores), list[Any]()
+                request.steps.timer.add("forward", seconds)
+            tokens = request.commit(scores)
+            logprobs: list[Any] = [None] * len(tokens)
             if self._processor.return_logprobs:
-                rows = scores[[0, *(1 + node for node in request.target.path)]]
-                values = rows.softmax(dim=-1).gather(1, torch.tensor(tokens, device=rows.device)[:, None])
-                values = values[:, 0].log().tolist()
-                last_logprobs.append(values[-1])
-            for number, token in enumerate(tokens[:-1]):
-                one.state.update_and_check_completion(token, values[number] if values else None)
-            last.append(tokens[-1])
+                logprobs = _logprobs(scores, request.target.path, tokens)
+                last_logprobs.append(logprobs[-1])
+            # Transformers appends the last token of each request by itself.
+            for token, logprob in zip(tokens[:-1], logprobs[:-1], strict=True):
+                future.state.update_and_check_completion(token, logprob)
+            last_tokens.append(tokens[-1])
             accepted += len(tokens) - 1
-            self._roll_back(one, request, len(tokens), moves)
-            if request.loop.state.has_ended(0):
-                self._finished(self._requests.pop(one.state.request_id).end())
+            self._roll_back(future, request, len(tokens), moves)
+            if request.steps.state.has_ended(0):
+                self._finished(self._requests.pop(future.state.request_id).end())
         if self._seconds is not None:
-            self.common.count_loss(self._seconds[self._drafted], self._decoding + accepted, self.common.passes)
+            self._shared.count_loss(self._seconds[self._drafted], self._decoding + accepted, self._shared.passes)
         transformers_batching.move_slots(self._cache, moves)
-        return last, last_logprobs if self._processor.return_logprobs else None
+        return last_tokens, last_logprobs if self._processor.return_logprobs else None
 
-    def _pass_states_on(self, steps: Sequence[int]) -> None:
+    def _distribute_states(self, slots: Sequence[int]) -> None:
         """Give each request the hidden states of its tokens; those of the output matrix are of the logit rows alone."""
-        tokens = [one.query_length for one, _ in self._step]
-        parts = [states.split(tokens if states.shape[1] == sum(tokens) else steps, dim=1) for states in self._states]
+        tokens = [future.query_length for future, _ in self._step]
+        by_layer = [states.split(tokens if states.shape[1] == sum(tokens) else slots, dim=1) for states in self._states]
         for number, (_, request) in enumerate(self._step):
-            request.target.process([part[number] for part in parts], steps[number])
+            request.target.receive([states[number] for states in by_layer], slots[number])
         self._states = []
 
-    def _roll_back(self, one: Any, request: Request, kept: int, moves: Moves) -> None:
+    def _roll_back(self, future: Any, request: Request, kept: int, moves: Moves) -> None:
         """Set the position of a request back to the tokens that are kept; count the blocks that these complete.
 
         Adds the slots of accepted nodes to `moves`, by kind of attention, from which to which.
         """
-        nodes, path = request.tree.nodes, request.target.path
+        nodes = request.tree.nodes
+        path = request.target.path
         request.tree = DraftTree.empty(1)
         if not nodes:
             return
-        one.state.position_offset -= 1 + nodes
-        if path != list(range(len(path))):
+        # Back to the pending token, the first one of the request in the step.
+        future.state.position_offset -= 1 + nodes
+        if list(path) != list(range(len(path))):
             for kind, (sources, destinations) in moves.items():
                 slots = self._allocators[kind].get_write_indices(
-                    one.state.request_id, one.state.position_offset, 1 + nodes
+                    future.state.request_id, future.state.position_offset, 1 + nodes
                 )
                 sources += [slots[1 + node] for node in path]
                 destinations += slots[1 : 1 + len(path)]
-        one.complete_blocks = self._cache.count_new_complete_blocks(one.state, kept)
-        one.state.position_offset += kept
+        future.complete_blocks = self._cache.count_new_complete_blocks(future.state, kept)
+        future.state.position_offset += kept
 
     def close(self) -> None:
         """End the sessions of requests that were not finished."""
         for request in self._requests.values():
             request.end()
         self._requests.clear()
-        self.common.close()
+        self._shared.close()
+
+
+def _logprobs(scores: torch.Tensor, path: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """The logarithmic probabilities of the tokens along an accepted path, by the scores `[1 + nodes, vocab]`."""
+    rows = scores[[0, *(1 + node for node in path)]]
+    chosen = torch.tensor(tokens, device=rows.device)[:, None]
+    logprobs: list[float] = rows.softmax(dim=-1).gather(1, chosen)[:, 0].log().tolist()
+    return logprobs

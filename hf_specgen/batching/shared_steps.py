@@ -1,9 +1,15 @@
-"""Steps of several calls with common forward passes: what `generate_many` and continuous batching have in common.
+"""Steps that several calls take together: what `generate_many` and continuous batching have in common.
 
-Each call is decoded by a `DecodingLoop` of its own with one row, so its tokens do not depend on the others. In a common
-step all loops plan, then the drafters with a forward pass draft for all of them at once, then each loop takes its
-draft. The caller cuts the drafts by the latency of the step, runs the target on all of them in one pass, and lets each
-loop verify its own.
+Each prompt or request has the `DecodingSteps` of a call of its own with one row, so that its tokens do not depend on
+the others. A shared step of the calls A, B and C:
+
+    SharedSteps.begin      the latency of a step of so many rows
+    SharedSteps.draft      A, B, C plan how deep they draft
+                           drafters with a forward pass draft for A, B and C in the same passes
+                           A, B, C take their drafts
+    the caller             cuts the drafts by the latency, and runs the target on A, B and C in one pass
+                           A, B, C verify their drafts
+    SharedSteps.count_loss whether drafting was faster than plain steps, for all of them
 """
 
 from __future__ import annotations
@@ -12,8 +18,8 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_specgen.batching.batched_drafter import joined
-from hf_specgen.decoding import DecodingLoop
+from hf_specgen.batching.batched_drafter import batched
+from hf_specgen.decoding import DecodingSteps
 from hf_specgen.depth import AdaptiveDepth
 from hf_specgen.depth.adaptive import DraftingLoss
 from hf_specgen.depth.latency import StepLatency
@@ -24,41 +30,48 @@ from hf_specgen.tree import DraftTree
 class SharedSteps:
     """Plans and drafts the steps of calls, and counts what their drafts lose.
 
+    Args:
+        settings: as the user gave them.
+
     Attributes:
-        settings: of each call: a strategy whose sessions draft together, and a policy with a common `DraftingLoss`.
+        settings: of each call: a strategy whose sessions draft together, and a policy with a shared `DraftingLoss`.
         latency: of the step, by its rows; None if it is not known, or no row decodes.
         passes: tokens of each forward pass of the drafters in the step.
     """
 
     def __init__(self, settings: Settings):
-        policy, self._loss = copy.copy(settings.policy), DraftingLoss()
+        self._loss = DraftingLoss()
+        policy = copy.copy(settings.policy)
         if isinstance(policy, AdaptiveDepth):
             policy.shared_loss = self._loss
-        candidates, self._drafters = joined(settings.candidates)
+        candidates, self._drafters = batched(settings.candidates)
         self.settings = replace(settings, candidates=candidates, policy=policy)
         self.latency: StepLatency | None = None
         self.passes = list[int]()
-        self._rows, self._has_draft = 0, False
+        self._rows = 0
+        self._has_draft = False
 
-    def begin(self, loops: Sequence[DecodingLoop], rows: int) -> None:
+    def begin(self, calls: Sequence[DecodingSteps], rows: int) -> None:
         """Begin a step of these calls, `rows` of which decode; the others are in their prefill."""
-        known = loops[0].policy.latency
-        context = max(loop.call.context_length for loop in loops)
-        self.latency, self._rows = None if known is None or not rows else known.at(rows, context), rows
+        latencies = calls[0].policy.latency
+        context = max(call.state.context_length for call in calls)
+        self.latency = None if latencies is None or not rows else latencies.at(rows, context)
+        self._rows = rows
 
-    def draft(self, loops: Sequence[DecodingLoop], may_draft: Sequence[bool]) -> list[DraftTree]:
+    def draft(self, calls: Sequence[DecodingSteps], may_draft: Sequence[bool]) -> list[DraftTree]:
         """The draft of each call, empty where it may not draft."""
-        for loop, may in zip(loops, may_draft, strict=True):
-            loop.state.other_rows = max(0, self._rows - 1)
-            loop.plan_step(may)
-        self._has_draft = any(any(loop.max_depths) for loop in loops)
+        for call, may in zip(calls, may_draft, strict=True):
+            call.state.other_rows = max(0, self._rows - 1)
+            call.plan_step(may)
+        self._has_draft = any(any(call.max_depths) for call in calls)
+        # All calls have planned: one draft for all of them.
         for drafter in self._drafters:
             drafter.draft()
         seconds = sum(drafter.seconds for drafter in self._drafters)
         self.passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
-        for loop in loops:
-            loop.timer.add("draft", seconds)  # each call's timer receives the whole common time
-        return [loop.draft_step() for loop in loops]
+        for call in calls:
+            call.timer.add("draft", seconds)  # each call waits for the whole draft
+        return [call.draft_step() for call in calls]
 
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
         """Count a step with drafts, see `DraftingLoss.count`."""
@@ -66,6 +79,6 @@ class SharedSteps:
             self._loss.count(self.latency, self._rows, seconds, passes, emitted / self._rows)
 
     def close(self) -> None:
-        """End the common drafts."""
+        """End the shared draft sessions."""
         for drafter in self._drafters:
             drafter.close()

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen.call import Call, DraftingSettings
+from hf_specgen.call import DraftingSettings
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
@@ -107,7 +107,8 @@ class WrappedSession(DraftSession):
         self._session.plan(max_depths)
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        self._own_draft = checked_draft(self._session.draft(max_depths), self.batch.call)
+        name = self.batch.call.drafting.name
+        self._own_draft = checked_draft(self._session.draft(max_depths), name, self.batch.state.batch)
         self.passes = self._session.passes
         return self.change(self._own_draft, max_depths)
 
@@ -274,15 +275,14 @@ class PretrainedCandidates(Candidates):
         return strategy(name, **settings)
 
 
-def checked_draft(draft: Any, call: Call, vocabulary: int = UNLIMITED) -> DraftTree:
-    """The draft of a strategy in a step of a call; `ValueError` if the target cannot verify it.
+def checked_draft(draft: Any, name: str, rows: int, vocabulary: int = UNLIMITED) -> DraftTree:
+    """The draft of the strategy `name` for so many rows; `ValueError` if the target cannot verify it.
 
     On an accelerator, a token outside of the vocabulary would end the process.
     """
-    name, batch = call.drafting.name, call.state.batch
-    if not isinstance(draft, DraftTree) or draft.batch != batch:
+    if not isinstance(draft, DraftTree) or draft.batch != rows:
         given = f"a {type(draft).__name__} of {getattr(draft, 'batch', 'no')} rows"
-        raise ValueError(f"{name} must return a DraftTree of {batch} rows, such as DraftTree.chains(rows), got {given}")
+        raise ValueError(f"{name} must return a DraftTree of {rows} rows, such as DraftTree.chains(rows), got {given}")
     try:
         return draft.checked(vocabulary)
     except ValueError as error:

@@ -173,7 +173,8 @@ class _CombinedSession(DraftSession):
         return tree
 
     def _draft_member(self, session: DraftSession, k: int, max_depths: Sequence[int]) -> DraftTree:
-        self._drafts.append(checked_draft(session.draft([min(depth, k) for depth in max_depths]), self.batch.call))
+        draft = session.draft([min(depth, k) for depth in max_depths])
+        self._drafts.append(checked_draft(draft, self.batch.call.drafting.name, self.batch.state.batch))
         return self._drafts[-1]
 
     def _search(self, max_depths: Sequence[int], passes: Sequence[int] | None = None) -> DraftTree:

@@ -1,10 +1,19 @@
-"""What a draft session sees of a call: its rows, and what target, verification and policy know of them."""
+"""What a draft session sees of a call: its rows, and what target, verification and policy know of them.
+
+    interface         what it gives                     what implements it
+    Texts             prompts and generated tokens      GenerationState, SharedTexts
+    TargetView        hidden states, sizes of passes    Target, PackedTarget, SharedTargets
+    DraftSampling     noise of draft tokens             VerificationSession, SharedSampling
+
+A session of one call reads the first class of each row. `PackedTarget` is the target of a request of continuous
+batching. The shared classes stand for those of several calls that draft together, see `hf_specgen.batching`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -12,10 +21,93 @@ from transformers import PreTrainedModel
 from hf_specgen.call import Call
 from hf_specgen.depth import PolicySession
 from hf_specgen.depth.latency import LatencyModel, StepLatency
-from hf_specgen.targets.hidden_states import HiddenStateTarget
-from hf_specgen.targets.target import Target
-from hf_specgen.verification import VerificationSession
 from hf_specgen.verification.processors import ScoreProcessors
+
+
+class Texts(Protocol):
+    """The rows of a draft: their tokens, which every step updates."""
+
+    @property
+    def batch(self) -> int:
+        """The number of rows."""
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompt of each row, without padding."""
+
+    @property
+    def generated(self) -> list[list[int]]:
+        """The tokens generated so far, by row."""
+
+    @property
+    def drafts_together(self) -> bool:
+        """Whether rows of other calls share the passes of the drafter, so that rows join and leave."""
+
+    @property
+    def max_new_tokens(self) -> float:
+        """How many tokens a row may generate; may be infinite."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens in the longest row so far, prompt included."""
+
+    def has_ended(self, row: int) -> bool:
+        """Whether a row takes no further tokens."""
+
+    def last_token(self, row: int) -> int:
+        """The last token of a row's text."""
+
+    def pending(self) -> list[int]:
+        """The last token of each row, which is not in the target's cache yet."""
+
+
+class TargetView(Protocol):
+    """What a drafter reads of the target."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model reads its input."""
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that are computed; the others have ended."""
+
+    @property
+    def verifies_chains_only(self) -> bool:
+        """Whether drafts must be chains."""
+
+    def pass_shape(self, tokens: int) -> tuple[int, int]:
+        """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
+
+    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+        """`[batch, aux_layers * hidden]` the hidden states that chose each row's last token."""
+
+    def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
+        """The hidden states `[kept, aux_layers * hidden]` of each row's tokens that the last step has kept."""
+
+
+class DraftSampling(Protocol):
+    """What a drafter needs of the verification to sample its tokens."""
+
+    @property
+    def wants_q(self) -> bool:
+        """Whether a draft that was sampled carries the probabilities it was sampled with."""
+
+    @property
+    def score_processors(self) -> ScoreProcessors:
+        """The logits processors of the call that read the scores alone."""
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether `draft_scores` follow from the scores and `draft_noise` alone."""
+
+    def draft_scores(
+        self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Scores of each token as a draft token, see `VerificationSession.draft_scores`."""
+
+    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+        """The noise with which the target samples, see `VerificationSession.draft_noise`."""
 
 
 class DraftBatch:
@@ -26,6 +118,7 @@ class DraftBatch:
         target: runs the forward passes of the model.
         verification: verifies the drafts.
         policy: chooses how deep rows draft.
+        state: the rows, if they are not those of the call.
 
     Attributes:
         call: the settings of the call: generation config, strategy, logits processors, encoder input, tokenizer, …
@@ -34,9 +127,16 @@ class DraftBatch:
         target: what runs its passes, only for drafters that run its layers or read its cache.
     """
 
-    def __init__(self, call: Call, target: Target, verification: VerificationSession, policy: PolicySession):
+    def __init__(
+        self,
+        call: Call,
+        target: TargetView,
+        verification: DraftSampling,
+        policy: PolicySession,
+        state: Texts | None = None,
+    ):
         self.call = call
-        self.state = call.state
+        self.state: Texts = call.state if state is None else state
         self.model = cast(PreTrainedModel, call.model)
         self.target = target
         self._verification = verification
@@ -45,7 +145,7 @@ class DraftBatch:
     def with_settings(self, **settings: Any) -> DraftBatch:
         """The same rows with other settings of the call."""
         call = replace(self.call, settings=replace(self.call.settings, **settings))
-        return DraftBatch(call, self.target, self._verification, self._policy)
+        return DraftBatch(call, self.target, self._verification, self._policy, self.state)
 
     # The rows
 
@@ -79,11 +179,11 @@ class DraftBatch:
 
         After the prefill those of the prompts. For strategies that name the layers in `target_requirements`.
         """
-        return cast(HiddenStateTarget, self.target).committed_states(layers)
+        return self.target.committed_states(layers)
 
     def last_states(self, layers: Sequence[int]) -> torch.Tensor:
         """`[batch, layers * hidden]` the target's hidden states that chose each row's last token."""
-        return cast(HiddenStateTarget, self.target).states_of(layers)
+        return self.target.states_of(layers)
 
     # Verification
 
@@ -100,7 +200,7 @@ class DraftBatch:
     @property
     def score_processors(self) -> ScoreProcessors:
         """The logits processors of the call that read the scores alone, which a drafter's logits pass through."""
-        return self._verification.processors.score_processors
+        return self._verification.score_processors
 
     @property
     def shares_noise(self) -> bool:
@@ -126,7 +226,7 @@ class DraftBatch:
 
     def step_latency(self, rows: int) -> StepLatency | None:
         """The latencies of a step of so many rows, for strategies that size their own trees; None if unknown."""
-        return self._policy.step_latency(rows, self.call.context_length)
+        return self._policy.step_latency(rows, self.state.context_length)
 
     def affords_prefill(self) -> bool:
         """Whether the drafter's prefill is short beside the call."""

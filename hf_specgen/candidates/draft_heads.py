@@ -52,6 +52,7 @@ from hf_specgen.heads.path_head import LayoutEvidence, PathDrafter, PathHead
 from hf_specgen.targets.cuda_graphs import CAPTURES
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
+from hf_specgen.targets.target import Target
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ class HeadCandidates(PretrainedCandidates):
 
     def window(self, batch: DraftBatch, bound: BoundHead) -> DraftWindow | None:
         """The part of the texts of a call that the head reads."""
-        return draft_window(self.draft_window, bound.head.config, batch.call)
+        return draft_window(self.draft_window, bound.head.config, batch.state)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The head, on the CPU; a copy of one that was given loaded."""
@@ -336,7 +337,8 @@ class GemmaAssistantCandidates(HeadCandidates):
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         source = LastStates(batch, bound.aux_hidden_state_layers)
-        return LevelSession(batch, AssistantDrafter(bound, source, batch.target), self.k, self.tree)
+        drafter = AssistantDrafter(bound, source, cast(Target, batch.target))
+        return LevelSession(batch, drafter, self.k, self.tree)
 
 
 class MedusaCandidates(HeadCandidates):

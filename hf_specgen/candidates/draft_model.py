@@ -178,7 +178,7 @@ class DraftModelCandidates(PretrainedCandidates):
         reads_target = parallel is not None and bool(parallel.layers)
         takes_window, window = not (other or encodes or reads_target), None  # the target's states are of the whole text
         if takes_window:
-            window = draft_window(self.draft_window, text_config(draft), batch.call)
+            window = draft_window(self.draft_window, text_config(draft), batch.state)
         token_ids = None
         if (vocabulary := self.draft_vocabulary) is not None:
             if other or parallel is not None:

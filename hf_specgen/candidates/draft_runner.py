@@ -227,7 +227,7 @@ class DraftModelDrafter:
             )
         known = [self._known(tokens) for tokens in prompts]
         model = self._draft.model
-        prompt = draft_prompt(model, self._batch.call, known, self._draft.share_encoder)
+        prompt = draft_prompt(model, self._batch, known, self._draft.share_encoder)
         try:
             check_computation(model, TargetRequirements(), *prompt)
         except ValueError as error:

@@ -14,7 +14,7 @@ from collections import Counter
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from hf_specgen.call import Call
+from hf_specgen.candidates.draft_batch import Texts
 
 logger = logging.getLogger("hf_specgen")
 
@@ -79,11 +79,11 @@ def check_window(setting: DraftWindowSetting) -> DraftWindowSetting:
     )
 
 
-def draft_window(setting: DraftWindowSetting, config: Any, call: Call) -> DraftWindow | None:
+def draft_window(setting: DraftWindowSetting, config: Any, texts: Texts) -> DraftWindow | None:
     """The window of a call, by what the drafter's config states of the longest text in training, and of positions."""
     trained_length = getattr(config, "trained_length", None)
     positions = getattr(getattr(config, "layer", config), "max_position_embeddings", None)
-    longest = max(map(len, call.state.prompts), default=0) + call.max_new_tokens
+    longest = max(map(len, texts.prompts), default=0) + texts.max_new_tokens
     fitting = None if positions is None else (positions - FIRST_TOKENS) // 2
     recent = min((size for size in (trained_length, fitting) if size is not None), default=0)
     most = FIRST_TOKENS + 2 * recent  # that the drafter reads with the default window

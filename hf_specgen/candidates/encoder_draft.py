@@ -12,6 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, Pr
 
 from hf_specgen import compat
 from hf_specgen.call import Call, EncoderInput
+from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.targets.model_parts import reads_encoder
 
 _same_encoders: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, bool]] = WeakKeyDictionary()
@@ -29,13 +30,15 @@ def check_pair(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 def draft_prompt(
-    draft: PreTrainedModel, call: Call, prompts: list[list[int]], share_encoder: bool | None
+    draft: PreTrainedModel, batch: DraftBatch, prompts: list[list[int]], share_encoder: bool | None
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
     """The prompts as `generate` of the draft would prepare them."""
+    call = batch.call
     if not reads_encoder(draft):
         if share_encoder is not None:
             raise ValueError(f"share_encoder={share_encoder} is for encoder-decoder models; leave it out")
-        input_ids, config, arguments = decoder_prompt(draft, call, prompts)
+        chunk = call.config.prefill_chunk_size
+        input_ids, config, arguments = decoder_prompt(draft, prompts, batch.state.max_new_tokens, chunk)
         if compat.supports_logits_to_keep(draft):
             arguments["logits_to_keep"] = 1
         return input_ids, config, arguments
@@ -67,15 +70,17 @@ def embedding_size(model: PreTrainedModel) -> int:
 
 
 def decoder_prompt(
-    draft: PreTrainedModel, call: Call, prompts: Sequence[Sequence[int]]
+    draft: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: float, chunk: int | None = None
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
-    """The prompts of a decoder-only draft model, its generation config, and the arguments of its forward pass."""
+    """The prompts of a decoder-only draft model, its generation config, and the arguments of its forward pass.
+
+    `max_new_tokens` are those of the call, which follow the prompts; a prefill processes `chunk` tokens at a time.
+    """
     input_ids, mask = left_padded(prompts, compat.input_device(draft))
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-    longest = input_ids.shape[1] + call.max_new_tokens  # all tokens of the call after the draft's own prompt
+    longest = input_ids.shape[1] + max_new_tokens  # all tokens of the call after the draft's own prompt
     max_length = int(longest) if isfinite(longest) else None
-    chunk = call.config.prefill_chunk_size
     return input_ids, GenerationConfig(prefill_chunk_size=chunk, max_length=max_length), arguments
 
 

@@ -123,7 +123,7 @@ def grammar_states(batch: DraftBatch) -> list[GrammarState]:
     vocab = vocabulary_size(batch.model)
     rows = batch.state.batch
     for processor in batch.call.logits_processor:
-        states = _states_of(processor, batch.state, vocab)
+        states = _states_of(processor, batch.call.state, vocab)
         if len(states) in (1, rows):
             return states if len(states) == rows else states * rows
     return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,15 +22,80 @@ from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 
-class HiddenStateTarget(Target):
-    """A `Target` that captures auxiliary hidden states, those of `aux_layers` (as in `TargetRequirements`).
+@dataclass(frozen=True)
+class StepStates:
+    """The hidden states of a call's last pass, and which of them were kept, as draft heads read them.
 
-    `states` `[batch, aux_layers * hidden]` are those at the position that chose each row's last token, `pass_states`
-    `[batch, positions, aux_layers * hidden]` those of the last forward pass.
+    A step processes the pending token of each row and its draft. With an accepted path of nodes 0 and 2:
+
+        slots of the step        pending   node 0   node 1   node 2
+        kept                        x         x                 x
+        the last one                                            x       chose the row's last token
+
+    A pass and a commit make a new value, so that a copy of a target, or one whose attributes are restored, has the
+    states of before.
+
+    Args:
+        layers: the captured layers, as in `TargetRequirements`.
+        states: `[batch, positions, layers * hidden]` of the pass, those of a prompt first.
+        slots: how many positions at the end of the pass are those of the step.
+        kept: the slots that were kept, by row.
+        last: `[batch, layers * hidden]` those that chose each row's last token.
     """
 
-    states: torch.Tensor
-    pass_states: torch.Tensor
+    layers: tuple[int, ...]
+    states: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    slots: int = 0
+    kept: tuple[tuple[int, ...], ...] = ()
+    last: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def after_prefill(self, states: torch.Tensor) -> StepStates:
+        """Those of the prompt, whose last position counts as the step."""
+        return replace(self, states=states, slots=1, last=states[:, -1].clone())
+
+    def after_pass(self, states: torch.Tensor) -> StepStates:
+        """Those of a step."""
+        return replace(self, states=states, slots=states.shape[1])
+
+    def after_commit(self, paths: Sequence[Sequence[int] | None]) -> StepStates:
+        """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
+        begin = self.states.shape[1] - self.slots
+        kept = tuple(() if path is None else (0, *(1 + node for node in path)) for path in paths)
+        last = self.last
+        if len(paths) == 1 and kept[0]:  # without a tensor of indices
+            last = self.states[:, begin + kept[0][-1]]
+        elif rows := [row for row, slots in enumerate(kept) if slots]:
+            last[rows] = self.states[rows, [begin + kept[row][-1] for row in rows]]
+        return replace(self, kept=kept, last=last)
+
+    def of_row(self, row: int, slots: int) -> torch.Tensor:
+        """`[1, slots, layers * hidden]` the first slots of one row."""
+        return self.states[row : row + 1, :slots]
+
+    def last_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+        """`last` of some layers: several strategies of a call may read different ones."""
+        return _columns(self.last, self.layers, aux_layers)
+
+    def committed(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
+        """The states `[kept, aux_layers * hidden]` of each row's tokens that the last commit kept.
+
+        After the prefill these are those of the prompt (padding included), after a step those of the pending token and
+        the accepted nodes.
+        """
+        begin = self.states.shape[1] - self.slots
+        states = []
+        for row, kept in enumerate(self.kept):
+            new = self.states[row, begin : begin + len(kept)]
+            if kept and kept[-1] != len(kept) - 1:
+                # Not by a list, for which the host would wait until the GPU has done all that it was given.
+                slots = torch.tensor(kept).to(new.device, non_blocking=new.is_cuda)
+                new = self.states[row, begin:].index_select(0, slots)
+            states.append(torch.cat([self.states[row, :begin], new]) if begin else new)
+        return [_columns(rows, self.layers, aux_layers) for rows in states]
+
+
+class HiddenStateTarget(Target):
+    """A `Target` that captures auxiliary hidden states, those of `aux_layers` (as in `TargetRequirements`)."""
 
     def __init__(
         self,
@@ -41,30 +106,27 @@ class HiddenStateTarget(Target):
         aux_layers: Sequence[int],
         graphs: Compile = False,
     ):
-        self._indices = tuple(aux_layers)
         for index in aux_layers:
             _hook_point(model, index)  # raises if there is none
-        self._kept: list[list[int]] = []
         super().__init__(model, input_ids, generation_config, model_kwargs, graphs)
-        self._pass = HookedPass(self._indices)
+        self.step_states = StepStates(tuple(aux_layers))
+        self._pass = HookedPass(self.step_states.layers)
 
     def prefill(self) -> torch.Tensor:
-        with captured_states(self.model, self._indices) as captured:
+        with captured_states(self.model, self.step_states.layers) as captured:
             logits = super().prefill()
         # A prefill in chunks has several passes.
         states = [torch.cat(passes, dim=1) if len(passes) > 1 else passes[0] for passes in captured]
         positions = min(state.shape[1] for state in states)
-        self.pass_states = torch.cat([state[:, -positions:] for state in states], dim=-1)
-        self._step_states = self.pass_states[:, -1:]
-        self.states = self._step_states[:, 0].clone()
+        states_of_prompt = torch.cat([state[:, -positions:] for state in states], dim=-1)
+        self.step_states = self.step_states.after_prefill(states_of_prompt)
         return logits
 
     def forward(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
         logits = super().forward(tree, pending, active)
         returned = self._returned_states
         states = returned[0] if len(returned) == 1 else torch.cat(returned, dim=-1)
-        self.pass_states = self._results(states, tree.batch, 1 + tree.nodes)
-        self._step_states = self.pass_states
+        self.step_states = self.step_states.after_pass(self._results(states, tree.batch, 1 + tree.nodes))
         return logits
 
     def _run(self, *args: Any, **kwargs: Any) -> PassOutput:
@@ -74,34 +136,13 @@ class HiddenStateTarget(Target):
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         super().commit(paths)
-        if not self._indices:  # of a request of continuous batching whose drafter reads none
-            return
-        self._kept = [[] if path is None else [0, *(1 + node for node in path)] for path in paths]
-        if len(paths) == 1 and self._kept[0]:  # without a tensor of indices
-            self.states = self._step_states[:, self._kept[0][-1]]
-        elif rows := [row for row, kept in enumerate(self._kept) if kept]:
-            self.states[rows] = self._step_states[rows, [self._kept[row][-1] for row in rows]]
+        self.step_states = self.step_states.after_commit(paths)
 
     def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
-        """`[batch, aux_layers * hidden]` the `states` of some layers: several strategies may read different ones."""
-        return _of_layers(self.states, self._indices, aux_layers)
+        return self.step_states.last_of(aux_layers)
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
-        """The states `[kept, aux_layers * hidden]` of each row's tokens that the last `commit` kept, for draft heads.
-
-        After the prefill they belong to the prompt (padding included) and the accepted nodes, after a step to the
-        pending token and the accepted nodes.
-        """
-        prompt = self.pass_states[:, : self.pass_states.shape[1] - self._step_states.shape[1]]
-        states = []
-        for row, kept in enumerate(self._kept):
-            new = self._step_states[row, : len(kept)]
-            if kept and kept[-1] != len(kept) - 1:
-                # Not by a list, for which the host would wait for all kernels that were launched.
-                positions = torch.tensor(kept).to(new.device, non_blocking=new.is_cuda)
-                new = self._step_states[row].index_select(0, positions)
-            states.append(torch.cat([prompt[row], new]) if prompt.shape[1] else new)
-        return [_of_layers(rows, self._indices, aux_layers) for rows in states]
+        return self.step_states.committed(aux_layers)
 
 
 class HiddenStateReplayTarget(HiddenStateTarget, ReplayTarget):
@@ -113,8 +154,7 @@ class HiddenStateRowTarget(HiddenStateTarget, RowTarget):
 
     def take_states(self, common: Target, row: int, tokens: int) -> None:
         assert isinstance(common, HiddenStateTarget)
-        self.pass_states = common.pass_states[row : row + 1, :tokens]
-        self._step_states = self.pass_states
+        self.step_states = self.step_states.after_pass(common.step_states.of_row(row, tokens))
 
 
 @dataclass(frozen=True)

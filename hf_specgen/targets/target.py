@@ -176,6 +176,14 @@ class Target:
         """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
         return len(self.rows), tokens if self._active_graphs is None else padded_width(tokens)
 
+    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+        """The hidden states that chose the last tokens, see `HiddenStateTarget`."""
+        raise ValueError(f"hidden states {list(aux_layers)} are not captured; name them in target_requirements()")
+
+    def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
+        """The hidden states of the tokens that the last `commit` kept, see `HiddenStateTarget`."""
+        raise ValueError(f"hidden states {list(aux_layers)} are not captured; name them in target_requirements()")
+
     def _store_levels(self, states: torch.Tensor | None, expanded: int) -> None:
         """Go on after passes that were made by a captured function; the root and the expanded nodes are cached."""
         self._starts = tuple(length - 1 - expanded for length in self.cache.lengths)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from hf_specgen.call import Call
 from hf_specgen.tree import DraftTree, children
 from hf_specgen.verification.criteria import CustomCriteria
-from hf_specgen.verification.processors import LogitsPipeline
+from hf_specgen.verification.processors import LogitsPipeline, ScoreProcessors
 from hf_specgen.verification.result import VerificationResult, accepted_path
 
 INVALID = -1
@@ -95,10 +95,12 @@ class VerificationSession(ABC):
         Returns:
             Of the shape of the scores: by default these, perturbed by `draft_noise` where that is not None.
         """
-        noise = self.draft_noise(steps, scores.device)
-        if noise is None:
-            return scores
-        return perturbed(scores, noise if tokens is None else noise.gather(2, tokens))
+        return with_noise(scores, self.draft_noise(steps, scores.device), tokens)
+
+    @property
+    def score_processors(self) -> ScoreProcessors:
+        """The logits processors of the call that read the scores alone."""
+        return self.processors.score_processors
 
     @property
     def shares_noise(self) -> bool:
@@ -344,6 +346,13 @@ def exponential_race(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor
 def exponential(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
     """Noise for `exponential_race`, in a shape whose last dimension is the vocabulary."""
     return torch.empty(tuple(shape), dtype=torch.float32, device=device).exponential_(generator=generator)
+
+
+def with_noise(scores: torch.Tensor, noise: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+    """`perturbed` scores of the tokens `[batch, positions, draft vocab]`, or of all; the scores without noise."""
+    if noise is None:
+        return scores
+    return perturbed(scores, noise if tokens is None else noise.gather(2, tokens))
 
 
 def perturbed(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

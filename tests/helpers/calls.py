@@ -88,7 +88,8 @@ def batch_on(model: Any, texts: Sequence[Sequence[int]], candidates: Candidates)
     """Rows of a target that has processed these texts but for their last token, which counts as generated."""
     state = make_state([text[:-1] for text in texts])
     call = make_call(state, candidates=candidates, model=model)
-    target = make_target(candidates.target_requirements(model), model, *decoder_prompt(model, call, state.prompts))
+    prompt = decoder_prompt(model, state.prompts, call.max_new_tokens)
+    target = make_target(candidates.target_requirements(model), model, *prompt)
     target.prefill()
     target.commit([[]] * state.batch)
     for row, text in enumerate(texts):

@@ -53,7 +53,8 @@ class Rounds:
         texts = [text[:-1] for text in self._texts[1]]
         call = make_call(make_state(texts), candidates=candidates, model=self.target_model)
         requirements = candidates.target_requirements(self.target_model)
-        self._target = make_target(requirements, self.target_model, *decoder_prompt(self.target_model, call, texts))
+        prompt = decoder_prompt(self.target_model, texts, call.max_new_tokens)
+        self._target = make_target(requirements, self.target_model, *prompt)
         verification: Any = CoupledVerifier().start(call)
         self._state = call.state
         batch = DraftBatch(call, self._target, verification, FixedDepth().start(call))

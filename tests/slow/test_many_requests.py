@@ -8,7 +8,7 @@ from typing import Any
 
 import hf_specgen
 from hf_specgen import CombinedCandidates, FixedDepth
-from hf_specgen.batching.packed_steps import Request
+from hf_specgen.batching.packed_request import Request
 from tests.helpers import fresh_model
 from tests.helpers.batching import requests, run, started
 

@@ -1,0 +1,188 @@
+"""A request of continuous batching: a call of its own, whose forward passes are parts of packed steps.
+
+`Request` has the `DecodingSteps` of a `generate` call with one row. In place of a `Target` and an `OutputCollector`
+they get a `PackedTarget` and `RequestOutputs`: passes and cache are those of Transformers, which returns the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen import compat
+from hf_specgen.batching import transformers_batching
+from hf_specgen.call import Call, GenerationState
+from hf_specgen.call_statistics import Statistics
+from hf_specgen.decoding import DecodingSteps
+from hf_specgen.settings import Settings
+from hf_specgen.targets.hidden_states import StepStates
+from hf_specgen.targets.inputs import UNLIMITED
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification import VerificationResult
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """What the requests of a batch processor have in common.
+
+    Args:
+        model: the target.
+        config: the generation config of the manager.
+        settings: of each call.
+        seed: request ``req_<i>`` is sampled with `seed + i`.
+        aux_layers: the layers whose hidden states drafters read.
+        last_position: the last position that the model and its cache can process.
+        verifies_chains_only: whether the attention takes no mask.
+    """
+
+    model: PreTrainedModel
+    config: GenerationConfig
+    settings: Settings
+    seed: int
+    aux_layers: Sequence[int]
+    last_position: int
+    verifies_chains_only: bool
+
+
+class PackedTarget:
+    """The target as the steps and the drafter of one request see it: a `Scorer` whose passes are packed steps.
+
+    The cache is that of Transformers, which `PackedSteps` rolls back. The hidden states and the accepted path of each
+    step are kept here.
+
+    Args:
+        shared: what the requests have in common.
+        prompt: the number of tokens in the prompt.
+    """
+
+    def __init__(self, shared: RequestSettings, prompt: int):
+        self.device = compat.input_device(shared.model)
+        self.rows = [0]
+        self.first_positions = (prompt,)
+        self.last_position = shared.last_position
+        self.verifies_chains_only = shared.verifies_chains_only
+        # Limits of a target with a cache of its own.
+        self.slot_limit = UNLIMITED
+        self.max_draft_tokens = inf
+        self.max_row_skew = inf
+        self.path: Sequence[int] = ()
+        """The accepted nodes of the last step."""
+        self._step_states = StepStates(tuple(shared.aux_layers))
+        self._prompt_states: list[torch.Tensor] = []  # of the parts of a prompt that is processed in several steps
+
+    def pass_shape(self, tokens: int) -> tuple[int, int]:
+        return 1, tokens
+
+    def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
+        raise ValueError(
+            "a draft token has states that are not finite; leave candidate_generator= out of generate_batch()"
+        )
+
+    def receive(self, states: Sequence[torch.Tensor], slots: int) -> None:
+        """Receive the hidden states `[1, tokens, hidden]` of the request's tokens in a packed step, by captured layer.
+
+        The last `slots` tokens are the pending one and the draft, or the last one of a prompt; 0 before its end. A
+        prompt that is processed again, as its request was evicted from the cache, is left out.
+        """
+        is_prefilled = any(self._step_states.kept)
+        if not states or (is_prefilled and not slots):
+            return
+        # The input of the output matrix is captured of the tokens with logits alone.
+        tokens = slots if is_prefilled else min(layer.shape[1] for layer in states)
+        new = torch.cat([layer[:, layer.shape[1] - tokens :] for layer in states], dim=-1)
+        if is_prefilled:
+            self._step_states = self._step_states.after_pass(new)
+            return
+        self._prompt_states.append(new)
+        if slots:
+            self._step_states = self._step_states.after_prefill(torch.cat(self._prompt_states, dim=1))
+            self._prompt_states = []
+
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
+        self.path = paths[0] or []
+        if self._step_states.layers:
+            self._step_states = self._step_states.after_commit(paths)
+
+    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
+        return self._step_states.last_of(aux_layers)
+
+    def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
+        return self._step_states.committed(aux_layers)
+
+
+class RequestOutputs:
+    """What the steps of a request emit: every token at once, as there are no other rows and no stopping criteria."""
+
+    criteria = None
+    needs_plain_steps = False
+
+    def __init__(self, state: GenerationState):
+        self._state = state
+
+    @property
+    def columns(self) -> int:
+        return len(self._state.generated[0])
+
+    def add(self, result: VerificationResult) -> None:
+        self._state.stopped[0] = self._state.has_ended(0)
+
+
+class Request:
+    """A request: the steps of its call, and its draft in the present step.
+
+    Args:
+        state: Transformers' `RequestState`.
+        shared: what the requests have in common.
+
+    Attributes:
+        steps: plan, draft and verify.
+        target: keeps what the last step has accepted.
+        tree: the draft of the present step.
+    """
+
+    def __init__(self, state: Any, shared: RequestSettings):
+        prompt = transformers_batching.prompt_of_request(state)
+        tokens = state.initial_tokens + state.generated_tokens
+        limit = UNLIMITED if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
+        self.target = PackedTarget(shared, prompt)
+        self.tree = DraftTree.empty(1)
+        ids = torch.tensor([tokens[:prompt]], device=self.target.device)
+        text = GenerationState(ids, None, transformers_batching.end_tokens(state), limit)
+        text.append(0, tokens[prompt:])
+        settings = shared.settings
+        call = Call(
+            shared.model,
+            text,
+            shared.config,
+            settings.candidates.settings(),
+            settings=settings,
+            seed=(shared.seed + transformers_batching.request_number(state)) % 2**63,
+        )
+        verification = settings.verifier.start(call)
+        self._stack = ExitStack()
+        self.steps = DecodingSteps(call, self.target, settings, verification, RequestOutputs(text), self._stack)
+
+    @property
+    def text(self) -> list[int]:
+        """The generated tokens."""
+        return self.steps.state.generated[0]
+
+    def commit(self, scores: torch.Tensor) -> list[int]:
+        """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""
+        before = len(self.text)
+        if before:
+            self.steps.end_step(self.tree, scores[None])
+        else:
+            self.steps.end_prefill(scores[None])
+        return self.text[before:]
+
+    def end(self) -> Statistics:
+        """End the sessions; the counters of the request."""
+        self._stack.close()
+        return self.steps.finished_statistics()
