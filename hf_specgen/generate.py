@@ -120,9 +120,7 @@ class Speculation:
         with compat.without_compilation(model), ExitStack() as stack:
             requirements = candidates.target_requirements(model)
             check_computation(model, requirements, input_ids, config, model_kwargs)
-            target = make_target(
-                requirements, model, input_ids, config, model_kwargs, settings.compile, self.is_row
-            )
+            target = make_target(requirements, model, input_ids, config, model_kwargs, settings.compile, self.is_row)
             check_length(model, target.first_positions, call.max_new_tokens)
             loop = DecodingLoop(call, target, settings, stack, stopping_criteria, self.streamer)
             self.statistics = loop.statistics

@@ -1,4 +1,11 @@
-"""`generate_batch(candidate_generator=…)`, and continuous batching of models with an attached strategy."""
+"""`generate_batch(candidate_generator=…)`, and continuous batching of models with an attached strategy.
+
+    model.generate_batch(...)                   `generate_batch` here: the settings of the call, its statistics
+        model.init_continuous_batching(...)     `init_manager` here: may this manager speculate?
+            every batch processor               gets `PackedSteps`, which extend its steps
+
+A server calls `init_continuous_batching` alone; then the attached strategy of the model decides.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +61,14 @@ def generate_batch(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attachment: Any
 ) -> Any:
     """`model.generate_batch(*args, **kwargs)` with the keywords of this package, or an attached strategy."""
-    begin, run = perf_counter(), _run_of(kwargs, attachment and attachment.of_thread(model))
-    settings, count, requests = run.settings, run.add, list[Statistics]()
-    run.add, token = requests.append, _run.set(run)
+    begin = perf_counter()
+    run = _run_of(kwargs, attachment and attachment.of_thread(model))
+    settings = run.settings
+    add_call = run.add
+    # The counters of its requests are those of one call.
+    requests = list[Statistics]()
+    run.add = requests.append
+    token = _run.set(run)
     try:
         results = original(model, *args, **kwargs)
     finally:
@@ -65,11 +77,12 @@ def generate_batch(
             steps.close()
         run.steps.clear()
     if settings is not None and run.settings is not None:
-        rows, lengths = [row for one in requests for row in one.rows], [one.emitted for one in requests]
+        rows = [row for request in requests for row in request.rows]
+        lengths = [request.emitted for request in requests]
         seconds = {"total": perf_counter() - begin}
         statistics = Statistics(rows, lengths, seconds, strategy=repr(settings.candidates))
         settings.candidates.speculation = statistics
-        count(statistics)
+        add_call(statistics)
     return results
 
 
@@ -87,10 +100,12 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
-    of_call, arguments = _run.get(), by_name(original, args, kwargs)
+    of_call = _run.get()
+    arguments = by_name(original, args, kwargs)
     run = of_call or _run_of({}, attachment)
     if run.settings is not None:
         run.settings = run.settings.for_model(compat.unwrapped(model))
+        # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if they were asked for.
         config = copy.copy(arguments.get("continuous_batching_config") or ContinuousBatchingConfig())
         config.use_async_batching = config.use_async_batching or False
         config.use_cuda_graph = config.use_cuda_graph or False
@@ -105,7 +120,8 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
             arguments["continuous_batching_config"] = config
             policy = _packed_policy(run.settings.policy, compat.unwrapped(model))
             run.settings = replace(run.settings, policy=policy, compile=False)
-    manager, settings = original(model, **arguments), run.settings
+    manager = original(model, **arguments)
+    settings = run.settings
 
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
         if settings is None:
@@ -155,6 +171,6 @@ def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[A
     compiled = config.default_compile_level or config.varlen_compile_config or config.decode_compile_config
     if compiled or any(config.cuda_graph_booleans):
         yield "drafts change the shape of every step, so that CUDA graphs and compilation do not work; leave them out"
-    kinds = [type(one) for one in processors if not transformers_batching.is_per_request(one)]
+    kinds = [type(processor) for processor in processors if not transformers_batching.is_per_request(processor)]
     if prefix_readers := ", ".join(kind.__name__ for kind in kinds if kind not in SCORE_ONLY):
         yield f"continuous batching does not pass the text to {prefix_readers}; leave this logits processor out"

@@ -1,8 +1,17 @@
 """`generate_many`: answers any number of prompts, several at a time; a row that ends is replaced by the next prompt.
 
 Every prompt is a `generate` call of its own, with its own state, verification and criteria; so its tokens do not depend
-on the others. The forward passes are common: each step processes the pending token and the draft of every row at once,
-in one target whose rows are replaced, and drafters with a forward pass draft for all rows together.
+on the others. The forward passes are shared. With `max_rows=3`:
+
+    prompts 0, 1 and 2     each runs its prefill alone
+    steps 1 and 2          rows of the pass: 0, 1, 2      1 ends
+    prompt 3               runs its prefill alone
+    steps 3, 4, 5          rows of the pass: 0, 2, 3      0 ends
+    ...
+
+A step processes the pending token and the draft of every row in one pass of a common target, whose rows are replaced;
+drafters with a forward pass draft for all rows together. Prompts that the common target cannot process are answered one
+after the other.
 """
 
 from __future__ import annotations
@@ -64,8 +73,8 @@ def generate_many(
 ) -> Iterator[Completion]:
     """Generate for any number of prompts, `max_rows` at a time; a row that ends is replaced by the next prompt.
 
-    The tokens are those of plain `generate` for each prompt alone. Rows that cannot be joined (recurrent states, images
-    beside the text, FlashAttention, layer skip, Gemma 4 assistants) are answered one after the other.
+    The tokens are those of plain `generate` for each prompt alone. Rows that cannot share passes (recurrent states,
+    images beside the text, FlashAttention, layer skip, Gemma 4 assistants) are answered one after the other.
 
     Args:
         model: the target.
@@ -99,33 +108,46 @@ def generate_many(
     """
     if not isinstance(max_rows, int) or max_rows < 1:
         raise ValueError(f"max_rows must be at least 1, got {max_rows!r}")
-    if isinstance(seed, Sequence) and isinstance(prompts, Sized) and len(seed) < len(prompts):
-        raise ValueError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
-    for value in seed if isinstance(seed, Sequence) else [0 if seed is None else seed]:
-        if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
-            raise ValueError(f"seed must be an integer below 2**63, or one for each prompt, got {value!r}")
-    keywords = settings_in(arguments)
-    settings = Settings.parse(candidate_generator, **{"compile": False, **keywords})
-    if not isinstance(settings.verifier, CoupledVerifier) or settings.monitor is not None or settings.compile:
-        raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
-    seed = int(torch.randint(2**31, ())) if seed is None else seed
+    _check_seed(seed, prompts)
+    settings = _checked_settings(candidate_generator, arguments)
+    if seed is None:
+        seed = int(torch.randint(2**31, ()))
     batch = _Batch(model, settings)
-    completions = batch.run(_prefilled(model, prompts, batch.steps.settings, seed, streamer, arguments), max_rows)
+    calls = _prefilled(model, prompts, batch.shared.settings, seed, streamer, arguments)
+    completions = batch.run(calls, max_rows)
     if ordered:
         completions = _in_order(completions)
     total = len(prompts) if isinstance(prompts, Sized) else None
     return iter(tqdm(completions, total=total, unit="prompt")) if progress_bar else completions
 
 
-def _of_common_width(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
+def _check_seed(seed: int | Sequence[int] | None, prompts: Iterable[Any]) -> None:
+    """Raise for a seed that is no number below 2**63, or no such number for each prompt."""
+    if isinstance(seed, Sequence) and isinstance(prompts, Sized) and len(seed) < len(prompts):
+        raise ValueError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
+    for value in seed if isinstance(seed, Sequence) else [0 if seed is None else seed]:
+        if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
+            raise ValueError(f"seed must be an integer below 2**63, or one for each prompt, got {value!r}")
+
+
+def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Settings:
+    """The settings among the arguments, which are removed; `ValueError` for those that shared passes cannot have."""
+    settings = Settings.parse(candidate_generator, **{"compile": False, **settings_in(arguments)})
+    if not isinstance(settings.verifier, CoupledVerifier) or settings.monitor is not None or settings.compile:
+        raise ValueError("generate_many verifies exactly, without monitor and graphs; leave these settings out")
+    return settings
+
+
+def _cut_to_fastest_width(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
     """The trees cut to the number of tokens with the most expected tokens per second of all rows together.
 
     Each row pays for the largest draft. Without it n-grams have 0.94 of the projected speed.
     """
     if latency is None or not all(tree.probability for tree in trees if tree.nodes):
         return trees
-    rows, probability = len(trees), [tree.probability[0] for tree in trees if tree.probability]
-    gains = [sum(nodes) for nodes in zip_longest(*probability, fillvalue=0.0)]
+    rows = len(trees)
+    probabilities = [tree.probability[0] for tree in trees if tree.probability]
+    gains = [sum(nodes) for nodes in zip_longest(*probabilities, fillvalue=0.0)]  # of the first node of all rows, …
     seconds = np.array([latency.target.seconds_of(rows * (1 + width)) for width in range(1 + len(gains))])
     width = fastest_count(gains, rows, seconds)
     return [tree.first_nodes(width) for tree in trees]
@@ -142,13 +164,23 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
             following += 1
 
 
-class _Row(Speculation):
-    """A prompt: a `generate` call that is prepared as any other, and whose steps are made by a `_Batch`."""
+class _PromptCall(Speculation):
+    """The `generate` call of a prompt: prepared as any other, with steps that a `_Batch` makes.
+
+    Args:
+        index: of the prompt.
+        seed: of the noise that its tokens are sampled with.
+        settings, streamer: as of `Speculation`.
+    """
 
     is_row = True
-    index: int
     loop: DecodingLoop
     stack: ExitStack
+
+    def __init__(self, index: int, seed: int, settings: Settings, streamer: BaseStreamer | None):
+        super().__init__(settings, streamer)
+        self.index = index
+        self.seed = seed
 
     @property
     def target(self) -> RowTarget:
@@ -166,7 +198,8 @@ class _Row(Speculation):
         if loop.state.batch != 1:
             raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
         loop.prefill()
-        self.loop, self.stack = loop, stack.pop_all()
+        self.loop = loop
+        self.stack = stack.pop_all()
         return loop.outputs.output_ids()
 
 
@@ -177,24 +210,23 @@ def _prefilled(
     seed: int | Sequence[int],
     streamer: Callable[[int], BaseStreamer] | None,
     arguments: dict[str, Any],
-) -> Iterator[_Row]:
-    """The rows of the prompts, each after its prefill."""
+) -> Iterator[_PromptCall]:
+    """The calls of the prompts, each after its prefill."""
     for index, prompt in enumerate(prompts):
-        with _named(index):
+        with _errors_with_index(index):
             ids = _token_ids(prompt).to(compat.input_device(model))
-            row = _Row(settings, streamer and streamer(index))
-            row.index = index
-            row.seed = int(seed[index]) if isinstance(seed, Sequence) else int(seed) + index
-            model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=row)
-        yield row
+            call_seed = int(seed[index]) if isinstance(seed, Sequence) else int(seed) + index
+            call = _PromptCall(index, call_seed, settings, streamer and streamer(index))
+            model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=call)
+        yield call
 
 
 def _token_ids(prompt: Any) -> torch.Tensor:
     """The ids `[1, tokens]` of a prompt, which may be the output of a tokenizer."""
     is_encoding = isinstance(prompt, Mapping) and "input_ids" in prompt
-    found = prompt["input_ids"] if is_encoding else getattr(prompt, "ids", prompt)
+    values = prompt["input_ids"] if is_encoding else getattr(prompt, "ids", prompt)
     try:
-        ids = torch.as_tensor(found)
+        ids = torch.as_tensor(values)
         is_valid = not (ids.is_floating_point() and ids.numel())
     except (TypeError, ValueError, RuntimeError):
         is_valid = False
@@ -209,7 +241,7 @@ def _token_ids(prompt: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _named(index: int) -> Iterator[None]:
+def _errors_with_index(index: int) -> Iterator[None]:
     """Lets an error begin with the index of the prompt that it concerns."""
     try:
         yield
@@ -219,95 +251,111 @@ def _named(index: int) -> Iterator[None]:
 
 
 class _Batch:
-    """The rows of a `generate_many` call, and what they have in common."""
+    """The calls that are in work, and the common target that makes their passes.
+
+    Args:
+        model: the target.
+        settings: of every call.
+    """
 
     def __init__(self, model: Any, settings: Settings):
         self._model = compat.unwrapped(model)
         self._candidates = settings.candidates
-        self.steps = SharedSteps(settings.for_model(self._model))
+        self.shared = SharedSteps(settings.for_model(self._model))
         self.statistics = Statistics([])
-        self._rows: list[_Row] = []
-        self._joined: list[_Row] = []  # those of the common target
+        self._calls: list[_PromptCall] = []
+        self._rows: list[_PromptCall] = []  # the calls whose rows the common target has, in the order of its rows
         self._target: RowTarget
 
-    def run(self, rows: Iterator[_Row], max_rows: int) -> Iterator[Completion]:
-        """Complete all rows, of which `max_rows` are processed at a time."""
+    def run(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
+        """Complete all calls, of which `max_rows` are processed at a time."""
         failure: Exception | None = None
         try:
             while True:
-                while len(self._rows) < max_rows and failure is None:
+                # Prefill the next prompts in place of those that were answered.
+                while len(self._calls) < max_rows and failure is None:
                     try:
-                        row = next(rows, None)
-                    except Exception as error:  # raised once the rows in work are completed
+                        call = next(calls, None)
+                    except Exception as error:  # raised once the calls in work are completed
                         failure = error
                         break
-                    if row is None:
+                    if call is None:
                         break
-                    self._rows.append(row)
-                    if not row.is_joinable:
-                        with _named(row.index), self._decoding():
-                            row.loop.decode()
-                    if row.loop.state.all_stopped:
-                        yield self._completed(row)
-                if not self._rows:
+                    self._calls.append(call)
+                    if not call.is_joinable:
+                        with _errors_with_index(call.index), self._decoding():
+                            call.loop.decode()
+                    if call.loop.state.all_stopped:
+                        yield self._completed(call)
+                if not self._calls:
                     if failure is not None:
                         raise failure
                     return
+                # One step of all calls in work.
                 with self._decoding():
                     self._exchange_rows()
                     self._step()
-                for place, row in enumerate(self._joined):
-                    if row.loop.state.all_stopped:
-                        if row.loop.outputs.shows_padding:
-                            row.target.leave(self._target, place)
-                        yield self._completed(row)
+                for row, call in enumerate(self._rows):
+                    if call.loop.state.all_stopped:
+                        if call.loop.outputs.shows_padding:
+                            call.target.leave(self._target, row)
+                        yield self._completed(call)
         finally:
-            for row in self._rows:
-                row.stack.close()
-            self.steps.close()
+            for call in self._calls:
+                call.stack.close()
+            self.shared.close()
             self._candidates.speculation = self.statistics
 
     def _exchange_rows(self) -> None:
-        """Let the common target process the rows that have not ended, and new ones after them."""
-        if self._rows == self._joined:
+        """Let the common target process the rows of calls that have not ended, and of new calls after them."""
+        if self._calls == self._rows:
             return
-        kept = [place for place, row in enumerate(self._joined) if row in self._rows]
-        new = [row.target for row in self._rows[len(kept) :]]
+        kept = [row for row, call in enumerate(self._rows) if call in self._calls]
+        new = [call.target for call in self._calls[len(kept) :]]
         if not kept:
             self._target = new.pop(0).common()
         self._target.keep_rows(kept or [0])
         self._target.append_rows(*new)
-        self._joined = list(self._rows)
+        self._rows = list(self._calls)
 
     def _step(self) -> None:
         """One step of all rows."""
-        loops = [row.loop for row in self._rows]
-        self.steps.begin(loops, len(loops))
-        drafts = self.steps.draft(loops, [True] * len(loops))
-        trees = _of_common_width(drafts, self.steps.latency)
-        width, pending = max(tree.nodes for tree in trees), [loop.state.last_token(0) for loop in loops]
-        parts = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
+        loops = [call.loop for call in self._calls]
+        self.shared.begin(loops, len(loops))
+        drafts = self.shared.draft(loops, [True] * len(loops))
+        trees = _cut_to_fastest_width(drafts, self.shared.latency)
         begin = perf_counter()
-        logits = self._target.forward(DraftTree.from_nodes(parts).padded(width), pending)
-        if width and bool(are_nan(logits).any()):
-            trees, width = [DraftTree.empty(1)] * len(loops), 0
-            logits = self._target.forward_again(pending)
+        trees, logits = self._forward(loops, trees)
         seconds = perf_counter() - begin
-        for place, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
+        for row, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
             loop.timer.add("forward", seconds)
-            row = self._rows[place]
-            row.target.take_states(self._target, place, 1 + tree.nodes)
-            with _named(row.index):
-                loop.end_step(tree, logits[place : place + 1, : 1 + tree.nodes])
-        self._target.commit_rows([row.target for row in self._rows])
+            self._calls[row].target.take_states(self._target, row, 1 + tree.nodes)
+            with _errors_with_index(self._calls[row].index):
+                loop.end_step(tree, logits[row : row + 1, : 1 + tree.nodes])
+        self._target.commit_rows([call.target for call in self._calls])
+        self._count(loops, logits.shape[1])
+
+    def _forward(self, loops: list[DecodingLoop], trees: list[DraftTree]) -> tuple[list[DraftTree], torch.Tensor]:
+        """The logits `[rows, 1 + nodes, vocab]` of the drafts in one pass; without drafts if states are not finite."""
+        pending = [loop.state.last_token(0) for loop in loops]
+        width = max(tree.nodes for tree in trees)
+        nodes = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
+        logits = self._target.forward(DraftTree.from_nodes(nodes).padded(width), pending)
+        if width and bool(are_nan(logits).any()):
+            return [DraftTree.empty(1)] * len(loops), self._target.forward_again(pending)
+        return trees, logits
+
+    def _count(self, loops: list[DecodingLoop], tokens_per_row: int) -> None:
+        """Count the step of all rows, and what its drafts have lost."""
         records = [loop.statistics.passes[-1] for loop in loops]
-        passes = self.steps.passes or [tokens for one in records for tokens in one.passes]
-        context = max(one.context for one in records)
-        requested, rows = [one.requested[0] for one in records], [one.rows[0] for one in records]
-        self.statistics.passes.append(StepRecord(requested, rows, 1 + width, {}, passes, context))
-        if (latency := self.steps.latency) is not None:
-            emitted = sum(row.emitted for row in rows if row is not None)
-            self.steps.count_loss(latency.target.seconds_of(len(rows) * (1 + width)), emitted, passes)
+        passes = self.shared.passes or [tokens for record in records for tokens in record.passes]
+        context = max(record.context for record in records)
+        requested = [record.requested[0] for record in records]
+        outcomes = [record.rows[0] for record in records]
+        self.statistics.passes.append(StepRecord(requested, outcomes, tokens_per_row, {}, passes, context))
+        if (latency := self.shared.latency) is not None:
+            emitted = sum(outcome.emitted for outcome in outcomes if outcome is not None)
+            self.shared.count_loss(latency.target.seconds_of(len(loops) * tokens_per_row), emitted, passes)
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
@@ -315,11 +363,11 @@ class _Batch:
         with torch.no_grad(), compat.without_compilation(self._model), compat.optimized_for_decoding(self._model):
             yield
 
-    def _completed(self, row: _Row) -> Completion:
-        self._rows.remove(row)
-        with row.stack, torch.no_grad():
-            output = row.loop.outputs.returned(row.loop.finished_statistics())
-        statistics = row.loop.statistics
+    def _completed(self, call: _PromptCall) -> Completion:
+        self._calls.remove(call)
+        with call.stack, torch.no_grad():
+            output = call.loop.outputs.returned(call.loop.finished_statistics())
+        statistics = call.loop.statistics
         self.statistics.rows += statistics.rows
         self.statistics.lengths += statistics.lengths
-        return Completion(row.index, list(row.loop.state.generated[0]), output, statistics)
+        return Completion(call.index, list(call.loop.state.generated[0]), output, statistics)

@@ -25,8 +25,9 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> N
 
     Symbol: `ContinuousBatchingManager._create_batch_processor`.
     """
-    vars(manager).pop("_create_batch_processor", None)
-    plain, this = type(manager)._create_batch_processor, weakref.proxy(manager)
+    vars(manager).pop("_create_batch_processor", None)  # the hook of an earlier use
+    plain = type(manager)._create_batch_processor
+    this = weakref.proxy(manager)
 
     def create() -> Any:
         processor = plain(this)
@@ -43,34 +44,41 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     Symbols: its `scheduler.schedule_batch`; `prepare_batch_update` and `_bulk_input_tensor` of its
     `inputs_and_outputs`; `model_runner.compute_batch` and `_sample`.
     """
-    scheduler, ios, runner = processor.scheduler, processor.inputs_and_outputs, processor.model_runner
+    scheduler = processor.scheduler
+    ios = processor.inputs_and_outputs
+    runner = processor.model_runner
     hooked = {scheduler: ["schedule_batch"], ios: ["prepare_batch_update"], runner: ["compute_batch", "_sample"]}
-    for part, names in hooked.items():
+    for owner, names in hooked.items():
         for name in names:
-            vars(part).pop(name, None)
+            vars(owner).pop(name, None)
     if steps is None:
         return
     this = weakref.proxy(processor)
-    schedule, compute = type(scheduler).schedule_batch, type(runner).compute_batch
+    schedule = type(scheduler).schedule_batch
+    compute = type(runner).compute_batch
 
     def schedule_batch(token_budget: int, cache_budget: int) -> Any:
         requests, is_decode, tokens, kv_read = schedule(this.scheduler, token_budget, cache_budget)
         if requests:
             drafted = steps.extend(requests, tokens, token_budget if kv_read <= cache_budget else tokens)
-            is_decode, tokens = is_decode and not drafted, tokens + drafted
+            is_decode = is_decode and not drafted
+            tokens += drafted
         return requests, is_decode, tokens, kv_read
 
     def compute_batch(model: Any, batch_data: dict[str, Any]) -> None:
         ios = this.inputs_and_outputs
-        chosen, requests = steps.place_drafts(batch_data["position_ids"][0], batch_data["attention_mask"])
+        # Logits after every draft token, processed with the settings of its request.
+        indices, requests = steps.place_drafts(batch_data["position_ids"][0], batch_data["attention_mask"])
         arguments = ios._bulk_input_tensor[ios.static_inputs :]
         this.logit_processor.prepare_tensor_args(requests, arguments)
-        batch_data["logits_indices"] = torch.tensor(chosen, dtype=torch.long, device=ios.device)
-        batch_data["logits_processor_args"] = arguments[:, : len(chosen)]
+        batch_data["logits_indices"] = torch.tensor(indices, dtype=torch.long, device=ios.device)
+        batch_data["logits_processor_args"] = arguments[:, : len(indices)]
         with steps.capturing():
             compute(this.model_runner, model, batch_data)
 
-    scheduler.schedule_batch, runner.compute_batch, runner._sample = schedule_batch, compute_batch, steps.sample
+    scheduler.schedule_batch = schedule_batch
+    runner.compute_batch = compute_batch
+    runner._sample = steps.sample
     ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.commit())
 
 

@@ -74,7 +74,7 @@ class StepStates:
 
     def last_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
         """`last` of some layers: several strategies of a call may read different ones."""
-        return _columns(self.last, self.layers, aux_layers)
+        return _of_layers(self.last, self.layers, aux_layers)
 
     def committed(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
         """The states `[kept, aux_layers * hidden]` of each row's tokens that the last commit kept.
@@ -91,7 +91,7 @@ class StepStates:
                 slots = torch.tensor(kept).to(new.device, non_blocking=new.is_cuda)
                 new = self.states[row, begin:].index_select(0, slots)
             states.append(torch.cat([self.states[row, :begin], new]) if begin else new)
-        return [_columns(rows, self.layers, aux_layers) for rows in states]
+        return [_of_layers(rows, self.layers, aux_layers) for rows in states]
 
 
 class HiddenStateTarget(Target):
