@@ -119,9 +119,11 @@ def attention_implementation(config: Any) -> str:
 
 def stacklevel_of_user() -> int:
     """The `stacklevel` with which a warning of our caller names the line that called `generate`."""
-    frame, level = sys._getframe(1), 1
+    frame = sys._getframe(1)
+    level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     return level
 
 
@@ -136,7 +138,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
         module: Any = model.get_input_embeddings()
         device = module.weight.device
     except NotImplementedError:
-        module, device = model, model.device
+        module = model
+        device = model.device
     if device.type != "meta":
         return cast(torch.device, device)
     hook = getattr(module, "_hf_hook", None)

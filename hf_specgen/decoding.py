@@ -164,10 +164,13 @@ class DecodingSteps:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
         result = self._verify(tree, logits, self._active)
         self.drafter.observe(result)
-        rows, passes = self.statistics.record(tree, result), self.drafter.passes
+        rows = self.statistics.record(tree, result)
+        passes = self.drafter.passes
         with self.timer.part("policy"):
-            seconds, self.timer.step = self.timer.step, {}
-            passes, context = None if passes is None else tuple(passes), self.call.context_length
+            seconds = self.timer.step
+            self.timer.step = {}
+            passes = None if passes is None else tuple(passes)
+            context = self.call.context_length
             shape = self.target.pass_shape(1 + tree.nodes)
             step = StepRecord(self.max_depths, rows, shape[1], seconds, passes, context, shape[0])
             self.policy.observe(step)
@@ -193,7 +196,8 @@ class DecodingSteps:
 
     def _max_draft_tokens(self, may_draft: Sequence[bool]) -> list[int]:
         """How many draft tokens each row can use before its last token, the last position and the last cache slot."""
-        state, target = self.state, self.target
+        state = self.state
+        target = self.target
         columns = state.prompt_length + max(map(len, state.generated))
         if columns + MAX_DRAFT_SLOTS > target.slot_limit:
             return [0] * state.batch
@@ -211,11 +215,13 @@ class DecodingSteps:
         with self.timer.part("verify"):
             result = self.verification.verify(tree, logits, active, self.outputs.criteria)
             if result is None:
-                tree, logits = DraftTree.empty(tree.batch), self.target.forward_again(self.state.pending(), active)
+                tree = DraftTree.empty(tree.batch)
+                logits = self.target.forward_again(self.state.pending(), active)
                 result = self.verification.verify(tree, logits, active, self.outputs.criteria)
             assert result is not None, "a step without a draft"
             if self.drafter.top_tokens:
-                pending, count = self.state.pending(), self.drafter.top_tokens
+                pending = self.state.pending()
+                count = self.drafter.top_tokens
                 result.top_tokens = TopTokens.of_step(logits, tree, pending, active, count)
             for row, tokens in enumerate(result.tokens):
                 self.state.append(row, tokens)

@@ -69,7 +69,8 @@ class DraftTree:
             counts = [nodes] * rows
         else:
             counts = list(map(len, tokens))
-            rows, nodes = len(tokens), max(counts, default=0)
+            rows = len(tokens)
+            nodes = max(counts, default=0)
             vars(self)["_lists"] = [[*row, *[0] * (nodes - len(row))] for row in tokens]
         if parents is not None:
             parents = tuple(map(tuple, parents))
@@ -170,7 +171,8 @@ class DraftTree:
         if self.probability is not None and [*map(len, self.probability)] != [*map(len, parents)]:
             raise ValueError("its probability must have one value for each node")
         if (q := self.q) is not None:
-            shape, most = list(getattr(q, "shape", ())), [self.batch, self.nodes, vocabulary]
+            shape = list(getattr(q, "shape", ()))
+            most = [self.batch, self.nodes, vocabulary]
             if len(shape) != 3 or shape[0] != self.batch or shape[1] < self.nodes or shape[2] > vocabulary:
                 raise ValueError(f"its q must be probabilities of at most the shape {most}, got the shape {shape}")
             valid = ((q >= 0) & (q < inf)).all(dim=-1).tolist()
@@ -200,7 +202,8 @@ class DraftTree:
         paths = [_leftmost_path(parents) for parents in self.parents]
         if paths == [list(range(len(parents))) for parents in self.parents]:
             return self
-        width, q = max(map(len, paths)), self.q
+        width = max(map(len, paths))
+        q = self.q
         if q is not None:
             nodes = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=q.device)
             q = q[torch.arange(self.batch, device=q.device)[:, None], nodes]

@@ -123,7 +123,8 @@ class BatchedDrafter:
         self._policy = FixedDepth().start(first.call)
         self._policy.remembers = first.carries_over
         self._policy.latency = first.latency
-        target, sampling = SharedTargets(self.rows), SharedSampling(self.rows)
+        target = SharedTargets(self.rows)
+        sampling = SharedSampling(self.rows)
         return self._strategy.start(DraftBatch(first.call, target, sampling, self._policy, self._texts))
 
     def _observe(self) -> None:

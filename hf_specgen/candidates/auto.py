@@ -122,7 +122,8 @@ def other_chat_format(source: Source, tokenizer: Any, chat_template_kwargs: Mapp
     template = record.get("chat_template")
     if template is not None and template != chat_template_hash(tokenizer):
         return "it was trained with another chat template than this tokenizer's: fewer draft tokens are accepted"
-    trained, given = record.get("chat_template_kwargs"), dict(chat_template_kwargs)
+    trained = record.get("chat_template_kwargs")
+    given = dict(chat_template_kwargs)
     if trained is None or trained == given:
         return None
     return f"it was trained with chat_template_kwargs {trained}, not {given}: fewer draft tokens are accepted"

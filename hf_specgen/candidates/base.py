@@ -96,7 +96,8 @@ class WrappedSession(DraftSession):
 
     def __init__(self, session: DraftSession):
         super().__init__(session.batch)
-        self._session, self._own_draft = session, DraftTree.empty(session.batch.state.batch)
+        self._session = session
+        self._own_draft = DraftTree.empty(session.batch.state.batch)
         self.top_tokens = session.top_tokens
 
     @abstractmethod
@@ -209,7 +210,8 @@ class Candidates(CandidateGenerator, ABC):
         return (self.latency_kind or type(self).__qualname__, *map(_identity, values))
 
     def __repr__(self) -> str:
-        name, defaults = self.drafter, {**self.arguments, "policy": FixedDepth()}
+        name = self.drafter
+        defaults = {**self.arguments, "policy": FixedDepth()}
         if isinstance(name, nn.Module):
             name = getattr(name, "name_or_path", type(name).__qualname__)
         shown = [] if name is None else [repr(name)]

@@ -57,7 +57,9 @@ class Proposals:
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
         """What `Growth.add` takes, and q if it is wanted; `draft_scores` are those of `VerificationSession`."""
         acceptance, tokens = draft_scores.log_softmax(dim=-1).topk(self.children)
-        expandable, q, ids = None, None, self.token_ids
+        expandable = None
+        q = None
+        ids = self.token_ids
         if self.wants_q or self.threshold:
             probabilities = scores.softmax(dim=-1)
             expandable = probabilities.gather(-1, tokens) >= self.threshold if self.threshold else None
@@ -123,7 +125,9 @@ class CapturedLevels(Capturable):
 
     def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> Drafted:
         tree_so_far = self.shape, inputs.last_tokens, inputs.limits, inputs.parts
-        growth, states, after_text = Growth.of_parts(*tree_so_far, self.constants), inputs.states, None
+        growth = Growth.of_parts(*tree_so_far, self.constants)
+        states = inputs.states
+        after_text = None
         noise = None if inputs.noise is None else inputs.noise.unbind(dim=1)
         if inputs.text is not None:
             logits, *after_text = self._read(module, inputs.text, inputs, cache)
@@ -132,7 +136,8 @@ class CapturedLevels(Capturable):
             noise = None if noise is None else noise[1:]
         layer = cache.layers[0]
         # Slots of the rows' last tokens, and how many slots attention reads.
-        roots, columns = layer.next_slots - 1 - growth.expanded, layer.get_mask_sizes(0)[0]
+        roots = layer.next_slots - 1 - growth.expanded
+        columns = layer.get_mask_sizes(0)[0]
         for number in range(self.passes):
             frontier = growth.expand(self.width)
             layout = StepLayout(roots, columns, *growth.structure(), inputs.visible)
@@ -147,7 +152,8 @@ class CapturedLevels(Capturable):
         chain = TreeStructure.of_captured_chains(batch, width - 1, text.tokens.device)
         layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.visible)
         results = self.level(module, text.tokens, layout, text.features, inputs.offsets, cache, True)
-        slots, last = layer.slots - (width - text.counts[:, None]), (text.counts - 1)[:, None, None]
+        slots = layer.slots - (width - text.counts[:, None])
+        last = (text.counts - 1)[:, None, None]
         for one in cache.layers:
             one.slots = slots
         return [None if part is None else part.gather(1, last.expand(-1, -1, part.shape[-1])) for part in results]
@@ -188,7 +194,8 @@ def grow_captured(
     visible = drafter.visible
     if visible is not None:
         visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
-    parts, constants = growth.parts(), growth.constants_after(passes, width)
+    parts = growth.parts()
+    constants = growth.constants_after(passes, width)
     levels = CapturedLevels(growth.shape, passes, width, nodes, proposals, drafter.level, constants)
     states = None if text is not None else drafter.states
     tree_so_far = growth.last_tokens, growth.limits_on_device, parts

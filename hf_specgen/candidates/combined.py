@@ -151,7 +151,8 @@ class _CombinedSession(DraftSession):
             session.plan([min(depth, k) if self._needs_networks else 0 for depth in max_depths])
 
     def _draft_without_pass(self, max_depths: Sequence[int]) -> None:
-        self._drafts, self.passes = [], []
+        self._drafts = []
+        self.passes = []
         for session, k in self._members[: self._first_network]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths)
         self._tree = self._search(max_depths)
@@ -161,13 +162,15 @@ class _CombinedSession(DraftSession):
         """The members' drafts in one tree."""
         if self._tree is None:
             self._draft_without_pass(max_depths)
-        tree, drafts = self._tree or DraftTree.empty(len(max_depths)), self._needs_networks
+        tree = self._tree or DraftTree.empty(len(max_depths))
+        drafts = self._needs_networks
         self._tree = None
         for session, k in self._members[self._first_network :]:
             draft = self._draft_member(session, k if drafts else 0, max_depths)
             self.passes += _passes(session, draft)
             if draft.nodes and self._verifies_one:
-                tree, drafts = draft, False
+                tree = draft
+                drafts = False
         if drafts and any(draft.nodes for draft in self._drafts[self._first_network :]):
             tree = self._search(max_depths, self.passes)
         return tree
@@ -232,7 +235,8 @@ def merged_children(
 
 def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, float]]]:
     """For each node of a row's draft (-1 for the last token), its children: node, token, acceptance."""
-    tokens, parents = draft.token_lists()[row], draft.parents[row]
+    tokens = draft.token_lists()[row]
+    parents = draft.parents[row]
     path = None if draft.probability is None else draft.probability[row]
     below: dict[int, list[tuple[int, int, float]]] = {}
     for node, parent in enumerate(parents):

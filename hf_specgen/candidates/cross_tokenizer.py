@@ -45,7 +45,8 @@ class DraftText:
     """One row's text in the tokens of a draft model, which here are those of the target."""
 
     def __init__(self, prompt: Sequence[int]):
-        self.tokens, self._num_read = list(prompt), 0
+        self.tokens = list(prompt)
+        self._num_read = 0
 
     def extend(self, generated: Sequence[int]) -> bool:
         """Append what was generated since the last call; returns False while it ends within a character."""
@@ -71,7 +72,8 @@ class Codec:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that follows another: SentencePiece adds a space to what begins a text."""
-        tokens, before = self._encode("\n" + text), len(self._line_break)
+        tokens = self._encode("\n" + text)
+        before = len(self._line_break)
         return tokens[before:] if tokens[:before] == self._line_break else self._encode(text)
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -88,7 +90,9 @@ class Retokenizer(DraftText):
     """One row's text in the tokens of a draft model with another tokenizer. Tokens never change once they are added."""
 
     def __init__(self, target: Codec, draft: Codec, prompt: Sequence[int], shared: SharedVocabulary):
-        self._target, self._draft, self._shared = target, draft, shared
+        self._target = target
+        self._draft = draft
+        self._shared = shared
         complete = len(prompt)
         while complete and target.decode(prompt[:complete]).endswith(INCOMPLETE):
             complete -= 1
@@ -103,7 +107,8 @@ class Retokenizer(DraftText):
             self._num_read += 1
         if self._num_read < len(text):
             context = text[max(0, self._num_read - CONTEXT) : self._num_read]
-            before, after = self._target.decode(context), self._target.decode([*context, *text[self._num_read :]])
+            before = self._target.decode(context)
+            after = self._target.decode([*context, *text[self._num_read :]])
             if after.endswith(INCOMPLETE):
                 return False
             self.tokens += self._draft.encode(after[len(before) :])

@@ -197,7 +197,8 @@ class EagleCandidates(HeadCandidates):
     max_depth = 32
     """With the depth 8 of EAGLE-3's trees the projected speed of the bundled head is 0.9 of that with 16, which is 0.96
     of that with 32: text of which the head is nearly certain is accepted to a greater depth."""
-    head_classes, has_mask_token = (Eagle1Head, Eagle3Head), False
+    head_classes = (Eagle1Head, Eagle3Head)
+    has_mask_token = False
     expected = "an EAGLE head without a mask token (P-EAGLE)"
 
 
@@ -216,7 +217,9 @@ class PEagleCandidates(HeadCandidates):
 
     max_depth = 8
     """Published heads were trained to draft 5 to 8 tokens."""
-    head_classes, has_mask_token, expected = (Eagle3Head,), True, "a P-EAGLE head"
+    head_classes = (Eagle3Head,)
+    has_mask_token = True
+    expected = "a P-EAGLE head"
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         window = self.window(batch, bound)
@@ -240,7 +243,8 @@ class DFlashCandidates(HeadCandidates):
 
     max_depth = 16
     """Published heads have blocks of 8 to 16 tokens."""
-    head_classes, expected = (BlockHead,), "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino)"
+    head_classes = (BlockHead,)
+    expected = "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino)"
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         window = self.window(batch, bound)
@@ -284,7 +288,8 @@ class MTPCandidates(HeadCandidates):
 
     max_depth = 4
     """The layer was trained to predict one token; further ones are less accurate."""
-    head_classes, expected = (MTPHead,), "MTP layers"
+    head_classes = (MTPHead,)
+    expected = "MTP layers"
     arguments = {**HeadCandidates.arguments, "draft_vocabulary": None}
 
     def __init__(
@@ -305,7 +310,8 @@ class MTPCandidates(HeadCandidates):
         return load_mtp(model, self.drafter)
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
-        layers, full = len(cast(MTPHead, bound.head).layers), bound
+        layers = len(cast(MTPHead, bound.head).layers)
+        full = bound
         if (vocabulary := self.draft_vocabulary) is not None:
             ids = vocabulary_ids(vocabulary, batch.state.prompts, bound.head.config.draft_vocab_size)
             bound = self._restricted.on(batch.model, lambda: restricted_head(full, ids))
@@ -330,7 +336,8 @@ class GemmaAssistantCandidates(HeadCandidates):
 
     max_depth = 8
     """Without a cache, one hidden state and the last token stand for all draft tokens."""
-    head_classes, expected = (AssistantHead,), "a Gemma 4 assistant"
+    head_classes = (AssistantHead,)
+    expected = "a Gemma 4 assistant"
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         return replace(super().target_requirements(model), reads_cache=True)
@@ -356,7 +363,8 @@ class MedusaCandidates(HeadCandidates):
 
     max_depth = 8
     """Published sets have at most 5 heads."""
-    head_classes, expected = (MedusaHeads,), "a set of Medusa heads"
+    head_classes = (MedusaHeads,)
+    expected = "a set of Medusa heads"
     latency_kind = "medusa"
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:

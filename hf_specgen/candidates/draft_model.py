@@ -48,7 +48,8 @@ from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.support import check_model
 
 logger = logging.getLogger("hf_specgen")
-MAX_DEPTH, MAX_PARALLEL_DEPTH = 32, 16
+MAX_DEPTH = 32
+MAX_PARALLEL_DEPTH = 16
 """Maximum depth of k="auto": with 16 the projected speed is 0.95 of that with 32, as text of which the draft model is
 nearly certain is accepted to a greater depth. A draft in one pass takes longer with every level, accepted or not."""
 
@@ -89,7 +90,8 @@ class DraftModelCandidates(PretrainedCandidates):
         DraftModelCandidates('org/small-model', k=4)
     """
 
-    latency_kind, may_have_code = "draft_model", True
+    latency_kind = "draft_model"
+    may_have_code = True
     arguments = {
         **PretrainedCandidates.arguments,
         "confidence_threshold": 0.0,
@@ -131,7 +133,8 @@ class DraftModelCandidates(PretrainedCandidates):
                     "TorchAoConfig(Int8WeightOnlyConfig()), and neither dtype nor device; those are the target's"
                 )
             self._copies = BoundModules()
-        self.confidence_threshold, self.share_encoder = confidence_threshold, share_encoder
+        self.confidence_threshold = confidence_threshold
+        self.share_encoder = share_encoder
         self.draft_window = check_window(draft_window)
         self.draft_vocabulary = check_vocabulary(draft_vocabulary)
         self._restricted: BoundModules[tuple[PreTrainedModel, torch.Tensor]] = BoundModules()
@@ -171,12 +174,14 @@ class DraftModelCandidates(PretrainedCandidates):
         size = vocabulary_size(batch.model)
         encodes = reads_encoder(draft)
         other = self._has_other_tokenizer(draft, batch.model)
-        texts, shared = [DraftText(prompt) for prompt in prompts], None
+        texts = [DraftText(prompt) for prompt in prompts]
+        shared = None
         if other:
             texts, shared = retokenized_texts(batch, draft)
         parallel = None if other or encodes else ParallelDraft.of(draft)
         reads_target = parallel is not None and bool(parallel.layers)
-        takes_window, window = not (other or encodes or reads_target), None  # the target's states are of the whole text
+        takes_window = not (other or encodes or reads_target)
+        window = None  # the target's states are of the whole text
         if takes_window:
             window = draft_window(self.draft_window, text_config(draft), batch.state)
         token_ids = None

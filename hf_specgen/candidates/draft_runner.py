@@ -266,7 +266,8 @@ class DraftModelDrafter:
 
     def _uncached(self, depths: list[int]) -> UncachedText:
         """The tokens of each row that the draft model has not read, in the rows that draft; otherwise one token."""
-        window, rows = self._window, self._rows
+        window = self._window
+        rows = self._rows
         self._drafts = [depth > 0 for depth in depths]
         self._expanded = 0
         passes = []

@@ -66,16 +66,19 @@ def vocabulary_ids(
 
 def restricted_model(model: PreTrainedModel, ids: torch.Tensor) -> tuple[PreTrainedModel, torch.Tensor]:
     """A model that shares all modules but the output matrix, and the tokens of that, on its device."""
-    restricted, rows = _copied(model), _rows(model.get_output_embeddings(), ids)
+    restricted = _copied(model)
+    rows = _rows(model.get_output_embeddings(), ids)
     restricted.set_output_embeddings(rows)
     return restricted, ids.to(rows.weight.device)
 
 
 def restricted_head(bound: BoundHead, ids: torch.Tensor) -> BoundHead:
     """A head that shares all modules but the output matrix."""
-    head, result = _copied(bound.head), copy.copy(bound)
+    head = _copied(bound.head)
+    result = copy.copy(bound)
     head.config = replace(bound.head.config, draft_vocab_size=len(ids), own_lm_head=True)
-    result.head, result._lm_head = head, _rows(bound._lm_head, ids)
+    result.head = head
+    result._lm_head = _rows(bound._lm_head, ids)
     head.draft_to_target = ids.to(result._lm_head.weight.device)
     return result
 
@@ -83,7 +86,8 @@ def restricted_head(bound: BoundHead, ids: torch.Tensor) -> BoundHead:
 def _copied(module: Any) -> Any:
     """A module with the same submodules and buffers, which can be replaced."""
     copied = copy.copy(module)
-    copied._modules, copied._buffers = dict(module._modules), dict(module._buffers)
+    copied._modules = dict(module._modules)
+    copied._buffers = dict(module._buffers)
     return copied
 
 

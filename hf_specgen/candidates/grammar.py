@@ -56,7 +56,8 @@ class _MatcherState(GrammarState):
     """A matcher of xgrammar or llguidance, which can be forked."""
 
     def __init__(self, matcher: Any, vocab: int):
-        self._matcher, self._vocab = matcher, vocab
+        self._matcher = matcher
+        self._vocab = vocab
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
@@ -85,7 +86,9 @@ class _AutomatonState(GrammarState):
     """A state of the automaton of outlines."""
 
     def __init__(self, index: Any, state: int | None, vocab: int):
-        self._index, self._state, self._vocab = index, state, vocab
+        self._index = index
+        self._state = state
+        self._vocab = vocab
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
@@ -100,7 +103,9 @@ class _ReplayedState(GrammarState):
     """The text so far, prompt included, for lm-format-enforcer, which keeps what it computed for earlier texts."""
 
     def __init__(self, enforcer: Any, text: list[int], vocab: int):
-        self._enforcer, self._text, self._vocab = enforcer, text, vocab
+        self._enforcer = enforcer
+        self._text = text
+        self._vocab = vocab
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
@@ -231,8 +236,10 @@ class GrammarSession(WrappedSession):
 
     def __init__(self, session: DraftSession, states: Sequence[GrammarState], size: Any):
         super().__init__(session)
-        rows, texts = zip(self.batch.state.prompts, states, strict=True), _Texts(session.batch.call)
-        self._rows, self._size = [_Row(prompt, state, texts) for prompt, state in rows], size
+        rows = zip(self.batch.state.prompts, states, strict=True)
+        texts = _Texts(session.batch.call)
+        self._rows = [_Row(prompt, state, texts) for prompt, state in rows]
+        self._size = size
 
     def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
         """The most probable tree of what the session drafted and the grammar allows, and of what the grammar forces."""
@@ -254,8 +261,10 @@ class _Row:
     """The text of one row, its layout, and the state of its grammar; None once the text has left the grammar."""
 
     def __init__(self, prompt: Sequence[int], state: GrammarState, texts: _Texts):
-        self._texts, self._odds = texts, MatchOdds()
-        self._index, self._counts = NgramIndex(prompt), Counter(prompt)
+        self._texts = texts
+        self._odds = MatchOdds()
+        self._index = NgramIndex(prompt)
+        self._counts = Counter(prompt)
         self._state: GrammarState | None = state
         self._generated = 0  # tokens read
         self._choices: dict[bytes, _Choices] = {}
@@ -311,7 +320,8 @@ class _Row:
         """The tokens that may follow and their probabilities, most probable first."""
         if state is None:
             return sorted(proposed.items(), key=lambda one: -one[1])
-        allowed, choices = state.allowed, self._choices_of(state)
+        allowed = state.allowed
+        choices = self._choices_of(state)
         if choices.count <= 1:
             return [(int(allowed.argmax()), 1.0)] if choices.count else []
         values: dict[int, float] = {}
@@ -326,7 +336,8 @@ class _Row:
 
     def _votes(self, path: tuple[int, ...]) -> dict[int, float]:
         """Probabilities of tokens by what followed matches in the text."""
-        tokens, tail = self._index.tokens, [*self._index.tokens[-MAX_MATCH_LENGTH:], *path]
+        tokens = self._index.tokens
+        tail = [*self._index.tokens[-MAX_MATCH_LENGTH:], *path]
         matches = self._index.occurrences(tail, 8).items()
         votes = vote([(tokens, len(tokens), at, length, OWN) for at, length in matches], 0, self._odds)
         return {token: value for token, value, _ in votes}
@@ -335,7 +346,8 @@ class _Row:
         """Probabilities of allowed tokens by the grammar: forced text, and whitespace as it was used before."""
         if not choices.forced:
             return dict.fromkeys(choices.few, 1.0 / max(1, len(choices.few)))
-        last, counts = self._last(path), self._counts
+        last = self._last(path)
+        counts = self._counts
         # Some targets write forced text in shorter tokens than they could.
         base = (self._longest[True] + 1.0) / (self._longest[False] + 0.5)
         # Tokenizers give the last of several spaces to the text after them: more than one space was written.
@@ -348,7 +360,8 @@ class _Row:
             return _normalised(forced, 1.0)
         # Whitespace is as probable as it was after tokens of this kind.
         kind = self._texts.kind(last)
-        spaces, others = self._followed[kind, "space"], self._followed[kind, "text"]
+        spaces = self._followed[kind, "space"]
+        others = self._followed[kind, "text"]
         is_space = (spaces + 0.5) / (spaces + others + (1.0 if kind == "text" else 2.5))
         used = {token: float(counts[token]) for token in choices.whitespace & counts.keys()}
         indentation = next(filter(self._texts.is_line_break, reversed(path)), self._indentation)

@@ -50,8 +50,7 @@ from hf_specgen.tree import TreeStructure, ancestors_of
 
 Floats = NDArray[np.floating[Any]]
 LEVELS_PER_READ = 4
-"""Number of passes after which the host reads the probabilities, and waits for an accelerator. On a CPU, where nothing
-has to wait, every level is read."""
+"""Passes between reads of an accelerator by the host; on a CPU, where nothing has to wait, every level is read."""
 CLOSED = 1e4
 """Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
 UNEXPANDED = -2

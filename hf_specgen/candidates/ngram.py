@@ -52,7 +52,8 @@ frequent tokens: their part of the probability that the next token is one that n
 FREQUENT = 0
 FREQUENT_TOKENS = 48
 """Frequent tokens that trees contain at most: with 24, answers take 0.7% more steps, with 64 none less."""
-NEW_TOKEN_ODDS, NEW_TOKEN_ODDS_PER_TOKEN = 0.84, 0.66
+NEW_TOKEN_ODDS = 0.84
+NEW_TOKEN_ODDS_PER_TOKEN = 0.66
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
 MAX_SKIPPED = 3
 """New tokens that are not in the copied text, after which copying may still resume behind the last token copied."""
@@ -114,7 +115,10 @@ class NgramCandidates(Candidates):
             raise ValueError(f"max_ngram must be at least min_ngram={min_ngram}, got {max_ngram}")
         if not isinstance(history, NgramHistory | None):
             raise TypeError(f"history must be an NgramHistory, such as NgramHistory.load(file), got {history!r}")
-        self.min_ngram, self.max_ngram, self.history, self.prediction = min_ngram, max_ngram, history, prediction
+        self.min_ngram = min_ngram
+        self.max_ngram = max_ngram
+        self.history = history
+        self.prediction = prediction
 
     def start(self, batch: DraftBatch) -> DraftSession:
         return _NgramSession(self, batch)
@@ -207,10 +211,14 @@ class RowText:
         self.index = NgramIndex([*prediction, SEPARATOR, *prompt] if prediction else prompt)
         self.num_known = len(self.index)  # tokens before the generated ones
         self._first = self.num_known - len(prompt)
-        self._odds, self._history, self._min_ngram, self._max_ngram = odds, history, min_ngram, max_ngram
+        self._odds = odds
+        self._history = history
+        self._min_ngram = min_ngram
+        self._max_ngram = max_ngram
         self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
         # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
-        self._source, self._skipped = 0 if prediction else -1, 0
+        self._source = 0 if prediction else -1
+        self._skipped = 0
         self._next_count = 0  # length of the text at which its tokens are counted again
         self._frequent: list[tuple[int, float]] = []
 
@@ -254,7 +262,8 @@ class RowText:
 
     def _occurrences(self) -> list[Occurrence]:
         """Those of the end of the text."""
-        text, end = self.index.tokens, len(self.index)
+        text = self.index.tokens
+        end = len(self.index)
         tail = text[-MAX_MATCH_LENGTH:]
         self._matches = self.index.occurrences(tail, MAX_OCCURRENCES)
         places = dict.fromkeys(self._resumed(), 0) | self._matches
@@ -285,12 +294,14 @@ class RowText:
 
     def _follow_source(self, tokens: Sequence[int]) -> None:
         """Update `_source`: the occurrence that begins with most of the new tokens, the nearest one if several do."""
-        text, lengths = self.index.tokens, dict.fromkeys(self._resumed(), 0) | self._matches
+        text = self.index.tokens
+        lengths = dict.fromkeys(self._resumed(), 0) | self._matches
         places = [place for place, length in lengths.items() if length != 1 or self._is_near(place)]
         agreed = {place: common_length(text[place : place + len(tokens)], tokens) for place in places}
         best = max(places, key=lambda one: (agreed[one], self._is_near(one), lengths[one], one), default=-1)
         if best >= 0 and agreed[best]:
-            self._source, self._skipped = best + agreed[best], len(tokens) - agreed[best]
+            self._source = best + agreed[best]
+            self._skipped = len(tokens) - agreed[best]
         else:
             self._skipped += len(tokens)
 
@@ -305,7 +316,8 @@ class MatchOdds:
     def observe(self, outcomes: Iterable[tuple[int, float, bool]]) -> None:
         """Learn from verified tokens: the class, the expected probability and whether the token was accepted."""
         for place, expected, accepted in outcomes:
-            change, prior = exp(0.2 * (accepted - expected)), PRIOR_ODDS[place]
+            change = exp(0.2 * (accepted - expected))
+            prior = PRIOR_ODDS[place]
             self.values[place] = min(prior * 20, max(prior / 20, self.values[place] * change))
             if place != FREQUENT:
                 self.new = min(20.0, max(0.05, self.new / change))
@@ -341,7 +353,8 @@ def vote(voters: Sequence[Occurrence], depth: int, odds: MatchOdds) -> list[Vote
                 values[token] += value
                 proposers[token].append(voter)
             else:
-                values[token], proposers[token] = value, [voter]
+                values[token] = value
+                proposers[token] = [voter]
     total = sum(values.values()) + odds.new * (NEW_TOKEN_ODDS + NEW_TOKEN_ODDS_PER_TOKEN * len(values))
     votes: list[Vote] = [(token, value / total, proposers[token]) for token, value in values.items()]
     return sorted(votes, key=lambda one: -one[1]) if len(votes) > 1 else votes

@@ -124,14 +124,18 @@ class NgramHistory:
             return False
         saved = self.load(path)
         with self._lock:
-            self.index, self._is_output, self.max_tokens = saved.index, saved._is_output, saved.max_tokens
+            self.index = saved.index
+            self._is_output = saved._is_output
+            self.max_tokens = saved.max_tokens
             self._version = version
         return True
 
     def find(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
         """Where the end of a text occurs, see `NgramIndex.occurrences`."""
         with self._lock:
-            text, end, is_output = self.index.tokens, len(self.index), self._is_output
+            text = self.index.tokens
+            end = len(self.index)
+            is_output = self._is_output
             return [
                 (text, end, position, length, HISTORY_OUTPUT if is_output[position] else HISTORY_PROMPT)
                 for position, length in self.index.occurrences(tail, limit).items()
@@ -193,7 +197,8 @@ class NgramHistory:
         shapes = [file.get_slice(name).get_shape() for name in ("tokens", "is_output")]
         if shapes[0] != shapes[1] or len(shapes[0]) != 1 or not shapes[0][0] <= max_tokens <= MAX_TOKENS_OF_FILE:
             raise ValueError(f"it has {shapes} tokens and flags, but holds at most {max_tokens}")
-        tokens, is_output = file.get_tensor("tokens"), file.get_tensor("is_output")
+        tokens = file.get_tensor("tokens")
+        is_output = file.get_tensor("is_output")
         if tokens.dtype != np.int32 or is_output.dtype != np.uint8 or (tokens < SEPARATOR).any():
             raise ValueError(f"it has tokens of type {tokens.dtype} and flags of type {is_output.dtype}")
         history = cls(max_tokens)

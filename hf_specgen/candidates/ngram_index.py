@@ -50,7 +50,8 @@ class NgramIndex:
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
-        self.tokens, self.max_token = array("i"), -1
+        self.tokens = array("i")
+        self.max_token = -1
         self._allocate(0)
         self.extend(tokens)
 
@@ -71,8 +72,11 @@ class NgramIndex:
 
     def occurrences(self, tail: Sequence[int], limit: int) -> dict[int, int]:
         """Where the end of a text occurs in this one: the longest indexed n-grams first, and then the most recent."""
-        tokens, heads, links = self.tokens, self._heads, self._links
-        end, backwards = len(tokens), array("i", tail[-MAX_MATCH_LENGTH:])[::-1]
+        tokens = self.tokens
+        heads = self._heads
+        links = self._links
+        end = len(tokens)
+        backwards = array("i", tail[-MAX_MATCH_LENGTH:])[::-1]
         matches: dict[int, int] = {}
         [buckets] = self._buckets(_padded(backwards[CONTEXT::-1], CONTEXT + 1)[None]).tolist()
         for order, bucket in zip(reversed(ORDERS), reversed(buckets), strict=True):
@@ -93,19 +97,23 @@ class NgramIndex:
         """Make empty tables and links for twice a text."""
         self._capacity = max(MIN_CAPACITY, 2 * length + 1)  # odd, so that all bits of a hash count
         empty = bytes(array("i").itemsize * len(ORDERS) * self._capacity)
-        self._heads, self._links = array("i", empty), array("i", empty)
+        self._heads = array("i", empty)
+        self._links = array("i", empty)
 
     def _enter(self, first: int, end: int) -> None:
         """Add the n-grams that end with some tokens of the text to tables and links.
 
         The n-gram of a level that ends with token i is entry 4 * i + level + 1; 0 is none.
         """
-        heads, links = np.frombuffer(self._heads, np.int32), np.frombuffer(self._links, np.int32)
+        heads = np.frombuffer(self._heads, np.int32)
+        links = np.frombuffer(self._links, np.int32)
         padded = _padded(self.tokens[max(0, first - CONTEXT) : end], CONTEXT + end - first)
         buckets = self._buckets(padded[np.arange(end - first)[:, None] + np.arange(CONTEXT + 1)]).ravel()
         order = np.argsort(buckets, kind="stable")
-        buckets, entries = buckets[order], (order + (len(ORDERS) * first + 1)).astype(np.int32)
-        previous, is_same = heads[buckets], buckets[1:] == buckets[:-1]
+        buckets = buckets[order]
+        entries = (order + (len(ORDERS) * first + 1)).astype(np.int32)
+        previous = heads[buckets]
+        is_same = buckets[1:] == buckets[:-1]
         previous[1:][is_same] = entries[:-1][is_same]
         links[entries - 1] = previous
         heads[buckets] = entries  # the last one of each bucket stays

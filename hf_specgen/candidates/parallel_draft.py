@@ -113,7 +113,8 @@ class TargetFeatures:
     @contextmanager
     def added(self, values: torch.Tensor) -> Iterator[None]:
         """Inside, and in this thread, `values` are added to what the embedding returns for the next tokens."""
-        thread, begin = threading.get_ident(), 0
+        thread = threading.get_ident()
+        begin = 0
 
         def add(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor | None:
             nonlocal begin

@@ -59,7 +59,8 @@ class RecyclingTable:
 
     def row(self, token: int) -> tuple[list[int], list[float]]:
         """The successors of a token, most likely first, and the probability of each; nothing if it is unknown."""
-        successors, probabilities = self._successors[token].tolist(), self._probabilities[token].tolist()
+        successors = self._successors[token].tolist()
+        probabilities = self._probabilities[token].tolist()
         count = successors.index(-1) if successors[-1] < 0 else SUCCESSORS
         return successors[:count], probabilities[:count]
 

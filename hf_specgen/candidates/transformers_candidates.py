@@ -37,7 +37,8 @@ class TransformersCandidates(Candidates):
                 f"{type(generator).__name__} reads the target's outputs, which only Transformers' own loop provides; "
                 "pass it to Transformers' assisted generation, or use a strategy of hf_specgen"
             )
-        self.generator, self.drafter = generator, type(generator).__qualname__
+        self.generator = generator
+        self.drafter = type(generator).__qualname__
 
     @property
     def speculation(self) -> Statistics | None:

@@ -38,9 +38,12 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], None]):
-        self._tokenizer, self._write = tokenizer, write
-        self._generated, self._has_prompt = list[int](), False
-        self._done, self._written = 0, ""  # tokens and text that were written
+        self._tokenizer = tokenizer
+        self._write = write
+        self._generated = list[int]()
+        self._has_prompt = False
+        self._done = 0
+        self._written = ""  # tokens and text that were written
 
     def put(self, value: torch.Tensor) -> None:
         """Receive the prompt, then every token of a plain call."""
@@ -94,9 +97,12 @@ class Chat:
         system: str = "",
         **generation: Any,
     ):
-        self._model, self._tokenizer, self._generation = model, tokenizer, generation
+        self._model = model
+        self._tokenizer = tokenizer
+        self._generation = generation
         self._begin = [{"role": "system", "content": system}] if system else []
-        self.choices, self.console = choices, console
+        self.choices = choices
+        self.console = console
         self.strategy = next(reversed(choices))
         self.clear()
 
@@ -123,11 +129,13 @@ class Chat:
 
     def generate(self, messages: list[dict[str, str]], write: Callable[[str, bool], None]) -> str:
         """Answer the last of these messages; returns a line about strategy, speed, and accepted draft tokens."""
-        candidates, writer = self.choices[self.strategy], AnswerWriter(self._tokenizer, write)
+        candidates = self.choices[self.strategy]
+        writer = AnswerWriter(self._tokenizer, write)
         has_template = bool(self._tokenizer.chat_template)
         prompt = messages if has_template else "\n".join(message["content"] for message in messages)
         (inputs,) = workloads.encode(self._tokenizer, [prompt], 1)
-        ids, arguments = inputs["input_ids"], {"return_dict_in_generate": True, **self._generation}
+        ids = inputs["input_ids"]
+        arguments = {"return_dict_in_generate": True, **self._generation}
         if self.cached is not None and torch.equal(ids[:, : self.cached[0].shape[1]], self.cached[0]):
             # Unless the template or the tokenizer writes earlier turns in another way now.
             arguments[CACHE] = self.cached[1]

@@ -39,7 +39,9 @@ PROMPTS = (
     "Write a Python function that parses a CSV line, with a docstring and two examples.",
     "Tell a short story about a lighthouse keeper who collects clocks.",
 )
-GOOD, WARNING, BAD = "good", "warning", "bad"
+GOOD = "good"
+WARNING = "warning"
+BAD = "bad"
 """Results of a check."""
 KINDS = {
     EAGLE: r"eagle",
@@ -50,7 +52,8 @@ KINDS = {
     DRAFT: r"\bdraft\b|speculator",
 }
 """How the names and tags of repositories call each format, the most accurate per draft token first."""
-SMALL, MAX_RATIO = 0.12, 0.35
+SMALL = 0.12
+MAX_RATIO = 0.35
 """Draft models as a fraction of the target: usually faster up to the first one, rarely above the second one."""
 
 
@@ -106,7 +109,8 @@ def draft_model(target: PreTrainedModel, draft: PreTrainedModel) -> list[Finding
         a, b = map(load_tokenizer, names)
     except Exception as error:  # damaged files and missing packages raise errors of many types
         same = len({one.config.get_text_config().vocab_size for one in (target, draft)}) == 1
-        found, meaning = f"cannot be loaded: {first_line(error)}", "not compared; give folders that hold the tokenizers"
+        found = f"cannot be loaded: {first_line(error)}"
+        meaning = "not compared; give folders that hold the tokenizers"
         return [size, Finding("tokenizers", WARNING if same else BAD, found, meaning)]
     if a.get_vocab() != b.get_vocab():
         shared = shared_ids(*names)
@@ -165,13 +169,16 @@ def best_first(found: Iterable[Draft]) -> list[Draft]:
 
 def find(settings: FindSettings) -> bool:
     """Print what was found on the Hub, or else in the local cache, best first; returns False if that is nothing."""
-    console, place, source = terminal(), "the local cache", settings.target
+    console = terminal()
+    place = "the local cache"
+    source = settings.target
     if Path(source.path_or_id).is_dir():
         console.print(f"{settings.model} is a folder: looking in the local cache", highlight=False)
         found = in_cache(source)
     else:
         try:
-            place, found = "the Hub", on_hub(source, settings.limit)
+            place = "the Hub"
+            found = on_hub(source, settings.limit)
         except (
             Exception
         ) as error:  # no such id, HF_HUB_OFFLINE=1, no connection: a type of its own in every HTTP library
@@ -192,7 +199,9 @@ def find(settings: FindSettings) -> bool:
 
 def on_hub(source: Source, limit: int) -> list[Draft]:
     """Repositories that name the target as their base model and a format in name or tags; smaller models beside it."""
-    api, target, wanted = HfApi(), source.path_or_id, cast(Any, ["safetensors", "tags", "downloads", "config"])
+    api = HfApi()
+    target = source.path_or_id
+    wanted = cast(Any, ["safetensors", "tags", "downloads", "config"])
     info = api.model_info(target, revision=source.revision, expand=["safetensors", "config"])
     total = info.safetensors.total if info.safetensors else None
     found = []
@@ -212,7 +221,8 @@ def on_hub(source: Source, limit: int) -> list[Draft]:
 
 def in_cache(source: Source) -> list[Draft]:
     """Cached checkpoints that fit the target: heads by their tensors, draft models by size and tokenizer."""
-    is_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True  # do not wait for the Hub at every file
+    is_offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True  # do not wait for the Hub at every file
     try:
         return _fitting(without_weights(source), source.path_or_id)
     finally:

@@ -28,9 +28,11 @@ FIRST_SHARE = 0.3
 
 def show(settings: DemoSettings, console: Console | None = None) -> bool:
     """Run the demo and print it; returns False if a token differs in float32."""
-    console, begin = console or terminal(), perf_counter()
+    console = console or terminal()
+    begin = perf_counter()
     model, tokenizer = workloads.load("", settings.dtype, settings.device)
-    end, first_end = begin + settings.seconds, begin + settings.seconds * (FIRST_SHARE if settings.wide else 1)
+    end = begin + settings.seconds
+    first_end = begin + settings.seconds * (FIRST_SHARE if settings.wide else 1)
     same = measure_target("16M", model, tokenizer, settings, first_end, console)
     if settings.wide and settings.seconds and perf_counter() > end:
         console.print(f"[yellow]The {settings.wide}M target was left out: the first one took all of the time.[/]")
@@ -55,14 +57,16 @@ def measure_target(
 
     Answers are cut so that a prompt of each domain fits into the time, if no variant is slower than plain `generate`.
     """
-    title, measured = f"{size} {str(model.dtype).removeprefix('torch.')}", Comparison(variants(settings))
+    title = f"{size} {str(model.dtype).removeprefix('torch.')}"
+    measured = Comparison(variants(settings))
     with Live(console=console, auto_refresh=False, transient=True) as live:
         live.update(f"{title}: loading drafts, checking the target, warming up", refresh=True)
         (inputs,) = encode(tokenizer, ["Write a function that adds two numbers."], 1)
         warm_up = {"max_new_tokens": 8, "do_sample": False}
         plain, *_ = [measure_call(model, inputs, variant, warm_up, 0) for variant in measured.variants]
         speed = max(1, plain.tokens - 1) / max(1e-3, plain.seconds - plain.first_token)
-        domains, slowest = workloads.domain_prompts(), 0.0
+        domains = workloads.domain_prompts()
+        slowest = 0.0
         fitting = (deadline - perf_counter()) * speed / (len(measured.variants) * len(domains))
         length = int(min(settings.max_new_tokens, max(24, fitting)))
         # The first prompt of every domain, then the second of every domain, and so on.
@@ -75,7 +79,8 @@ def measure_target(
                 live.update(Group(ranking(measured, title), f"[dim]{domain}, {name}[/]"), refresh=True)
             slowest = max(slowest, perf_counter() - started)
     console.print(ranking(measured, title))
-    ours, count = [name for name in measured.samples if name not in (PLAIN, PEER)], len(measured.plain)
+    ours = [name for name in measured.samples if name not in (PLAIN, PEER)]
+    count = len(measured.plain)
     (best, reason), prompts = recommend(measured, ours), f"{count} prompt{'' if count == 1 else 's'}"
     console.print(f"[bold green]{best}[/]: {reason} ({prompts}, up to {length} new tokens each)", highlight=False)
     findings = list(judge(measured, ours, exact=model.dtype == torch.float32))

@@ -89,7 +89,8 @@ def ranking(measured: Comparison, title: str = "", texts: Mapping[str, str] = {}
     if texts:
         view.add_column("candidate_generator=")
     for name in sorted(speeds, key=speeds.__getitem__, reverse=True):
-        counts, speedup = total_counts(measured.samples[name]), speeds[name] / speeds[PLAIN]
+        counts = total_counts(measured.samples[name])
+        speedup = speeds[name] / speeds[PLAIN]
         bar = Bar(max(speeds.values()), 0, speeds[name], width=BAR, color="green" if speedup > 1 else "yellow")
         steps = (f"{counts.tokens_per_step:.2f}", f"{counts.acceptance_rate:.0%}") if counts.steps else ("", "")
         view.add_row(name, f"{speeds[name]:.1f}", bar, f"{speedup:.2f}", *steps, *filter(None, [texts.get(name)]))
@@ -125,7 +126,8 @@ def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: l
     model, tokenizer = workloads.load(settings.target, dtype, device)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if not model.config.is_encoder_decoder:
-        sizes, context = (1, 2, 4, 8, 16), min(128, limit // 2)
+        sizes = (1, 2, 4, 8, 16)
+        context = min(128, limit // 2)
         curve = measure_cost_curve(model, sizes, context=context, batch=settings.batch_size, repeats=5)
         report.findings.append(verification_cost(curve))
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
@@ -141,8 +143,10 @@ def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: l
     report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
     about = {}
     for name, samples in measured.samples.items():
-        speed, counts = measured.speed(name), total_counts(samples)
-        code, reason = codes.get(name, ""), "" if name == PLAIN else note(speed, counts)
+        speed = measured.speed(name)
+        counts = total_counts(samples)
+        code = codes.get(name, "")
+        reason = "" if name == PLAIN else note(speed, counts)
         about[name] = f"{code}\n[dim]{reason}[/]" if reason else code
         report.measured[name] = {
             "tokens_per_second": measured.tokens_per_second(name),
@@ -206,7 +210,8 @@ def note(speed: Interval, counts: Statistics) -> str:
 
 def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[Finding]:
     """Whether the tokens of variants are those of plain `generate`, and whether the times are reliable."""
-    answers, different = len(names) * len(measured.plain), [name for name in names if measured.different[name]]
+    answers = len(names) * len(measured.plain)
+    different = [name for name in names if measured.different[name]]
     if different:
         count = sum(measured.different[name] for name in different)
         unexplained = sum(measured.unexplained[name] for name in different)
@@ -240,7 +245,8 @@ def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     best = next(name for name, speed in over_fastest if speed.value >= TIE and (is_single or not speed.differs))
     if best == PLAIN:
         return PLAIN, "no strategy was clearly faster than plain generate on these prompts"
-    found, rank = speeds[best], "the fastest of hf_specgen's strategies"
+    found = speeds[best]
+    rank = "the fastest of hf_specgen's strategies"
     if best != fastest:
         rank = f"as fast as {fastest} and simpler"
     doubt = "" if found.low > 1 else "; not certain yet, a longer measurement makes the interval smaller"
@@ -257,7 +263,8 @@ def tune(settings: TuneSettings) -> None:
     candidates = [one.candidates for one in named]
     for strategy in candidates:  # every strategy must fit the target before anything is measured
         strategy.target_requirements(model)
-    rows, context = settings.batch_size, settings.context
+    rows = settings.batch_size
+    context = settings.context
     latency = measure_latency(model, candidates, rows=rows, context=context, progress_bar=True)
     latency.save(settings.latency)
     for curve, drafters in latency.buckets:

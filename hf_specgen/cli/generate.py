@@ -85,7 +85,8 @@ def answer_missing(
 
     The processes divide the missing ones; `answer` yields them with their numbers, and each is written at once.
     """
-    processes, known = PartialState(), read_answers(parts)
+    processes = PartialState()
+    known = read_answers(parts)
     processes.print(f"{len(numbers)} rows, {len(known)} answered already, processes: {processes.num_processes}")
     processes.wait_for_everyone()  # no process writes before all have read, so that all divide the same rows
     parts.mkdir(parents=True, exist_ok=True)

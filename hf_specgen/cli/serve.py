@@ -96,7 +96,8 @@ class BatchedRequests(CBGenerateManager):
 
 def _set_sampling(gen_config: Any) -> None:
     """Sample for a temperature above 0, or top_p alone, which Transformers' server ignores for greedy models."""
-    temperature, top_p = _body.get().get("temperature"), _body.get().get("top_p")
+    temperature = _body.get().get("temperature")
+    top_p = _body.get().get("top_p")
     if temperature or (temperature is None and top_p is not None):
         gen_config.do_sample = True
 
@@ -203,7 +204,8 @@ def serve(
     with ExitStack() as stack:
         with errors():
             trusted = options["trust_remote_code"]
-            strategy, source = chosen_strategy(draft, trust_remote_code=trusted), checkpoint(model, revision, trusted)
+            strategy = chosen_strategy(draft, trust_remote_code=trusted)
+            source = checkpoint(model, revision, trusted)
             name, gguf_file = utils.split_model_id(source.path_or_id)
             with source_errors(name):
                 gguf_file or from_pretrained(AutoConfig, source)

@@ -150,7 +150,8 @@ def errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
-        message, reason = str(error), str(error).split("\n", 1)[0]
+        message = str(error)
+        reason = str(error).split("\n", 1)[0]
         if isinstance(error, MemoryError) or "allocate" in reason or "out of memory" in reason:
             message = f"not enough memory for this; use a smaller batch, length, model or dtype ({reason})"
         elif isinstance(error, RuntimeError):

@@ -96,15 +96,21 @@ class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
-        self._call, drafting, self._has_shared_loss = call, call.drafting, policy.shared_loss is not None
+        self._call = call
+        drafting = call.drafting
+        self._has_shared_loss = policy.shared_loss is not None
         # Drafts are cut to the common budget later, so that each call drafts as if alone.
         self._is_alone = self._has_shared_loss and drafting.negligible_cost
         self.remembers = policy.latency is None and call.settings.memory
-        self._model, self._key = call.model if self.remembers else None, ("loss", drafting.key, call.temperature)
+        self._model = call.model if self.remembers else None
+        self._key = ("loss", drafting.key, call.temperature)
         self._loss = policy.shared_loss or memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
-        self._accepted, self._verified, self._nodes_per_level = 1.4, 2.0, 1.0  # a prior: two tokens, accepted at 0.7
-        self._uncached, self._has_drafted = call.context_length, False
+        self._accepted = 1.4
+        self._verified = 2.0
+        self._nodes_per_level = 1.0  # a prior: two tokens, accepted at 0.7
+        self._uncached = call.context_length
+        self._has_drafted = False
         if policy.latency is None:
             self._use(policy.curve or known_curve(call))
         else:
@@ -153,7 +159,8 @@ class AdaptiveSession(PolicySession):
 
     def _pauses(self, rows: int) -> bool:
         """Whether drafting has lost too much, or would by the tokens that the drafter has to process before it."""
-        lost, is_free = self._loss.plain_steps, self._call.drafting.has_free_drafts
+        lost = self._loss.plain_steps
+        is_free = self._call.drafting.has_free_drafts
         if self._has_drafted and not is_free:
             lost += self._catching_up(rows)
         return lost >= MAX_LOSS or not (is_free or self._has_drafted or self.affords_prefill())
@@ -174,13 +181,15 @@ class AdaptiveSession(PolicySession):
         rows = [row for row in step.rows if row is not None]
         drafted = [row for row in rows if row.drafted]
         if drafted or step.passes:
-            self._uncached, self._has_drafted = 0, True
+            self._uncached = 0
+            self._has_drafted = True
         if self._timer is not None:
             self._timer.check(step)
             if self._timer.observe(step):
                 self.latency = self._timer.latency()
         if not self._has_shared_loss:
-            latency, emitted = self._at(step.pass_rows), sum(row.emitted for row in rows) / max(1, len(rows))
+            latency = self._at(step.pass_rows)
+            emitted = sum(row.emitted for row in rows) / max(1, len(rows))
             seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)
             self._loss.count(latency, step.pass_rows, seconds, step.passes, emitted)
             memory.store(self._model, self._key, self._loss)

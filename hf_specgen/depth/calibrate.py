@@ -33,7 +33,8 @@ from hf_specgen.tree import DraftTree
 T = TypeVar("T")
 QUERIES = (1, 8, 2, 24, 1, 64)
 """Tokens per row of the timed passes, in this order, as far as there is time for them."""
-MAX_PLAIN_STEPS, MAX_FIRST_STEPS = 8.0, 12.0
+MAX_PLAIN_STEPS = 8.0
+MAX_FIRST_STEPS = 12.0
 """Plain steps after which no pass is timed again, and after which no further size is timed. Where T(8) is three plain
 steps, T(24) may be no more, which deep drafts need to know: in the time of eight it would not be measured there."""
 
@@ -81,7 +82,8 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
     longest = target.last_position - max(target.first_positions, default=0) + 1
     if longest <= QUERIES[1]:
         return None
-    pending, group = call.state.pending(), lockstep_group(call.model)
+    pending = call.state.pending()
+    group = lockstep_group(call.model)
     attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
     target.capture_now()
     times: dict[int, float] = {}
@@ -150,17 +152,22 @@ class DrafterTimer:
     """
 
     def __init__(self, call: Call, curve: CostCurve):
-        self._call, self._curve, self._model = call, curve, cast(PreTrainedModel, call.model)
+        self._call = call
+        self._curve = curve
+        self._model = cast(PreTrainedModel, call.model)
         self._without_passes = call.drafting.negligible_cost
-        self._key, self._group = (*_key(call), call.drafting.key), lockstep_group(self._model)
+        self._key = (*_key(call), call.drafting.key)
+        self._group = lockstep_group(self._model)
         self._is_cpu = compat.input_device(self._model).type == "cpu"
         known: float | None = memory.recall(self._model, self._key, lambda: None)
-        self.is_known, self._ratios = known is not None, list[float]()
+        self.is_known = known is not None
+        self._ratios = list[float]()
         self.fraction = known or (0.0 if self._without_passes else 0.3)
 
     def latency(self) -> LatencyModel:
         """The latencies of target and drafter, as far as they are known."""
-        curve, fraction = self._curve, self.fraction
+        curve = self._curve
+        fraction = self.fraction
         tokens = tuple(float(curve.batch * q) for q in curve.queries)
         of_passes = DraftLatency(tokens, tuple(fraction * seconds for seconds in curve.seconds))
         drafter = DraftLatency(overhead=fraction * curve.seconds[0]) if self._without_passes else of_passes

@@ -172,7 +172,9 @@ class MovingWindow(Policy):
     def __init__(self, target: float = 0.6, window: int = 10, start: int | None = None):
         if not (isinstance(target, float) and 0 < target < 1 and isinstance(window, int) and window >= 1):
             raise ValueError(f"target must be between 0 and 1, and window at least 1, got {target!r} and {window!r}")
-        self.target, self.window, self.first_depth = target, window, start
+        self.target = target
+        self.window = window
+        self.first_depth = start
 
     def __repr__(self) -> str:
         return f"MovingWindow(target={self.target}, window={self.window}, start={self.first_depth})"
@@ -183,7 +185,9 @@ class MovingWindow(Policy):
 
 class _WindowSession(PolicySession):
     def __init__(self, policy: MovingWindow, call: Call):
-        self._target, self._k, batch = policy.target, call.drafting.k, call.state.batch
+        self._target = policy.target
+        self._k = call.drafting.k
+        batch = call.state.batch
         self._depths = [self._k if policy.first_depth is None else min(policy.first_depth, self._k)] * batch
         self._recent: list[deque[tuple[int, int]]] = [deque(maxlen=policy.window) for _ in range(batch)]
 

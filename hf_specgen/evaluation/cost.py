@@ -108,7 +108,8 @@ def widen(model: PreTrainedModel, parameters: int, dtype: torch.dtype | None = N
     for mlp in (cast(Any, module) for module in wide.modules() if hasattr(module, "gate_proj")):
         mlp.intermediate_size = neurons
         for layer, inputs, outputs in ((mlp.gate_proj, 0, more), (mlp.up_proj, 0, more), (mlp.down_proj, more, 0)):
-            layer.in_features, layer.out_features = layer.in_features + inputs, layer.out_features + outputs
+            layer.in_features = layer.in_features + inputs
+            layer.out_features = layer.out_features + outputs
             layer.weight.data = pad(layer.weight.data, (0, inputs, 0, outputs))
             if layer.bias is not None:
                 layer.bias.data = pad(layer.bias.data, (0, outputs))

@@ -23,7 +23,8 @@ from hf_specgen.depth.calibrate import thread_clock
 from hf_specgen.depth.calibrate import wait as wait
 from hf_specgen.targets.support import is_rounding
 
-ROUNDING, UNEXPLAINED = "rounding", "NO"
+ROUNDING = "rounding"
+UNEXPLAINED = "NO"
 NO_TOKEN = -1
 """In place of a token after the end of the shorter output."""
 
@@ -67,17 +68,20 @@ def measure_call(
         generation: arguments of `generate` that all variants share; `return_dict_in_generate` keeps the cache, and a
             `streamer` takes the place of the one that records the time of the first token.
     """
-    device, clock = compat.input_device(model), _FirstToken()
+    device = compat.input_device(model)
+    clock = _FirstToken()
     inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     arguments = {"streamer": clock, **generation, **variant.arguments()}
     generator = arguments.get("candidate_generator")
     torch.manual_seed(seed)
     wait(device)
     thread_time = thread_clock()
-    thread_begin, clock.begin = thread_time(), perf_counter()
+    thread_begin = thread_time()
+    clock.begin = perf_counter()
     output = cast(Any, model).generate(**inputs, **arguments)
     wait(device)
-    seconds, thread_seconds = perf_counter() - clock.begin, thread_time() - thread_begin
+    seconds = perf_counter() - clock.begin
+    thread_seconds = thread_time() - thread_begin
     ids, cache = (output, None) if isinstance(output, torch.Tensor) else (output.sequences, output[compat.CACHE])
     tokens = _count(model, ids[:, _prompt_length(model, inputs) :])
     speculation = None if generator is None else generator.speculation
@@ -190,14 +194,17 @@ def first_difference(
     if NO_TOKEN in tokens:
         return {**found, "decided by": "length", "explained": UNEXPLAINED}
     logits = _logits_after(model, plain.ids[row : row + 1, :position], row, inputs)
-    values, scale, decided_by = logits[tokens], float(logits.std()), "logits"
+    values = logits[tokens]
+    scale = float(logits.std())
+    decided_by = "logits"
     if generation.get("do_sample"):
         temperature = generation.get("temperature") or 1.0
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             for _ in range(position - _prompt_length(model, inputs) + 1):
                 noise = torch.empty(len(plain.ids), len(logits), device=logits.device).exponential_()
-        values, scale = values / temperature - noise[row, tokens].log(), scale / temperature
+        values = values / temperature - noise[row, tokens].log()
+        scale = scale / temperature
         decided_by = "p over noise"
     margin = float(values[0] - values[1])
     explained = ROUNDING if is_rounding([abs(margin) / 2 / scale], model.dtype) else UNEXPLAINED
@@ -233,9 +240,11 @@ class Comparison:
     """
 
     def __init__(self, variants: Sequence[Variant], requests: int = 0):
-        self.variants, self.requests = variants, requests
+        self.variants = variants
+        self.requests = requests
         self.samples: dict[str, list[Sample]] = {variant.name: [] for variant in variants}
-        self.different, self.unexplained = Counter[str](), Counter[str]()
+        self.different = Counter[str]()
+        self.unexplained = Counter[str]()
         self.device = ""
 
     @property
@@ -247,9 +256,11 @@ class Comparison:
         self, model: PreTrainedModel, inputs: dict[str, torch.Tensor], generation: dict[str, Any]
     ) -> Iterator[str]:
         """Run plain `generate`, then the other variants in turns; yields the name of each before it runs."""
-        number, self.device = len(self.plain), compat.input_device(model).type
+        number = len(self.plain)
+        self.device = compat.input_device(model).type
         plain, *others = self.variants
-        first, seed = number % max(1, len(others)), number % self.requests if self.requests else number
+        first = number % max(1, len(others))
+        seed = number % self.requests if self.requests else number
         for variant in (plain, *others[first:], *others[:first]):
             yield variant.name
             sample = measure_call(model, inputs, variant, generation, seed)

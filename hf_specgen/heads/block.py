@@ -103,7 +103,8 @@ class BlockHead(DraftHead):
         lengths: Sequence[int],
     ) -> HeadOutput:
         """One pass over a block, `[batch, block, hidden]`, after a context of so many entries in each row."""
-        block, equal_lengths = embeddings.shape[1], len(set(lengths)) == 1
+        block = embeddings.shape[1]
+        equal_lengths = len(set(lengths)) == 1
         masks = {
             # Without a mask, attention can use its fastest kernels.
             attention: None
@@ -111,7 +112,8 @@ class BlockHead(DraftHead):
             else block_mask(attention, lengths, block, embeddings.device)
             for attention in set(self.config.attention)
         }
-        rotary, states = self.rotary(embeddings, position_ids), embeddings * self.config.input_embedding_scale
+        rotary = self.rotary(embeddings, position_ids)
+        states = embeddings * self.config.input_embedding_scale
         for layer, attention in zip(self.layers, self.config.attention, strict=True):
             states = layer(states, rotary, masks[attention], cache)
         return HeadOutput(states, self.norm(states))
@@ -143,7 +145,8 @@ def block_layers(num_layers: int, num_draft_layers: int) -> tuple[int, ...]:
 
 def block_options(file: HeadFile) -> dict[str, Any]:
     """The fields of `BlockConfig` in every format; without the first proposing position if the file leaves it open."""
-    fields, options = file.fields, file.common()
+    fields = file.fields
+    options = file.common()
     target_layers = fields.optional_integer("num_target_layers", 1)
     if options["aux_hidden_state_layers"] is None and target_layers is not None:
         options["aux_hidden_state_layers"] = block_layers(target_layers, file.num_layers)
@@ -164,7 +167,9 @@ def _attention(file: HeadFile) -> tuple[BlockAttention, ...]:
     In the format of speculators the window is counted from the anchor, and sliding layers are causal inside the block
     by default, except those of DFlash2. In other formats a flag may decide for all layers whether they are causal.
     """
-    layers, fields, count = file.of_layers, file.fields, file.num_layers
+    layers = file.of_layers
+    fields = file.fields
+    count = file.num_layers
     window = layers.optional_integer("sliding_window", 1) if layers.flag("use_sliding_window") else None
     types = layers.values.get("layer_types")
     if types is None:

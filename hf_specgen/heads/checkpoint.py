@@ -22,11 +22,14 @@ from torch import nn
 
 from hf_specgen.heads.source import Source, first_line
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-SINGLE, PICKLED = "model.safetensors", "pytorch_model.bin"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED = "pytorch_model.bin"
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Files that only Medusa heads have; some come without a config."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """PEFT puts this before the names of the adapted module's tensors."""
 UNSUPPORTED_LORA = ("rank_pattern", "alpha_pattern", "use_dora", "lora_bias")
@@ -52,7 +55,8 @@ class Fields:
     """The values of an untrusted config, with defaults, each checked when it is read."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        self.values, self.defaults = values, defaults or {}
+        self.values = values
+        self.defaults = defaults or {}
 
     def get(self, name: str) -> Any:
         """The value or its default, unchecked; None if there is neither."""
@@ -158,7 +162,8 @@ def named_errors(source: object) -> Iterator[None]:
 
 def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     """The tensors in a pickled file, by name, as views of the memory-mapped file if it is a zip archive."""
-    size, zipped = path.stat().st_size, zipfile.is_zipfile(path)
+    size = path.stat().st_size
+    zipped = zipfile.is_zipfile(path)
     if zipped:
         with zipfile.ZipFile(path) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > size:
@@ -230,7 +235,8 @@ def load_adapter(module: nn.Module, source: Source, saved: Sequence[str] = ()) -
             own = module.get_submodule(name).state_dict().items()
             expected |= {f"{PEFT_PREFIX}{name}.{key}": tuple(tensor.shape) for key, tensor in own}
     for name in sorted({*tensors, *expected}):
-        found, fitting = tensors[name].shape if name in tensors else "absent", expected.get(name, "absent")
+        found = tensors[name].shape if name in tensors else "absent"
+        fitting = expected.get(name, "absent")
         if found != fitting:
             raise ValueError(
                 f"{weights} does not fit {path.name} and the target: tensor {name[:120]!r} should be {fitting}, but is "

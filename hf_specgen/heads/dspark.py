@@ -50,7 +50,9 @@ class DSparkHead(PathHead):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        rank, width, kind = config.markov_rank, config.hidden_size, config.markov_head_type
+        rank = config.markov_rank
+        width = config.hidden_size
+        kind = config.markov_head_type
         self.state_size = rank if kind == "rnn" else 0
         self.markov_head: Any = None
         if rank:
@@ -162,7 +164,8 @@ class DominoHead(PathHead):
 
     def __init__(self, config: DominoConfig) -> None:
         super().__init__(config)
-        width, self.state_size = config.hidden_size, config.gru_hidden_dim
+        width = config.hidden_size
+        self.state_size = config.gru_hidden_dim
         self.prefix_gru = nn.GRU(width, config.gru_hidden_dim, bias=False, batch_first=True)
         self.embed_proj = nn.Sequential(
             nn.Linear(width + config.gru_hidden_dim, config.emb_dim, bias=False),
@@ -176,7 +179,8 @@ class DominoHead(PathHead):
 
     def step(self, hidden: torch.Tensor, tokens: torch.Tensor, state: torch.Tensor, depth: int, embed: Embed) -> Step:
         """The GRU reads the token, then the position's output and the state make the query."""
-        read, weights = embed(tokens.view(len(tokens), -1)).flatten(0, 1), dict(self.prefix_gru.named_parameters())
+        read = embed(tokens.view(len(tokens), -1)).flatten(0, 1)
+        weights = dict(self.prefix_gru.named_parameters())
         flat = torch.gru_cell(read, state.flatten(0, -2), weights["weight_ih_l0"], weights["weight_hh_l0"])
         state = flat.view(state.shape)
         query = self.embed_proj[:2](torch.cat((hidden, state), dim=-1))
@@ -185,7 +189,8 @@ class DominoHead(PathHead):
 
 def load_domino(file: HeadFile) -> DominoHead:
     """A Domino head of SpecForge or ModelOpt; without `shift_label` position j of the block proposes token j."""
-    fields, options = file.fields, block_options(file)
+    fields = file.fields
+    options = block_options(file)
     config = DominoConfig(
         **options,
         max_draft_tokens=options["block_size"] - 1,

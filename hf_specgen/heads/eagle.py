@@ -86,7 +86,9 @@ class Eagle3Head(DraftHead):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        count, width, eps = config.num_aux_hidden_states, config.target_hidden_size, config.layer.rms_norm_eps
+        count = config.num_aux_hidden_states
+        width = config.target_hidden_size
+        eps = config.layer.rms_norm_eps
         features = count * width
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(features, eps=eps)

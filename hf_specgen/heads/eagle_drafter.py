@@ -68,7 +68,8 @@ class EagleDrafter(HeadDrafter):
         batch, length = inputs.positions.shape
         if self._graphs is None or not self._graphs.is_active or length > MAX_CAPTURED or not self.cache.lengths:
             return run_head(self.bound.head, inputs, self.cache)
-        width, lengths = padded_width(length), self.cache.lengths
+        width = padded_width(length)
+        lengths = self.cache.lengths
         capacity = self._graphs.capacity(self.cache, width)
         if not capacity:
             return run_head(self.bound.head, inputs, self.cache)
@@ -135,7 +136,8 @@ class EagleDrafter(HeadDrafter):
         position: Any = layout.starts + frontier.depth
         if isinstance(position, int):  # without an operation
             position = _numbers(padded_width(1 + position), depths.device)[position]
-        positions, mask = position.expand(frontier.batch, new), masks.full_mask(layout)[:, :, -new:]
+        positions = position.expand(frontier.batch, new)
+        mask = masks.full_mask(layout)[:, :, -new:]
         output = self._run(HeadInputs(embeddings, hidden, positions, mask))
         self._hidden = output.hidden
         return self.bound.logits(output.output)
@@ -169,7 +171,8 @@ class EagleLevel:
         cache: Any,
         is_text: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        bound, positions = self.bound.of_head(head), layout.depths[:, -tokens.shape[1] :] + layout.starts
+        bound = self.bound.of_head(head)
+        positions = layout.depths[:, -tokens.shape[1] :] + layout.starts
         states = head.combine(states) if is_text else states
         output = run_head(head, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
         return bound.logits(output.output), output.hidden, output.output

@@ -33,14 +33,17 @@ class ExitHead(nn.Module):
 
     def __init__(self, norm: nn.Module, head: nn.Linear, exit_layer: int | None = None):
         super().__init__()
-        self.norm, self.head, self.exit_layer = norm, head, exit_layer
+        self.norm = norm
+        self.head = head
+        self.exit_layer = exit_layer
         self.register_buffer("down", None)
         self.register_buffer("up", None)
 
     @classmethod
     def from_target(cls, model: PreTrainedModel, exit_layer: int | None = None) -> ExitHead:
         """A new head: a copy of the target's final norm, and its output matrix, in the target's memory but frozen."""
-        layers, matrix = len(decoder_layers(model)), output_matrix(model)
+        layers = len(decoder_layers(model))
+        matrix = output_matrix(model)
         if exit_layer is not None and not 0 < exit_layer < layers:
             raise ValueError(f"exit_layer must be between 1 and {layers - 1} for this target, got {exit_layer}")
         with torch.device("meta"):

@@ -138,14 +138,16 @@ def _speculators(head: Eagle3Head | BlockHead) -> Config:
     config = head.config
     if isinstance(config, EagleConfig):
         _refuse({"a bias of fc": config.projection_bias, "no fc": not config.projects_features}, "speculators' format")
-        is_parallel, tokens = config.mask_token_id is not None, 5
+        is_parallel = config.mask_token_id is not None
+        tokens = 5
         name = "PEagle" if is_parallel else "Eagle3"
         own: Config = {name: getattr(config, name) for name in NORMS}
         own |= {"eagle_aux_hidden_state_layer_ids": _layer_ids(head), "embed_requires_grad": is_parallel}
         own |= {"mask_token_id": config.mask_token_id} if is_parallel else {}
     else:
         _refuse({"no norms of queries and keys": not config.layer.qk_norm}, "speculators' format")
-        name, tokens = BLOCK_NAMES[type(head)], config.depth
+        name = BLOCK_NAMES[type(head)]
+        tokens = config.depth
         sliding = [kind for kind in config.attention if kind.window is not None]
         own = {
             "aux_hidden_state_layer_ids": _layer_ids(head),
@@ -190,7 +192,8 @@ def _correction(config: BlockConfig) -> Config:
 
 def _zlab(head: BlockHead) -> Config:
     """The config of a block head in the layout of z-lab, JetSpec and SpecForge."""
-    config, name = head.config, BLOCK_NAMES[type(head)]
+    config = head.config
+    name = BLOCK_NAMES[type(head)]
     causal = {kind.causal for kind in config.attention}
     from_anchor = config.first_proposing_position == 0
     corrects = isinstance(head, DSparkHead | DominoHead)
@@ -221,7 +224,8 @@ def _zlab(head: BlockHead) -> Config:
 
 def _eagle1(head: Eagle1Head, to: str) -> Config:
     """The config of an EAGLE-1 or EAGLE-2 head in the original layout; others use the target's output matrix."""
-    config, own = head.config, Config()
+    config = head.config
+    own = Config()
     unsupported = {"norms of queries and keys": config.layer.qk_norm, "MLP biases": config.layer.mlp_bias}
     if to != "vllm":
         inner = config.aux_hidden_state_layers not in (None, (config.num_target_layers,))
@@ -235,7 +239,8 @@ def _eagle1(head: Eagle1Head, to: str) -> Config:
 
 def _eagle3(head: Eagle3Head, to: str) -> Config:
     """The config of an EAGLE-3 head in the original layout (`to="eagle"`) or that of SpecForge (`to="sglang"`)."""
-    config, layers = head.config, head.config.aux_hidden_state_layers
+    config = head.config
+    layers = head.config.aux_hidden_state_layers
     unsupported = {
         "several layers": config.num_layers > 1,
         "norms of queries and keys": config.layer.qk_norm,

@@ -111,7 +111,8 @@ class AssistantHead(DraftHead):
         `lengths` and `padding` are, for each row, the keys that count and how many of the first ones are padding.
         `dropped` is by layer type how many of the first keys the cache has dropped; they count in `lengths`.
         """
-        masks, model = {}, cast(Any, self.model)
+        masks = {}
+        model = cast(Any, self.model)
         for name, (keys, _) in keys_values.items():
             slots = dropped[name] + torch.arange(keys.shape[2], device=lengths.device)
             visible = (slots < lengths[:, None]) & (slots >= padding[:, None])
@@ -140,9 +141,11 @@ def load_assistant(file: HeadFile) -> AssistantHead:
     """A Gemma 4 assistant, with or without centroids. A copy of the embeddings in the file is not read."""
     file.tensors = {RENAMED.get(name, name): info for name, info in file.tensors.items() if name != "lm_head.weight"}
     fields = file.fields
-    text, ordered = fields.nested("text_config"), fields.flag("use_ordered_embeddings")
+    text = fields.nested("text_config")
+    ordered = fields.flag("use_ordered_embeddings")
     count_layers(text, [name.removeprefix("model.") for name in file.tensors])
-    hidden, vocab = fields.integer("backbone_hidden_size"), text.integer("vocab_size")
+    hidden = fields.integer("backbone_hidden_size")
+    vocab = text.integer("vocab_size")
     reads_target = {"num_kv_shared_layers": text.integer("num_hidden_layers"), "attn_implementation": "sdpa"}
     try:
         shared = SharedTextConfig(**{**text.values, **reads_target})
@@ -218,7 +221,8 @@ class AssistantDrafter:
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, length, vocab]` of one pass; `tokens` `[rows, length]`, `hidden` `[rows, length, hidden]`."""
-        device, filled = self._like.device, max(self._target.cache.lengths)
+        device = self._like.device
+        filled = max(self._target.cache.lengths)
         lengths = torch.tensor(self._target.cache.lengths, device=device)
         padding = torch.tensor(self._target.padding, device=device)
         layers: dict[str, Any] = {name: self._target.cache.layers[index] for name, index in self._layers_read.items()}

@@ -73,7 +73,8 @@ class HeadFile:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None):
-        self.checkpoint, self._dtype = checkpoint, dtype
+        self.checkpoint = checkpoint
+        self._dtype = dtype
         of_block = Fields(checkpoint.config).nested("dflash_config").values
         self.fields = Fields(checkpoint.config | {name: value for name, value in of_block.items() if value is not None})
         self.kind = speculators_type(checkpoint)
@@ -124,7 +125,8 @@ class HeadFile:
         query_rows, key_rows = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
         sizes = ("num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
         options: dict[str, Any] = {name: fields.integer(name) for name in sizes}
-        heads, configured = options["num_attention_heads"], Fields(fields.values)
+        heads = options["num_attention_heads"]
+        configured = Fields(fields.values)
         head_dim = query_rows // heads
         if query_rows != options["hidden_size"]:  # else EAGLE ignores the configured size, and divides the hidden size
             head_dim = configured.optional_integer("head_dim") or head_dim
@@ -152,8 +154,10 @@ class HeadFile:
 
         `projects` says whether a linear layer reads the target's states.
         """
-        fields, layer = self.fields, self.layer()
-        hidden, vocab = layer.hidden_size, self.of_layers.integer("vocab_size")
+        fields = self.fields
+        layer = self.layer()
+        hidden = layer.hidden_size
+        vocab = self.of_layers.integer("vocab_size")
         target_hidden = fields.optional_integer("target_hidden_size", 1) or hidden
         draft_vocab = fields.optional_integer("draft_vocab_size", 1)
         if draft_vocab is None:
@@ -219,7 +223,8 @@ class HeadFile:
 
     def _check_names(self, expected: Set[str]) -> None:
         """Raise unless the file has these tensors, and no others."""
-        missing, unknown = sorted(expected - self.tensors.keys()), sorted(self.tensors.keys() - expected - TOKEN_MAPS)
+        missing = sorted(expected - self.tensors.keys())
+        unknown = sorted(self.tensors.keys() - expected - TOKEN_MAPS)
         quantised = missing and self.fields.nested("quantization_config").get("quant_method")
         if quantised:  # some configs have that of the target, though the head is not quantised
             raise ValueError(
@@ -237,7 +242,8 @@ class HeadFile:
     def _draft_to_target(self, config: HeadConfig) -> torch.Tensor:
         """The target's id of each draft id: vLLM's `token_map`, or from the differences of both in `d2t`."""
         name = "token_map" if self.has("token_map") else "d2t"
-        info, size = self.tensors.get(name), config.draft_vocab_size
+        info = self.tensors.get(name)
+        size = config.draft_vocab_size
         if info is None or info.shape != (size,) or info.dtype not in (torch.int64, torch.int32):
             description = "none" if info is None else f"one of shape {info.shape} and dtype {info.dtype}"
             raise ValueError(

@@ -136,7 +136,8 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
         for module in modules:
             names = [name for name in tensors if name.startswith(f"{module}.") and name != f"{module}.bias"]
             parts = {name.removeprefix(f"{module}."): tensors.pop(name) for name in names}
-            weight, file = reader(config, module, parts), next(iter(parts.values())).file
+            weight = reader(config, module, parts)
+            file = next(iter(parts.values())).file
             tensors[f"{module}.weight"] = TensorInfo.of(f"{module}.weight", weight, file)
     except ImportError:
         raise ValueError(f"the head is quantised; install {method} to read it") from None
@@ -153,7 +154,8 @@ def _compressed_tensors(config: Mapping[str, Any], module: str, parts: Mapping[s
     settings = QuantizationConfig.model_validate(config)
     [scheme] = settings.config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(getattr(scheme, "format", None) or settings.format)
-    scale, rows = parts["weight_scale"].shape, parts["weight_packed" if "weight_packed" in parts else "weight"].shape[0]
+    scale = parts["weight_scale"].shape
+    rows = parts["weight_packed" if "weight_packed" in parts else "weight"].shape[0]
     if len(scale) > 2 or (scale and scale[0] not in (1, rows)):
         raise ValueError(f"{module}.weight_scale has the shape {scale}, but there are {rows} rows")
     state = {part: info.read() for part, info in parts.items()}

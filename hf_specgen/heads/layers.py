@@ -39,7 +39,9 @@ class LayerConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        heads, kv_heads, head_dim = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
+        head_dim = self.head_dim
         if heads % kv_heads:
             raise ValueError(f"{heads} attention heads cannot share {kv_heads} key/value heads evenly")
         if head_dim % 2:
@@ -64,16 +66,19 @@ class Attention(nn.Module):
 
     def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
         super().__init__()
-        self.layer_index, self.head_dim = layer_index, config.head_dim
+        self.layer_index = layer_index
+        self.head_dim = config.head_dim
         self.groups = config.num_attention_heads // config.num_key_value_heads
         width = input_size or config.hidden_size
-        queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
         self.v_proj = None if config.values_are_keys else nn.Linear(width, keys, bias=config.qkv_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
         norm = (lambda: nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
+        self.q_norm = norm()
+        self.k_norm = norm()
         self.v_norm: nn.Module = nn.Identity()
         self.scale = 1.0 if config.is_gemma else None
         if config.is_gemma:
@@ -112,7 +117,8 @@ class DecoderLayer(nn.Module):
         self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config, layer_index, attention_input)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp, self.is_gemma = LlamaMLP(config), config.is_gemma
+        self.mlp = LlamaMLP(config)
+        self.is_gemma = config.is_gemma
         if config.is_gemma:
             self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
             self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

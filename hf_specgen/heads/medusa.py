@@ -90,7 +90,10 @@ class MedusaHeads(DraftHead):
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
-        size, rank, rows, count = config.hidden_size, config.lora_rank, config.draft_vocab_size, range(config.num_heads)
+        size = config.hidden_size
+        rank = config.lora_rank
+        rows = config.draft_vocab_size
+        count = range(config.num_heads)
         self.reads_embeddings = config.reads_path
         self.blocks = nn.ModuleList(ResidualBlock(size, config.num_layers) for _ in count)
         if config.reads_path:
@@ -225,9 +228,11 @@ class MedusaDrafter:
 
         `path` are the embeddings that the heads read, `[batch, nodes, tokens, hidden]`.
         """
-        hidden, matrix = self._states, output_matrix(self._target)
+        hidden = self._states
+        matrix = output_matrix(self._target)
         if path is not None:
-            self._path, hidden = path, hidden.expand(*path.shape[:-2], -1)
+            self._path = path
+            hidden = hidden.expand(*path.shape[:-2], -1)
         states = _stacked([self._head.head_state(head, hidden, path) for head in heads])
         logits = output_logits(self._target, states, lambda states: self._head.scores(heads, states, matrix))
         return self.bound.to_target_vocabulary(logits)
@@ -245,13 +250,16 @@ def _count(names: Iterable[str], prefix: str) -> int:
 
 def load_medusa(file: HeadFile) -> MedusaHeads:
     """A set of Medusa heads of any format; their number and sizes are counted in the tensors."""
-    fields, file.tensors = file.fields, {name: info for name, info in file.tensors.items() if name.startswith(PARTS)}
-    hidden, heads = file.matrix("blocks.0.layers.0.weight")[1], _count(file.tensors, "blocks.")
+    fields = file.fields
+    file.tensors = {name: info for name, info in file.tensors.items() if name.startswith(PARTS)}
+    hidden = file.matrix("blocks.0.layers.0.weight")[1]
+    heads = _count(file.tensors, "blocks.")
     if _count(file.tensors, "lm_heads.") == 1 < heads:  # vLLM's `original_lm_head`
         only = file.tensors.pop("lm_heads.0.weight", None)
         if only and file.has("token_map"):  # without a map it is the target's own matrix
             file.tensors |= {f"lm_heads.{head}.weight": only for head in range(heads)}
-    base, own = fields.nested("base"), file.has("lm_heads.0.weight")
+    base = fields.nested("base")
+    own = file.has("lm_heads.0.weight")
     rows = file.matrix("lm_heads.0.weight")[0] if own else 0
     kept = (*file.tensors["token_map"].shape, 0)[0] if file.has("token_map") else 0
     vocab = fields.optional_integer("vocab_size") or rows
@@ -293,7 +301,8 @@ def medusa_file(
     heads: MedusaHeads, to: str, target: PreTrainedModel | None
 ) -> tuple[dict[str, Any], str, dict[str, torch.Tensor]]:
     """Config, file name and tensors of heads in a format: "medusa" (v1, v2), "tgi", "vllm", or "" for our own."""
-    config, name = heads.config, "model.safetensors"
+    config = heads.config
+    name = "model.safetensors"
     tensors = dict(heads.state_dict())
     if (ids := tensors.pop("draft_to_target", None)) is not None:
         tensors["token_map"] = ids
@@ -310,7 +319,8 @@ def medusa_file(
             down, up = (cast(nn.Linear, part[head]).weight.to(matrix) for part in (heads.lora_A, heads.lora_B))
             tensors[f"lm_heads.{head}.weight"] = matrix + up @ down
     own = "lm_heads.0.weight" in tensors
-    fields["lora_rank"], fields["base_model_name_or_path"] = 0, config.base_model
+    fields["lora_rank"] = 0
+    fields["base_model_name_or_path"] = config.base_model
     if to == "vllm":
         if not own:
             tensors["lm_head.weight"] = output_matrix(cast(PreTrainedModel, target)).weight

@@ -57,7 +57,8 @@ class MTPHead(DraftHead):
 
     def __init__(self, config: HeadConfig, layers: list[nn.ModuleDict], rotary: nn.Module) -> None:
         super().__init__(config)
-        self.layers, self.rotary = nn.ModuleList(layers), rotary
+        self.layers = nn.ModuleList(layers)
+        self.rotary = rotary
 
     def forward(
         self,
@@ -96,11 +97,14 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
         )
     decoder: Any = target.get_decoder()
     config = decoder.config
-    first, hidden, vocab = config.num_hidden_layers, config.hidden_size, config.vocab_size
+    first = config.num_hidden_layers
+    hidden = config.hidden_size
+    vocab = config.vocab_size
     checkpoint = open_checkpoint(Source(source), lambda name: _is_mtp_name(name, first))
     with named_errors(source):
         layers = _parts(checkpoint, first)
-        blocks, links = _blocks(decoder, checkpoint, layers), _links(decoder, layers)
+        blocks = _blocks(decoder, checkpoint, layers)
+        links = _links(decoder, layers)
     sizes = {"hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": vocab, "target_hidden_size": hidden}
     mtp_layers = [nn.ModuleDict({**link, "block": block}) for link, block in zip(links, blocks.layers, strict=True)]
     head = MTPHead(HeadConfig(**sizes, num_target_layers=first), mtp_layers, blocks.rotary_emb)
@@ -152,7 +156,8 @@ def _parts(checkpoint: Checkpoint, first: int) -> list[dict[str, TensorInfo]]:
 
 def _links(decoder: Any, layers: list[dict[str, TensorInfo]]) -> list[dict[str, nn.Module]]:
     """The norms, of the target's kind, and the projection of each layer, which layers may share."""
-    hidden, modules = decoder.config.hidden_size, dict[str, nn.Module]()
+    hidden = decoder.config.hidden_size
+    modules = dict[str, nn.Module]()
     for parts, link in product(layers, LINKS):
         info = parts.get(f"{link}.weight")
         if info is None:
@@ -178,7 +183,8 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, TensorI
     for name, tensor in state.items():
         if tensor.dtype.itemsize < 2:
             raise ValueError(f"quantised MTP layers such as {name} are not supported")
-    own, sparse = checkpoint.config.get("transformer_layer_config"), any(".experts." in name for name in state)
+    own = checkpoint.config.get("transformer_layer_config")
+    sparse = any(".experts." in name for name in state)
     if own is None:
         config: Any = layer_config(decoder.config, len(layers), sparse)
     else:
@@ -219,7 +225,9 @@ def _own_config(decoder: Any, own: Any, num_layers: int, sparse: bool, held: int
 def layer_config(config: PretrainedConfig, num_layers: int, sparse: bool) -> PretrainedConfig:
     """A target's config for its MTP layers only: full attention, and experts in all of them or in none."""
     result: Any = copy.deepcopy(config)
-    result.num_hidden_layers, result.vocab_size, result.pad_token_id = num_layers, 1, None
+    result.num_hidden_layers = num_layers
+    result.vocab_size = 1
+    result.pad_token_id = None
     if getattr(result, "quantization_config", None) is not None:
         del result.quantization_config
     if getattr(config, "layer_types", None):

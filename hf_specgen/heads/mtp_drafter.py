@@ -45,7 +45,8 @@ class LayeredDrafter(HeadDrafter):
         states = [torch.cat([before, new]) for (before, _), new in zip(again, features, strict=True)]
         tokens = [before + new for (_, before), new in zip(again, tokens, strict=True)]
         outputs, counts = self._read(states, tokens)
-        rows, device = torch.arange(len(counts), device=self._like.device), self._like.device
+        rows = torch.arange(len(counts), device=self._like.device)
+        device = self._like.device
         self._last = [  # by layer, the output at the last position whose tokens are all known
             hidden[rows, torch.tensor([max(0, count - 1 - layer) for count in counts], device=device)]
             for layer, hidden in enumerate(outputs)
@@ -80,7 +81,8 @@ class LayeredDrafter(HeadDrafter):
         """Run all layers over a part of each row's new positions; the outputs of each layer `[active, new, hidden]`."""
         head: Any = self.bound.head
         hidden = padded(features, parts)
-        count, outputs = hidden.shape[1], []
+        count = hidden.shape[1]
+        outputs = []
         places = self._places(count)
         for layer in range(self.layers):
             ahead = [row[part.start + layer : part.stop + layer] for row, part in zip(tokens, parts, strict=True)]

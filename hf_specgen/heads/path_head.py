@@ -182,7 +182,8 @@ class PathDrafter(BlockDrafter):
 
     def _counted(self, block: torch.Tensor, tokens: Sequence[Sequence[int]]) -> int:
         """Compare what both layouts proposed after each row's last anchor with the token that followed it."""
-        lead, logits = 0, []
+        lead = 0
+        logits = []
         for row, known in zip(self.rows, tokens, strict=True):
             if known and row in self._proposed:
                 zero, one = (token == known[0] for token in self._proposed[row])

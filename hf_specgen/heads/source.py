@@ -127,7 +127,8 @@ class Source:
 
     def local_name(self) -> str:
         """The folder or Hub id of the checkpoint; with further options, the folder that it is downloaded to."""
-        name, subfolder = self.path_or_id, self.subfolder or ""
+        name = self.path_or_id
+        subfolder = self.subfolder or ""
         if not Path(name).is_dir():
             if self == Source(name, trust_remote_code=self.trust_remote_code):
                 return name

@@ -131,7 +131,9 @@ def _is_foldable(
 class _PassesWithoutCudnn:
     """How many passes of all threads run without cuDNN's attention, and whether the first of them turned it off."""
 
-    lock, running, switched = threading.Lock(), 0, False
+    lock = threading.Lock()
+    running = 0
+    switched = False
 
 
 @contextmanager
@@ -144,7 +146,8 @@ def without_cudnn_attention(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    passes, kernels = _PassesWithoutCudnn, torch.backends.cuda
+    passes = _PassesWithoutCudnn
+    kernels = torch.backends.cuda
     with passes.lock:
         passes.running += 1
         has_others = kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()

@@ -114,7 +114,8 @@ class RowLayout:
     def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
         """The indices in the cache of the rows still needed; None unless a quarter, or half of the last four, ended."""
         indices = [index for index, row in enumerate(self.rows) if needed[row]]
-        rows, ended = len(self.rows), len(self.rows) - len(indices)
+        rows = len(self.rows)
+        ended = len(self.rows) - len(indices)
         return indices if indices and ended >= (rows / 4 if rows > 4 else rows / 2) else None
 
     def keep_rows(self, indices: Sequence[int]) -> None:
@@ -145,7 +146,10 @@ class CallInputs:
     def __init__(
         self, model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
     ):
-        self._model, self._input_ids, self._config, self._kwargs = model, input_ids, config, model_kwargs
+        self._model = model
+        self._input_ids = input_ids
+        self._config = config
+        self._kwargs = model_kwargs
         self._names = {name: decoder_argument(model, name) for name in TOKEN_ARGUMENTS}
         self._takes_positions = takes_positions(model)
         if "encoder_outputs" in model_kwargs:
@@ -158,7 +162,8 @@ class CallInputs:
             last = (is_text[:, -input_ids.shape[1] :].long().sum(dim=-1) - 1).clamp(min=0)
         self._axes: torch.Tensor | None = None
         if last.dim() > 1:
-            self._axes, last = last - last[:1], last[0]
+            self._axes = last - last[:1]
+            last = last[0]
         self.first_positions: tuple[int, ...] = tuple(position + 1 for position in last.tolist())
         """The position of each row's first generated token, on the first axis."""
         self._extra: dict[str, Any] | None = None
@@ -171,7 +176,8 @@ class CallInputs:
 
     def prefill(self, cache: Any) -> torch.Tensor:
         """The logits of a pass over the prompt; raises if it caches more positions than the prompt has, or none."""
-        before, tokens = cache.get_seq_length(), self._input_ids.shape[1]
+        before = cache.get_seq_length()
+        tokens = self._input_ids.shape[1]
         outputs = compat.prefill(self._model, self._input_ids, self._config, {**self._kwargs, compat.CACHE: cache})
         if not 0 < (positions := cache.get_seq_length() - before) <= tokens:
             raise ValueError(
@@ -256,7 +262,8 @@ def check_step_arguments(model: PreTrainedModel, input_ids: torch.Tensor, model_
     replaced = compat.replaced_methods(model)
     if replaced == ["prepare_inputs_for_generation"]:  # harmless if several steps get the same
         own = {*OWN_ARGUMENTS, *TOKEN_TYPES, *(decoder_argument(model, name) for name in TOKEN_ARGUMENTS)}
-        prepare, text = cast(Any, model).prepare_inputs_for_generation, input_ids.repeat(1, 1 + MAX_DRAFT_SLOTS)
+        prepare = cast(Any, model).prepare_inputs_for_generation
+        text = input_ids.repeat(1, 1 + MAX_DRAFT_SLOTS)
         texts = [text[:, : input_ids.shape[1] + new] for new in (1, 2, 3, 5, MAX_DRAFT_SLOTS)]
         try:
             steps = [prepare(text, next_sequence_length=1, **model_kwargs) for text in texts]
@@ -276,7 +283,8 @@ def call_cache(given: Any, config: Any, generation_config: GenerationConfig, kee
 
     With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
     """
-    length, user_owned = generation_config.max_length, compat.is_user_defined(given)
+    length = generation_config.max_length
+    user_owned = compat.is_user_defined(given)
     slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
     is_offloaded = getattr(given, "offloading", False)
     if given is not None and (type(given) is not DynamicCache or is_offloaded):

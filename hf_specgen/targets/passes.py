@@ -72,7 +72,8 @@ class MoveSlots(Capturable):
 
     def dry_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
         """Moves of slots onto themselves."""
-        rows, destinations = 0, 2
+        rows = 0
+        destinations = 2
         return inputs[[rows, destinations, destinations]]
 
 

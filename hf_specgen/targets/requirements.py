@@ -114,8 +114,10 @@ def _capture_problem(
     mode: Compile,
 ) -> str | None:
     """Why passes of a model are not captured in a call, as far as is known before; None if they may be."""
-    device, config = compat.input_device(model).type, text_config(model)
-    implementation, given = compat.attention_implementation(config), model_kwargs.get(compat.CACHE)
+    device = compat.input_device(model).type
+    config = text_config(model)
+    implementation = compat.attention_implementation(config)
+    given = model_kwargs.get(compat.CACHE)
     window = config.sliding_window if "sliding_attention" in layer_kinds(config) else 0
     is_long = generation.max_length is None or generation.max_length > 2 * window
     problems = {

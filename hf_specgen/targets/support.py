@@ -63,9 +63,12 @@ def first_problem(model: PreTrainedModel, problems: dict[str, bool]) -> str | No
 
 def check_architecture(model: PreTrainedModel) -> None:
     """The part of `check_model` that stays the same while a program runs: architecture and attention kernel."""
-    config, arguments = text_config(model), inspect.signature(model.forward).parameters
-    implementation, kinds = compat.attention_implementation(config), layer_kinds(config)
-    is_causal, places_tokens = is_causal_kernel(implementation), not reads_encoder(model)
+    config = text_config(model)
+    arguments = inspect.signature(model.forward).parameters
+    implementation = compat.attention_implementation(config)
+    kinds = layer_kinds(config)
+    is_causal = is_causal_kernel(implementation)
+    places_tokens = not reads_encoder(model)
     unknown = ", ".join(sorted(set(getattr(config, "layer_types", None) or ()).difference(LAYER_TYPES)))
     masked = ", ".join(sorted(kinds - MASKS_OF_KERNELS)) if is_causal else ""
     state = "which is not rolled back when a draft token is rejected; call generate() without candidate_generator="
@@ -159,7 +162,8 @@ def largest_differences(reference: torch.Tensor, logits: torch.Tensor) -> list[f
     """
     reference, logits, finite = reference.float(), logits.float(), reference.isfinite()
     agree = torch.where(finite, logits.isfinite(), reference.nan_to_num() == logits.nan_to_num()).all(dim=-1)
-    counts, known = finite.sum(dim=-1), reference.where(finite, 0.0)
+    counts = finite.sum(dim=-1)
+    known = reference.where(finite, 0.0)
     from_mean = (known - (known.sum(dim=-1) / counts)[:, None]).where(finite, 0.0)
     deviation = (from_mean.square().sum(dim=-1) / (counts - 1)).sqrt().clamp(min=1e-6)
     largest = (reference - logits).where(finite, 0.0).abs().amax(dim=-1) / deviation

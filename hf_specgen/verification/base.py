@@ -157,7 +157,8 @@ class VerificationSession(ABC):
                     return None
                 if not emitted:
                     raise RuntimeError(INVALID_SCORES)
-            result.paths[row], result.tokens[row] = path[: emitted - 1], tokens[:emitted]
+            result.paths[row] = path[: emitted - 1]
+            result.tokens[row] = tokens[:emitted]
             result.accepted[row] = min(len(path), emitted)
         if self.call.keeps_scores:
             result.scores = _along(scores, result)
@@ -174,7 +175,8 @@ class VerificationSession(ABC):
         if tree.nodes and any(0 in tokens for tokens in chosen):  # which the argmax of NaN may be
             pairs = zip(chosen, are_nan(logits).tolist(), strict=True)
             chosen = [[INVALID if nan else token for token, nan in zip(*pair, strict=True)] for pair in pairs]
-        draft_tokens, rows = tree.token_lists(), [row for row in range(tree.batch) if active[row]]
+        draft_tokens = tree.token_lists()
+        rows = [row for row in range(tree.batch) if active[row]]
         paths = {row: accepted_path(draft_tokens[row], tree.parents[row], chosen[row]) for row in rows}
         return paths, scores, logits
 
@@ -188,10 +190,14 @@ class VerificationSession(ABC):
         the state tentatively, so that processors see them. Processors that may keep a state are not called behind a
         column at which a stopping criterion stops a row; there all rows are at the same column.
         """
-        state, draft_tokens, nodes = self.call.state, tree.token_lists(), [-1] * tree.batch
+        state = self.call.state
+        draft_tokens = tree.token_lists()
+        nodes = [-1] * tree.batch
         chosen: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in range(tree.batch) if active[row]}
         scores, logits_of = ([dict[int, torch.Tensor]() for _ in active] for _ in range(2))  # by row and slot
-        walking, is_broken, columns = list(chosen), False, list[torch.Tensor]()
+        walking = list(chosen)
+        is_broken = False
+        columns = list[torch.Tensor]()
         early_criteria = criteria if self.processors.stateful else None
         with state.tentative():
             while walking and not is_broken:
@@ -202,12 +208,15 @@ class VerificationSession(ABC):
                 tokens = tree.read_with(choices)
                 for row in [row for row in walking if len(state.generated[row]) == step]:
                     [token], (path, emitted), slot = tokens[row], chosen[row], nodes[row] + 1
-                    scores[row][slot], logits_of[row][slot] = processed[row], column[row]
+                    scores[row][slot] = processed[row]
+                    logits_of[row][slot] = column[row]
                     emitted.append(token)
-                    child, has_ended = None, False
+                    child = None
+                    has_ended = False
                     if token != INVALID:
                         state.append(row, [token])
-                        siblings, has_ended = children(tree.parents[row])[slot], state.has_ended(row)
+                        siblings = children(tree.parents[row])[slot]
+                        has_ended = state.has_ended(row)
                         child = next((node for node in siblings if draft_tokens[row][node] == token), None)
                     if child is not None:
                         path.append(child)
@@ -284,7 +293,8 @@ class PathSession(VerificationSession):
             scores = scores.expand(-1, 1 + tree.nodes, -1)
         drafted = Nodes.of_tree(tree, scores.device)
         last, following = self.accept(scores.float(), tree, drafted)
-        rows, slots = torch.arange(len(last), device=last.device), scores.shape[1]
+        rows = torch.arange(len(last), device=last.device)
+        slots = scores.shape[1]
         on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:]  # padding is below what is accepted
         chosen = pad(following.expand(-1, slots), (0, 1))  # one slot more, for nodes off the path
         chosen.scatter_(1, torch.where(on_path, drafted.parents, slots), drafted.tokens)
@@ -296,7 +306,8 @@ def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
     lists = [children(parents) for parents in tree.parents]
     picked = [known[node + 1] if node + 1 < len(known) else () for known, node in zip(lists, nodes, strict=True)]
     tokens = [[row[node] for node in own] for row, own in zip(tree.token_lists(), picked, strict=True)]
-    q, width = tree.q, max(map(len, picked))
+    q = tree.q
+    width = max(map(len, picked))
     if q is not None:
         q = torch.stack([q[row, [*own, *[0] * (width - len(own))]] for row, own in enumerate(picked)])
     return DraftTree(tokens, tuple((-1,) * len(own) for own in picked), q)

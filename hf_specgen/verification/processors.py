@@ -157,7 +157,8 @@ class LogitsPipeline:
 
     def __init__(self, processors: LogitsProcessorList, state: GenerationState, do_sample: bool):
         self._processors: Any = processors
-        self._state, self._do_sample = state, do_sample
+        self._state = state
+        self._do_sample = do_sample
         self.score_processors = ScoreProcessors.of(processors)
         """Those that are applied to the scores of a draft, and if they are all of them to those of the target."""
         kinds = [type(processor) for processor in processors]

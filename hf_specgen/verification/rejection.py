@@ -81,17 +81,20 @@ def path_weights(
 
     `parents` are `[batch, nodes]`, 0 for the row's last token; where `is_node` is False the weight is 0.
     """
-    rows, remaining = torch.arange(len(p), device=p.device), p.clone()
+    rows = torch.arange(len(p), device=p.device)
+    remaining = p.clone()
     is_left = torch.ones_like(p, dtype=torch.bool)  # tokens that no child of a slot has yet
     weights = p.new_zeros(p.shape[:2])
     weights[:, 0] = 1
     for node, (token, parent, is_real) in enumerate(zip(tokens.T, parents.T, is_node.T, strict=True)):
-        slot, token = torch.where(is_real, parent, node + 1), token[:, None]
+        slot = torch.where(is_real, parent, node + 1)
+        token = token[:, None]
         drawn_from = draft_distribution(None if q is None else q[:, node], is_left[rows, slot], token)
         is_left[rows, slot, token[:, 0]] = False
         reached = weights[rows, slot, None] * remaining[rows, slot]
         excess = (reached - drawn_from).clamp_(min=0)  # 0 at a rejected token, which has no more than q
-        mass, rest = excess.sum(dim=-1), 1 - weights[rows, slot]
+        mass = excess.sum(dim=-1)
+        rest = 1 - weights[rows, slot]
         accepted = (reached.gather(-1, token) / drawn_from.gather(-1, token))[:, 0].clamp(max=1)
         weights[:, node + 1] = torch.where(is_real, accepted, 0)
         # No mass means w p = q, and then a rejection could only come from rounding.
@@ -110,7 +113,9 @@ def post_order(parents: Parents) -> tuple[int, ...]:
         >>> post_order((-1, -1, 0))  # the first child's child, the first child, the second, the row's last token
         (3, 1, 2, 0)
     """
-    lists, order, open_slots = children(parents), list[int](), [0]
+    lists = children(parents)
+    order = list[int]()
+    open_slots = [0]
     while open_slots:
         order.append(open_slots.pop())
         open_slots += [node + 1 for node in lists[order[-1]]]
@@ -149,7 +154,8 @@ class TypicalVerifier(Verifier):
         for name, value in (("epsilon", epsilon), ("alpha", alpha)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
-        self.epsilon, self.alpha = epsilon, alpha
+        self.epsilon = epsilon
+        self.alpha = alpha
 
     def start(self, call: Call) -> VerificationSession:
         return _TypicalSession(self, call)
