@@ -122,7 +122,7 @@ PARTLY_RIGHT: dict[str, Strategy] = {
     "draft model, tree": _on_llama(lambda k=4, **settings: _draft(k=k, tree=10, **settings)),
     "draft model, threshold": _on_llama(lambda k=6, **more: _draft(k=k, tree=8, confidence_threshold=0.02, **more)),
     "draft model, any tree": _on_llama(
-        lambda k=5, **settings: _draft(k=k, tree="auto", **{"policy": FixedDepth(), **settings})
+        lambda k=5, policy=None, **settings: _draft(k=k, tree="auto", policy=policy or FixedDepth(), **settings)
     ),
     "layer skip, tree": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, tree=8, **settings)),
     "layer skip": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, **settings)),

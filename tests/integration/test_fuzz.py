@@ -14,7 +14,8 @@ import torch
 
 from hf_specgen import decoding
 from hf_specgen.call import GenerationState
-from hf_specgen.candidates import captured_levels
+from hf_specgen.candidates.growth import Growth
+from hf_specgen.device_tree import NO_NODE
 from hf_specgen.targets import self_check
 from hf_specgen.targets.cache import RaggedCache, RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
@@ -32,6 +33,7 @@ accepted_path = vars(verification)["accepted_path"]
 along = vars(verification)["_along"]
 positions = RowLayout.positions
 noise_at = NoiseBuffer.at
+values_of = Growth._values
 keep_accepted = RaggedCache.keep_accepted
 from_dynamic = RaggedCache.from_dynamic
 prefix = GenerationState.prefix
@@ -124,6 +126,12 @@ def _empty_the_given_cache(cls: Any, cache: Any, slots: Any) -> Any:
     return taken
 
 
+def _values_with_nan(self: Any, ids: Any) -> torch.Tensor:
+    """Candidates whose drafter gave NaN stay nodes."""
+    values = values_of(self, ids)
+    return values.masked_fill(values == NO_NODE, torch.nan)
+
+
 _PLACES: dict[str, tuple[Any, str, Any]] = {
     "accept one token too many": (verification, "accepted_path", _accept_one_too_many),
     "position off by one": (RowLayout, "positions", _positions_off_by_one),
@@ -146,7 +154,7 @@ _PLACES: dict[str, tuple[Any, str, Any]] = {
     "wrong positions in half precision": (RowLayout, "positions", _positions_off_by_one),
     "state shared by threads": (GenerationState, "append", _token_of_another_thread),
     "ids of drafts not checked": (decoding, "checked_draft", lambda draft, *_: draft),
-    "scores of drafts not checked": (captured_levels, "finite", lambda scores: scores),
+    "scores of drafts not checked": (Growth, "_values", _values_with_nan),
 }
 MUTATIONS = {name: lambda place=place: mock.patch.object(*place) for name, place in _PLACES.items()}
 """Each makes a context in which the package has that fault."""
