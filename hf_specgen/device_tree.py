@@ -1,7 +1,7 @@
 """Draft trees on the device of the drafter: a frontier while they grow, a `DeviceTree` once they are finished.
 
 A tree grows by one level in each pass of the drafter. The pass reads a `Frontier`: the nodes that are expanded next,
-and where they hang. Two levels of one row, each of which expands two nodes::
+and their ancestors. One row, with two passes that expand two nodes each; d is never expanded, so no frontier has it::
 
     last token ─┬─ a ─┬─ c        frontier 1: tokens [a, b]            depth 1
                 │     └─ d        frontier 2: tokens [c, e]            depth 2, parent_index [0, 1]
@@ -23,21 +23,22 @@ from torch.nn.functional import pad
 from hf_specgen.tree import DraftTree, Parents, TreeStructure, chain_parents, identity
 
 NO_NODE = -1e30
-"""In place of the logarithm of the probability of a candidate that is no node."""
+"""Log path probability of what is no node: padding, and candidates beyond a row's maximum depth or with NaN."""
 TOKEN, NUMBER, DEPTH, PARENT, PATH = range(5)
-"""The planes of the values of a tree: of each node its token, its number and depth, the number of its parent, and the
-logarithm of its path probability, which is `NO_NODE` for padding at the end of a row."""
+"""The planes of the values of a tree: the token of each node, its number (0 for a row's last token, 1 for the node that
+was expanded first, and so on; negative, but not in chains, if it was not expanded), its depth, the number of its
+parent, and the logarithm of its path probability, which is `NO_NODE` for padding at the end of a row."""
 PLANES = 1 + PATH
 
 
 class Ancestors:
-    """Which of a row's last token and its expanded nodes are a node of a frontier, or an ancestor of it.
+    """The tree attention mask of a frontier: each node attends to its ancestors and to itself.
 
     The matrix is computed when it is read first, since some drafters never read it.
 
     Args:
-        rows, nodes: of the frontier.
-        above: the ancestors of the frontier before; None for a row's last token.
+        rows, nodes: the number of rows, and of nodes of each row, of the frontier.
+        above: of the frontier before; None if the frontier is each row's last token.
         parent_index: see `Frontier`.
     """
 
@@ -57,7 +58,7 @@ class Ancestors:
 
     @classmethod
     def of(cls, matrix: torch.Tensor) -> Ancestors:
-        """From a matrix that is known."""
+        """From a matrix that was computed already."""
         rows, nodes, _ = matrix.shape
         ancestors = cls(rows, nodes, matrix.device)
         vars(ancestors)["matrix"] = matrix
@@ -65,7 +66,7 @@ class Ancestors:
 
     @cached_property
     def matrix(self) -> torch.Tensor:
-        """`[rows, nodes, 1 + expanded]` bool: the ancestors of each node's parent, and the node itself."""
+        """`[rows, nodes, 1 + expanded]` bool, over a row's last token and all its expanded nodes in their order."""
         itself = identity(self._nodes, torch.bool, self._device).expand(self._rows, -1, -1)
         if self._above is None:
             return itself
@@ -74,7 +75,7 @@ class Ancestors:
 
 def gather_parents(values: torch.Tensor, parent_index: torch.Tensor | None, nodes: int) -> torch.Tensor:
     """`[rows, nodes of the frontier before, …]` to `[rows, nodes, …]`: the value of the parent of each node."""
-    if parent_index is None:
+    if parent_index is None:  # the frontier before has one node
         return values.expand(-1, nodes, *values.shape[2:])
     index = parent_index.to(values.device).view(*parent_index.shape, *[1] * (values.dim() - 2))
     return values.gather(1, index.expand(*parent_index.shape, *values.shape[2:]))
@@ -113,13 +114,13 @@ class Frontier:
         return self.tokens.device
 
     def structure(self) -> TreeStructure:
-        """The depths of all expanded nodes, and the ancestors of these ones; in a chain those of all nodes."""
+        """Depths of the last token and all expanded nodes; ancestors of the new nodes, but of all nodes in a chain."""
         if self.depths_of_nodes is None:
             return TreeStructure.of_chains(self.batch, self.nodes, self.device)
         return TreeStructure(self.depths_of_nodes.expand(self.batch, -1), self.ancestors.matrix)
 
     def depths(self, row: int) -> list[int]:
-        """`[1 + nodes]` depths in a row: 0 for its last token, then each node's."""
+        """`[1 + nodes]` depths: 0 for the row's last token, then of each node; the same in every row."""
         if self.depths_of_nodes is None:
             return list(range(1 + self.nodes))
         depths: list[int] = self.depths_of_nodes.tolist()
@@ -130,16 +131,17 @@ class Frontier:
         return gather_parents(values, self.parent_index, self.tokens.shape[1])
 
     def select(self, rows: Sequence[int]) -> Frontier:
-        """The nodes of some of the rows."""
+        """The frontier of some of the rows."""
         if len(rows) == self.batch:
             return self
         index = torch.tensor(list(rows), device=self.device)
         parent_index = None if self.parent_index is None else self.parent_index[index]
+        # The ancestors of a chain are never read, see `structure`.
         ancestors = self.ancestors if self.is_chain else Ancestors.of(self.ancestors.matrix[index])
         return replace(self, tokens=self.tokens[index], ancestors=ancestors, parent_index=parent_index)
 
     def padded(self, nodes: int) -> Frontier:
-        """The frontier with padding up to so many nodes, for a forward pass."""
+        """The frontier with padding tokens up to so many expanded nodes of each row, for a forward pass."""
         extra = nodes - self.nodes
         if extra <= 0:
             return self
@@ -152,17 +154,18 @@ class Frontier:
 
 
 class DeviceTree(DraftTree):
-    """A finished draft tree on the drafter's device, which the host reads at once, and only when it has to.
+    """A finished draft tree on the drafter's device, which the host reads in one transfer, and only when it has to.
 
     Args:
         values: `[batch, PLANES, 1 + nodes]` of each row's last token, then of each node.
-        tokens: `[batch, 1 + nodes]` integers, the tokens among the values.
+        tokens: `[batch, 1 + nodes]` the plane `TOKEN` of the values as integers.
         structure: None for chains.
         drafting_rows: how many rows have a draft.
         q: as for `DraftTree`.
-        includes_rejected: whether nodes that can never be accepted, whose token the host reads as -1, are nodes.
-        selection: the best nodes of the same growing tree, of which these are the first ones.
-        read: the values, where the host has read them.
+        includes_rejected: whether entries with path probability 0, which can never be accepted, keep their node index
+            in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
+        selection: a selection that begins with the nodes of this tree; `padded` takes further nodes from it.
+        read: `values` in the host's memory, if the host has read them already.
     """
 
     def __init__(
@@ -200,7 +203,7 @@ class DeviceTree(DraftTree):
 
     @property
     def node_values(self) -> list[Any]:
-        """For each row `[nodes, PATH]` integers: the values of each node but its path probability."""
+        """For each row `[nodes, PATH]` integers: token, number, depth and parent's number of each node."""
         return self._host.read().values
 
     def structure(self) -> TreeStructure:
@@ -249,7 +252,7 @@ class DeviceTree(DraftTree):
             pad(self._structure.depths, (0, extra)),
             _padded_ancestors(self._structure.ancestors, extra),
         )
-        values = pad(self._values, (0, extra), value=-2)  # no number, and that of no parent
+        values = pad(self._values, (0, extra), value=-2)  # as of nodes that were not expanded; the parent is no node
         values[:, PATH, -extra:].fill_(NO_NODE)
         tokens = pad(self._inputs, (0, extra))
         return DeviceTree(values, tokens, structure, self.drafting_rows, includes_rejected=self.includes_rejected)
@@ -267,19 +270,20 @@ PassTree = DraftTree | Frontier
 
 
 def _padded_ancestors(ancestors: torch.Tensor, extra: int) -> torch.Tensor:
-    """Ancestors of so many more nodes, which see the row's last token alone."""
+    """The matrix with `extra` more nodes, each of which attends to the row's last token alone."""
     padded = pad(ancestors, (0, extra, 0, extra))
     padded[:, -extra:, 0].fill_(True)  # a query that sees nothing would write NaN into the cache
     return padded
 
 
 class Selection(NamedTuple):
-    """The best nodes of a growing tree, most probable first: any first ones of them are the best tree of that size.
+    """The best nodes of a growing tree, most probable first: the first n nodes are the best tree of n nodes.
 
     Args:
         read: `[batch, PLANES * width + last level]` what the host reads: the values of each row's last token and of
-            the nodes, see `DeviceTree`, and the logarithms of the path probabilities of the last level.
-        tokens: `[batch, width]` integers.
+            the nodes, see `DeviceTree`, and the logarithms of the path probabilities of the last level, which is
+            expanded next.
+        tokens: `[batch, width]` integers, of each row's last token and the nodes.
         structure: None for chains.
     """
 
@@ -289,18 +293,18 @@ class Selection(NamedTuple):
 
     @classmethod
     def of(cls, tree: DeviceTree, last_level: torch.Tensor) -> Selection:
-        """All nodes of a tree."""
+        """Of all nodes of a tree, and the log path probabilities of the last level."""
         read = torch.cat([tree._values.flatten(1), last_level], dim=1)
         return cls(read, tree._inputs, tree._structure)
 
     def split(self, read: Any) -> tuple[Any, Any]:
-        """`[batch, PLANES, width]` values, and the last level; of `read`, on any device or as an array."""
+        """Split `read`, a tensor or its copy as an array: `[batch, PLANES, width]` values, and the last level."""
         batch, width = self.tokens.shape
         size = PLANES * width
         return read[:, :size].reshape(batch, PLANES, width), read[:, size:]
 
     def first(self, nodes: int, values: Any = None, drafting_rows: int = 0) -> DeviceTree:
-        """The tree of so many nodes; `values` are those that the host has read, if it has."""
+        """The tree of the first `nodes` nodes; `values` is the first result of `split` if the host has read it."""
         width = 1 + nodes
         structure = self.structure
         if structure is not None:
@@ -339,9 +343,9 @@ class HostCopy:
             self._arriving = host, torch.cuda.current_stream(self._values.device).record_event()
 
     def read(self, chosen: torch.Tensor | None = None) -> HostTree:
-        """The trees, and with them tokens chosen by the target, in one transfer; token ids below 2**24 are exact."""
+        """The trees, and tokens chosen by the target, in one transfer; token ids below 2**24 are exact."""
         if self._tree is None:
-            tokens: list[list[int]] = []
+            tokens: list[list[int]] = []  # of `chosen`, which is given only if nothing was read before
             values = self._read
             if values is None and self._arriving is not None and chosen is None:
                 copy, arrival = self._arriving
@@ -363,7 +367,7 @@ def probability_of(logarithms: NDArray[np.floating[Any]]) -> NDArray[np.floating
 
 
 class HostTree(NamedTuple):
-    """What the host has read of a `DeviceTree`, for each row."""
+    """What the host has read of a `DeviceTree`, for each row; `chosen` are tokens that the target chose, if given."""
 
     tokens: list[list[int]]
     parents: tuple[Parents, ...]
@@ -382,6 +386,7 @@ class HostTree(NamedTuple):
             parents = tuple(chain_parents(size) for size in sizes)
         else:
             is_parent = values[:, PARENT, 1:, None] == values[:, NUMBER, None]
+            # The parent is the node, or at index 0 the row's last token, with the parent's number.
             index = (is_parent & (values[:, NUMBER, None] >= 0)).argmax(axis=2) - 1
             parents = tuple(tuple(row[:size]) for row, size in zip(index.tolist(), sizes, strict=True))
         integers = values[:, :PATH, 1:].transpose(0, 2, 1)

@@ -1,7 +1,7 @@
 """Several levels of a draft tree as one captured function: expansion, passes of the drafter, and their proposals.
 
-Nothing in it is decided by the host, so that a CUDA graph can repeat it. It is used for all of a chain, and for four
-levels at a time of a tree: the first ones follow a pass over new text, and later ones a read by the host. At its end
+Nothing in it is decided by the host, so that a CUDA graph can repeat it. A chain needs it once; a tree once for every
+`LEVELS_PER_READ` levels: the first levels follow a pass over new text, further levels a read by the host. At its end
 the best nodes are selected, of which the host then takes as many as are to be verified.
 """
 
@@ -27,7 +27,7 @@ from hf_specgen.verification.processors import ScoreProcessors
 
 @dataclass(frozen=True)
 class Proposals:
-    """Proposes the most likely tokens after nodes by a drafter's logits; equal settings propose alike.
+    """Proposes the most likely tokens after nodes by a drafter's logits; objects that are equal can share a graph.
 
     Args:
         children: how many tokens.
@@ -42,7 +42,7 @@ class Proposals:
     vocab: int
     threshold: float
     processors: ScoreProcessors
-    token_ids: torch.Tensor | None = field(default=None, compare=False)  # of the module that is captured
+    token_ids: torch.Tensor | None = field(default=None, compare=False)  # belongs to the module, as graphs do
     wants_q: bool = False
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,10 @@ class Proposals:
     def __call__(
         self, scores: torch.Tensor, draft_scores: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-        """What `Growth.add` takes, and q if it is wanted; `draft_scores` are those of `VerificationSession`."""
+        """The arguments of `Growth.add`, and q if it is wanted: the most likely tokens of each node as candidates.
+
+        `draft_scores` are `scores` after `VerificationSession.draft_scores`, which adds noise if tokens are sampled.
+        """
         acceptance, tokens = draft_scores.log_softmax(dim=-1).topk(self.children)
         expandable = None
         q = None
@@ -95,21 +98,21 @@ class LevelInputs(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What a captured function returns: the levels that it added, and states of the drafter `[batch, nodes, …]`."""
+    """What `CapturedLevels` returns: the levels that it added, the best nodes of the tree, the drafter's states."""
 
     grown: Grown
     selection: Selection
     states: Any
-    """Of the last level."""
+    """`[batch, nodes, …]` of the nodes of the last pass."""
     after_text: Any = None
-    """All but the logits that the drafter returned for the last token of new text."""
+    """What the drafter returned for each row's last token of new text, without the logits; for `store_text`."""
 
 
 @dataclass(frozen=True)
 class CapturedLevels(Capturable):
-    """`passes` passes, before each of which `width` nodes of every row are expanded; equal ones share a graph.
+    """Makes `passes` passes of the drafter, each over `width` nodes of every row; equal objects share a graph.
 
-    A pass over new text may precede them. At most `nodes` nodes are selected.
+    A pass over new text comes first if the inputs have text. At most `nodes` nodes are selected at the end.
     """
 
     is_optional: ClassVar[bool] = True
@@ -121,7 +124,7 @@ class CapturedLevels(Capturable):
     proposals: Proposals
     level: Any
     constants: Any = field(compare=False)
-    """Those of the tree after the passes, which a graph reads as long as it is there."""
+    """Of the tree after the passes; held here, so that the tensors live as long as the graph that reads them."""
 
     def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> Drafted:
         tree_so_far = self.shape, inputs.last_tokens, inputs.limits, inputs.parts
@@ -135,28 +138,31 @@ class CapturedLevels(Capturable):
             self._add(growth, logits, None if noise is None else noise[0])
             noise = None if noise is None else noise[1:]
         layer = cache.layers[0]
-        # Slots of the rows' last tokens, and how many slots attention reads.
-        roots = layer.next_slots - 1 - growth.expanded
-        columns = layer.get_mask_sizes(0)[0]
+        # In the cache, the expanded nodes follow each row's last token.
+        last_token_slots = layer.next_slots - 1 - growth.expanded
+        attended_slots = layer.get_mask_sizes(0)[0]
         for number in range(self.passes):
             frontier = growth.expand(self.width)
-            layout = StepLayout(roots, columns, *growth.structure(), inputs.visible)
+            layout = StepLayout(last_token_slots, attended_slots, *growth.structure(), inputs.visible)
             states = None if states is None else frontier.gather_parents(states)
             logits, states, *_ = self.level(module, frontier.tokens, layout, states, inputs.offsets, cache)
             self._add(growth, logits, None if noise is None else noise[number])
         return Drafted(growth.parts()[-1], growth.select(self.nodes), states, after_text)
 
     def _read(self, module: Any, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
-        """What the drafter returns for the last new token of each row; what follows is written after that token."""
+        """Process new text; returns the logits, states, … of the drafter at each row's last token `[batch, 1, …]`.
+
+        The text is padded on the right. Later passes overwrite the padding in the cache.
+        """
         (batch, width), layer = text.tokens.shape, cache.layers[0]
         chain = TreeStructure.of_captured_chains(batch, width - 1, text.tokens.device)
         layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.visible)
         results = self.level(module, text.tokens, layout, text.features, inputs.offsets, cache, True)
         slots = layer.slots - (width - text.counts[:, None])
         last = (text.counts - 1)[:, None, None]
-        for one in cache.layers:
-            one.slots = slots
-        return [None if part is None else part.gather(1, last.expand(-1, -1, part.shape[-1])) for part in results]
+        for cache_layer in cache.layers:
+            cache_layer.slots = slots
+        return [None if value is None else value.gather(1, last.expand(-1, -1, value.shape[-1])) for value in results]
 
     def _add(self, growth: Growth, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
         scores = self.proposals.scores(logits)
@@ -173,12 +179,12 @@ def grow_captured(
     proposals: Proposals,
     noise: torch.Tensor | None,
 ) -> Drafted | None:
-    """Extend a growing tree and the drafter's cache by one graph, which processes new text first if there is some.
+    """Extend a growing tree and the drafter's cache by `passes` passes, in one graph, after those over new text if any.
 
-    None if there is no graph: nothing was added then, and the caller makes the passes.
+    None if there is no graph: then nothing was added, and the caller makes the passes.
     """
     text = drafter.text
-    reads = [0] * len(growth.limits)
+    text_counts = [0] * len(growth.limits)  # tokens of new text, which stay in the cache
     if noise is not None and proposals.token_ids is not None:
         noise = noise[..., proposals.token_ids]
     slots = passes * width
@@ -186,8 +192,8 @@ def grow_captured(
     text_inputs = None
     if text is not None:
         slots += text.tokens.shape[1]
-        reads = list(text.counts)
-        text_inputs = TextInputs(text.tokens, torch.tensor(reads), text.features)
+        text_counts = list(text.counts)
+        text_inputs = TextInputs(text.tokens, torch.tensor(text_counts), text.features)
     capacity = drafter.graphs.capacity(drafter.cache, slots)
     if not capacity:
         return None
@@ -203,5 +209,6 @@ def grow_captured(
     drafted: Drafted | None = drafter.graphs.run(levels, inputs, drafter.cache, slots, lambda: None)
     if drafted is not None:
         growth.extend(drafted.grown, (width,) * passes, drafted.selection)
-        drafter.cache.set_lengths([start + count + passes * width for start, count in zip(starts, reads, strict=True)])
+        counts = zip(starts, text_counts, strict=True)
+        drafter.cache.set_lengths([start + count + passes * width for start, count in counts])  # without text padding
     return drafted

@@ -1,15 +1,15 @@
 """The interfaces of drafters with a forward pass, and what their sessions have in common.
 
-A drafter has the passes, caches and states of a draft model or draft head in one call. It knows nothing of trees,
-acceptance or verification, which are the matter of the session that owns it:
+A drafter has the passes, caches and states of a draft model or draft head in one call. The session that owns it turns
+logits into draft tokens, and chooses which nodes are expanded and which are verified:
 
 | session | passes | drafter |
 |---|---|---|
 | `LevelSession` | one for each level of a tree | `LevelDrafter`: draft models, EAGLE, MTP, Hydra, Gemma 4, early exit |
 | `OnePassSession` | one for all depths | `OnePassDrafter`: Medusa, P-EAGLE, DFlash, DSpark, PARD |
 
-A draft begins with `take`, which returns the text that the drafter has not processed, as a value; it ends with the
-`commit` of the nodes that the target accepted.
+A draft begins with `take`, which returns the text that the drafter has not processed, for `read` or `read_depths`.
+After the verification, `commit` receives the nodes that the target accepted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Text(Protocol):
 
     @property
     def passes(self) -> Sequence[int]:
-        """Tokens, over all rows, of each pass that reads the text; without the drafter's prefill."""
+        """Tokens, over all rows, of each pass that processes the text; without the drafter's prefill."""
 
 
 T = TypeVar("T", bound=Text)
@@ -48,7 +48,7 @@ T_co = TypeVar("T_co", bound=Text, covariant=True)
 
 
 class Drafter(Protocol[T_co]):
-    """What drafters of both kinds have: their text, and rows that come and go."""
+    """What drafters of both kinds have: new text, accepted nodes, and rows that join and leave."""
 
     @property
     def rows_can_change(self) -> bool:
@@ -64,7 +64,8 @@ class Drafter(Protocol[T_co]):
         """Keep what was computed for accepted nodes, and drop what was computed for others. Called after every step.
 
         Args:
-            paths: of each row the accepted nodes that were expanded, by the number of their expansion, from 0 on.
+            paths: of each row the accepted nodes that were expanded: 0 is the node that was expanded first. Empty for
+                drafters that expand no nodes.
         """
 
     def keep_rows(self, kept: Sequence[int]) -> None:
@@ -79,26 +80,29 @@ class LevelDrafter(Drafter[T], Protocol[T]):
 
     @property
     def token_ids(self) -> torch.Tensor | None:
-        """`[draft vocab]` the target's ids of the tokens that the logits are of; None if they are of all tokens."""
+        """`[draft vocab]` the target's token id of each logit; None if the logits are of all tokens in their order."""
 
     @property
     def expanded_nodes_first(self) -> bool:
-        """Whether the nodes of a tree have to begin with those that were expanded."""
+        """Whether the nodes of a finished tree must begin with the expanded nodes, in the order of their expansion.
+
+        True where the verification reuses what the drafter computed for them (early exit).
+        """
 
     @property
     def single_pass_tokens(self) -> int:
-        """Tokens of each row in the only pass of a drafter that needs none for deeper levels; 0: a pass a level."""
+        """Tokens of each row in the pass of `read`, if deeper levels need no further pass; 0 if each level does."""
 
     def read(self, text: T) -> torch.Tensor:
         """Process new text: `[batch, draft vocab]` logits after each row's last token."""
 
     def expand(self, frontier: Frontier) -> torch.Tensor:
-        """Process the last nodes of a tree: `[batch, new, draft vocab]` logits after each of them."""
+        """Process the nodes of a frontier: `[batch, new, draft vocab]` logits after each of them."""
 
     def capture(self, text: T | None = None) -> CapturablePasses | None:
-        """What a captured function over several levels needs, which processes text first if it is given.
+        """What the session needs for several levels in one captured function; with `text`, a pass over it comes first.
 
-        None if these passes are not captured: then `read` and `expand` are used.
+        None if these passes cannot be captured: then `read` and `expand` are used.
         """
 
 
@@ -154,7 +158,7 @@ class DrafterSession(DraftSession, Generic[D]):
         self.drafter.commit(self._expanded_paths(result))
 
     def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:
-        """What `Drafter.commit` receives; no nodes of drafters that expand none."""
+        """What `Drafter.commit` receives; here no nodes, as for drafters that expand none."""
         return [[] for _ in result.paths]
 
     def not_drafted(self, batch: int) -> DraftTree:
@@ -163,7 +167,7 @@ class DrafterSession(DraftSession, Generic[D]):
         return self._tree
 
     def _count_by_length(self, result: VerificationResult) -> None:
-        """Count by the length of the texts which drafts had an accepted token."""
+        """Count the drafts, by the bits of the length of their text and by whether a draft token was accepted."""
         if self._by_length is None or not self._tree.nodes:
             return
         for row, path in enumerate(result.paths):

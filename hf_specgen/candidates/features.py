@@ -26,8 +26,8 @@ class _Queue:
     Args:
         parts: consecutive states `[positions, layers * hidden]`.
         position: in the text, of the first of these states.
-        history: with a window, the states that the head has processed since it was restarted.
-        history_tokens: the token after each of these.
+        history: with a window, the states in the head's cache: of the window at the last restart, and those since.
+        history_tokens: the token after each position of `history`.
     """
 
     parts: list[torch.Tensor]
@@ -64,16 +64,17 @@ class FeatureQueue:
         return not self._rows
 
     def receive(self) -> None:
-        """Add the hidden states that the target computed for the tokens kept by the last step."""
+        """Add the hidden states of the tokens that the last step kept; of the prompts at first, and of new rows."""
         states = self._batch.committed_states(self._layers)
         for row, new in zip(self._rows, states, strict=False):
             row.parts.append(new)
         self._add_rows(states)
 
     def take(self, max_depths: Sequence[int], *, of_all_rows: bool = False) -> NewFeatures | None:
-        """Remove the features of the rows that draft, or of all rows that have not ended; None if no row drafts.
+        """Remove the features of the rows that draft; `of_all_rows`: of all rows that have not ended.
 
-        A row that does not draft, being ahead of slower ones, keeps its features for a later draft.
+        None if no row drafts, or none can, see `_can_begin`. Without `of_all_rows` a row that does not draft keeps its
+        features for a later draft.
         """
         if self.is_empty:
             self.receive()
@@ -82,7 +83,10 @@ class FeatureQueue:
         return self._new([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
 
     def take_prompts(self, first: int) -> NewFeatures:
-        """Remove the features of new rows, from row `first` on: of each but the last one, if there are more."""
+        """Remove the features of new rows, from row `first` on, but the last feature of a row with several features.
+
+        So the first draft of such a row has a feature to process.
+        """
         new = [max(1, row.count - 1) for row in self._rows[first:]]
         taken = self._new([*[0] * first, *new])
         return taken._replace(
@@ -90,7 +94,7 @@ class FeatureQueue:
         )
 
     def remove(self, limits: Sequence[float]) -> list[torch.Tensor]:
-        """Remove at most so many features of each row that has not ended: `[removed, layers * hidden]` of each row."""
+        """Remove the first `limits[row]` features of each row that has not ended: `[removed, layers * hidden]` each."""
         return self._new(limits).features
 
     def available(self, row: int) -> int:
@@ -107,12 +111,12 @@ class FeatureQueue:
 
     @property
     def _can_begin(self) -> bool:
-        """Whether an active row has, or had, features in the queue; none has after a prompt of padding only."""
+        """Whether features were taken before, or an active row has some: not if all prompts are padding only."""
         rows = enumerate(self._rows)
         return self.was_taken or any(row.count for index, row in rows if not self._state.has_ended(index))
 
     def _add_rows(self, states: Sequence[torch.Tensor]) -> None:
-        """Add the rows after those that are in the queue, with the hidden states of their prompts."""
+        """Add the rows that are not in the queue yet, with their hidden states; `states` are of all rows."""
         for row, new in enumerate(states[len(self._rows) :], start=len(self._rows)):
             # The target has processed all but the last token; positions that a given cache held have no features.
             length = len(self._state.prompts[row]) + len(self._state.generated[row]) - 1
@@ -120,7 +124,10 @@ class FeatureQueue:
             self._rows.append(_Queue([new], length - len(new), new[:0]))
 
     def _new(self, limits: Sequence[float]) -> NewFeatures:
-        """Remove at most so many features of each row that has not ended, and the token after each."""
+        """Remove the first `limits[row]` features of each row that has not ended, and the token after each.
+
+        A row that exceeds the window is restarted: it gets all features in the window, those taken before included.
+        """
         new = NewFeatures([], [], self._batch.active_rows())
         new = new._replace(is_first=not self.was_taken)
         self.was_taken = True
@@ -130,7 +137,7 @@ class FeatureQueue:
             if self._window is not None and tokens:
                 row.history = torch.cat([row.history, features])
                 row.history_tokens = [*row.history_tokens, *tokens]
-                if self._window.is_exceeded_by(len(row.history_tokens)):  # the head starts again with the window
+                if self._window.is_exceeded_by(len(row.history_tokens)):
                     first, recent = self._window
                     row.history = torch.cat([row.history[:first], row.history[-recent:]])
                     row.history_tokens = self._window.kept(row.history_tokens)
@@ -142,7 +149,7 @@ class FeatureQueue:
         return new._replace(restarted=restarted)
 
     def _removed(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
-        """The first features of a row, at most so many, and the token after each."""
+        """Remove the first `limit` features of a row, or all of fewer features; returns the token after each, too."""
         if limit <= 0 or not row.parts or self._state.has_ended(index):
             return row.history[:0], []
         features = row.parts[0] if len(row.parts) == 1 else torch.cat(row.parts)
@@ -155,7 +162,7 @@ class FeatureQueue:
         return features, tokens
 
     def _tokens(self, row: int, first: int, end: int) -> list[int]:
-        """The tokens of a row's text from a position on."""
+        """The tokens of a row's text at the positions `first` to `end - 1`."""
         prompt = self._state.prompts[row]
         generated = self._state.generated[row]
         before = len(prompt)
@@ -163,7 +170,7 @@ class FeatureQueue:
 
 
 class LastStates:
-    """The hidden states of the target that chose the last token of each row, for heads that read nothing else.
+    """The target's hidden states that chose the last token of each row, for heads that read no other states.
 
     Args:
         batch: the rows.

@@ -52,7 +52,7 @@ Floats = NDArray[np.floating[Any]]
 LEVELS_PER_READ = 4
 """Passes between reads of an accelerator by the host; on a CPU, where nothing has to wait, every level is read."""
 CLOSED = 1e4
-"""Subtracted from the logarithm of the probability of a candidate that cannot be expanded."""
+"""Subtracted from the log path probability of a candidate that cannot be expanded: it is chosen after all others."""
 UNEXPANDED = -2
 """The number of a candidate that was not expanded."""
 
@@ -65,22 +65,22 @@ class _Level(NamedTuple):
 
 
 class _Expansion(NamedTuple):
-    """Nodes that were expanded, `[rows, width]`: logarithms of their path probabilities, and index in their level."""
+    """Nodes that were expanded in one pass, `[rows, width]`."""
 
-    paths: Tensor
-    chosen: Tensor | None = None
+    paths: Tensor  # logarithms of their path probabilities, as in `Growth._open`
+    chosen: Tensor | None = None  # their index in their level; None in a chain
 
 
 class Grown(NamedTuple):
-    """Levels of a growing tree in few tensors: path probabilities of candidates, their tokens, the last ancestors."""
+    """Consecutive levels of a growing tree, packed into few tensors for a captured function; see `Growth.extend`."""
 
-    paths: Tensor
-    integers: Tensor
-    ancestors: Tensor | None
+    paths: Tensor  # `[rows, …]` of the candidates of each level, of each expansion's nodes, and `Growth._open`
+    integers: Tensor  # `[rows, …]` the tokens of each level, then `chosen` of each expansion
+    ancestors: Tensor | None  # the matrix of the last frontier; None before the first expansion
 
 
 class Shape(NamedTuple):
-    """The shape of a growing tree: rows, children of each node, and by part the nodes that each pass expanded."""
+    """The shape of a growing tree: rows, children of a node, and for each `Grown` the nodes that each pass expanded."""
 
     rows: int
     children: int
@@ -97,7 +97,7 @@ class Growth:
         limits: `[rows, 1]` the depths as a tensor: needed if levels may go beyond them, as captured ones may.
 
     Attributes:
-        levels: passes of the drafter so far.
+        levels: levels of candidates so far, which is also the depth of the last level.
         expanded: expanded nodes of each row.
 
     Example:
@@ -117,7 +117,7 @@ class Growth:
         self.last_tokens = last_tokens
         self.levels = 0
         self.expanded = 0
-        self.rows = sum(depth > 0 for depth in depths)
+        self.rows = sum(depth > 0 for depth in depths)  # that have a draft; the batch has `len(limits)` rows
         self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
         self.limits_on_device = limits
         if limits is None and len(set(depths)) > 1:
@@ -125,14 +125,14 @@ class Growth:
         self._levels: list[_Level] = []
         self._expansions: list[_Expansion] = []
         self._widths: tuple[int, ...] = ()
-        self._open: Tensor = last_tokens  # of the last level: as `_Level.paths`, low where it cannot be expanded
+        self._open: Tensor = last_tokens  # set by `add`: paths of the last level, low where it cannot be expanded
         self._ancestors = Ancestors(len(self.limits), 1, last_tokens.device)  # of the last frontier
         self._parts: list[Grown] = []  # the first `_levels_in_parts` levels
         self._widths_of_parts: tuple[tuple[int, ...], ...] = ()
         self._levels_in_parts = 0
         self._selection: Selection | None = None  # the best nodes, if a captured function has selected them
         self._read_values: Any = None  # what the host has read of them
-        self._given_constants: Constants | None = None
+        self._given_constants: Constants | None = None  # in a captured function
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +170,7 @@ class Growth:
     def expand(self, width: int) -> Frontier:
         """Expand the likeliest candidates of the last level, so many of each row; the drafter's next pass reads them.
 
-        A row with fewer of them is filled up with others, whose children have no probability.
+        A row with fewer expandable candidates expands others as padding; the children of these have probability 0.
         """
         self.expanded += width
         self._widths += (width,)
@@ -189,7 +189,7 @@ class Growth:
         return Frontier(tokens, self.levels, self.expanded, self.children == 1, self._ancestors, depths, parent_index)
 
     def structure(self) -> TreeStructure:
-        """Depths of all expanded nodes, and ancestors of the last ones, also for chains; made of `constants`."""
+        """As `Frontier.structure`, for captured functions: of `constants`, which are not freed before a graph."""
         depths = self.constants.depths[: 1 + self.expanded].expand(len(self.limits), -1)
         return TreeStructure(depths, self._ancestors.matrix)
 
@@ -203,10 +203,10 @@ class Growth:
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
     def parts(self) -> tuple[Grown, ...]:
-        """All levels so far, in few tensors; packs the levels that were added since the last time."""
+        """All levels so far, packed: a `Grown` for the levels that were added between two calls of this method."""
         first = self._levels_in_parts
         if first < len(self._levels):
-            begin = max(0, first - 1)  # the first level comes before anything is expanded
+            begin = max(0, first - 1)  # `_levels[i + 1]` follows `_expansions[i]`, `_levels[0]` no expansion
             levels = self._levels[first:]
             expansions = self._expansions[begin:]
             paths = [*(level.paths for level in levels), *(expansion.paths for expansion in expansions), self._open]
@@ -231,15 +231,15 @@ class Growth:
     def of_parts(
         cls, shape: Shape, last_tokens: Tensor, limits: Tensor | None, parts: Sequence[Grown], constants: Constants
     ) -> Growth:
-        """A growing tree that was taken apart, in a captured function; `constants` are those at the end of it."""
-        growth = cls([0] * shape.rows, shape.children, last_tokens, limits)
+        """Rebuild a growing tree from `parts` in a captured function; `constants` are of the tree at its end."""
+        growth = cls([0] * shape.rows, shape.children, last_tokens, limits)  # the host's limits are not read in it
         growth._given_constants = constants
         for grown, widths in zip(parts, shape.widths, strict=True):
             growth.extend(grown, widths)
         return growth
 
     def extend(self, grown: Grown, widths: tuple[int, ...], selection: Selection | None = None) -> None:
-        """Add the levels of passes that expanded so many nodes each, and of one before if there was none yet."""
+        """Add packed levels: one after each expansion of `widths` nodes; before them level 1 if there is no level."""
         sizes = [self.children] * (not self.levels) + [width * self.children for width in widths]
         *paths, rest = grown.paths.split([*sizes, grown.paths.shape[1] - sum(sizes)], dim=1)
         *expanded_paths, self._open = rest.split([*widths, sizes[-1]], dim=1)
@@ -258,7 +258,7 @@ class Growth:
         self._add_part(grown, widths)
 
     def select(self, nodes: int) -> Selection:
-        """The best nodes, at most so many, in the width of a captured pass."""
+        """The best nodes, at most so many, padded to the width of a captured pass; and the last level."""
         tree, _ = self.best(nodes)
         return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._open)
 
@@ -279,10 +279,10 @@ class Growth:
     def best(
         self, nodes: int, expanded_first: bool = False, with_expanded: bool = False
     ) -> tuple[DeviceTree, Tensor | None]:
-        """The best trees of at most `nodes` nodes; `[rows, nodes]` the number of each node's parent, if it is known.
+        """The most probable trees of at most `nodes` nodes, and `[rows, nodes]` the number of each node's parent.
 
-        With `expanded_first` expanded nodes come first, whatever their probability; `with_expanded` they are among the
-        nodes, of which there must be as many.
+        With `expanded_first` all expanded nodes come first, in their order; `with_expanded` includes them all, sorted
+        by probability; both need `nodes >= expanded`. The parents are None if the tree comes from a selection.
         """
         nodes = min(nodes, self.candidates)
         if self._selection is not None and not expanded_first and not with_expanded:
@@ -302,7 +302,7 @@ class Growth:
         return tree, integers[:, PARENT, 1:]
 
     def _expanded_ids(self) -> Tensor | None:
-        """`[rows, 1 + expanded]` the candidate index of each number; None for chains, where it is the number."""
+        """`[rows, 1 + expanded]` the candidate index of each number; None for chains, where both are equal."""
         if self.children == 1:
             return None
         root = self.constants.root_id.expand(len(self.limits), -1)
@@ -310,13 +310,13 @@ class Growth:
         return torch.cat([root, *chosen], dim=1) + self.constants.level_starts
 
     def _values(self, ids: Tensor | None) -> Tensor:
-        """`[rows, PLANES, candidates]` the values of all candidates, by candidate index, see `DeviceTree`."""
+        """`[rows, PLANES, children + candidates]` values by candidate index, from group 0 on, see `DeviceTree`."""
         rows = len(self.limits)
         constants = self.constants
         numbers = constants.numbers[: self.children + self.candidates].expand(rows, -1)
         if ids is not None:
             numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
-        # The planes one after the other, in one operation. Candidates whose drafter gave NaN are no nodes.
+        # All planes are concatenated in one operation. Candidates whose drafter gave NaN are no nodes.
         tokens = [self.last_tokens.expand(-1, self.children), *(level.tokens for level in self._levels)]
         depths_and_parents = constants.depths_and_parents.expand(rows, -1)
         paths = [constants.root_paths.expand(rows, -1), *(level.paths for level in self._levels)]
@@ -326,7 +326,7 @@ class Growth:
     def _order(
         self, paths: Tensor, ids: Tensor | None, nodes: int, expanded_first: bool, with_expanded: bool
     ) -> Tensor:
-        """`[rows, 1 + nodes]` each row's last token and the candidates of its tree, parents before their children."""
+        """`[rows, 1 + nodes]` candidate indices: each row's last token, then its nodes, parents before children."""
         if ids is None or not (expanded_first or with_expanded):
             return paths.topk(1 + nodes, dim=1).indices
         others = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
@@ -335,13 +335,13 @@ class Growth:
 
 
 class Constants(NamedTuple):
-    """What depends on the shape of a growing tree alone."""
+    """Tensors that depend on the shape of a growing tree alone; they count group 0 among the candidates."""
 
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
     level_starts: Tensor  # [1 + expanded] the candidate index with which the level of each expanded node begins
     numbers: Tensor  # 0, 1, 2, …, at least one for each candidate
     unexpanded: Tensor  # `UNEXPANDED` for each candidate
-    depths_and_parents: Tensor  # [2 * candidates] the depth of each, then the number of the parent of each
+    depths_and_parents: Tensor  # [2 * candidates] the depths of all, then the numbers of the parents of all
     root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
     root_id: Tensor  # [1] the candidate index of each row's last token
 
@@ -353,7 +353,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     level_starts = [0]
     expanded = 0
     for level, width in enumerate(widths, start=1):
-        # The group after that of the last node of the level before.
+        # Group n + 1 has the children of number n; a level begins with children of the first node of the last pass.
         first_group = 1 if level == 1 else 2 + expanded - widths[level - 2]
         depths += [level] * width
         level_starts += [first_group * children] * width
@@ -380,7 +380,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
 
 
 def _descending(paths: Floats) -> Floats:
-    """The probabilities of which these are the logarithms, sorted by row."""
+    """`[rows, …]` logarithms to probabilities, in each row in descending order."""
     return probability_of(np.sort(np.nan_to_num(paths, nan=NO_NODE), axis=1)[:, ::-1])
 
 
@@ -388,11 +388,11 @@ class Snapshot(NamedTuple):
     """What the host has read of a `Growth`: path probabilities of each row, in descending order."""
 
     levels: int
-    probability: Floats  # [rows, candidates or selected nodes], 0 for those that are no node
-    frontier: Floats  # [rows, last level] of candidates that can be expanded, else 0
+    probability: Floats  # [rows, candidates or selected nodes], 0 where there is no node
+    frontier: Floats  # [rows, last level], 0 where a candidate cannot be expanded
 
     def may_improve(self, nodes: int) -> bool:
-        """Whether expanding the frontier may change the best tree of a row of `nodes` nodes.
+        """Whether expanding the frontier may change any row's best tree of `nodes` nodes.
 
         A child of a node that is not among the best `nodes` nodes cannot be among them either.
         """

@@ -49,10 +49,10 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
     ):
         super().__init__(batch, drafter, k, None if batch.verifies_chains_only else tree, watches_length)
         self._threshold = confidence_threshold
-        self._qs: list[torch.Tensor] = []  # of each pass of a draft, for rejection sampling
+        self._qs: list[torch.Tensor] = []  # q after the nodes of each pass of a draft, for rejection sampling
         self._expanded = 0  # nodes of each row that were expanded in the last draft
         self._max_nodes = 0  # of each row of the current draft
-        self._is_captured = False  # whether passes of the current draft may be captured functions
+        self._is_captured = False  # whether passes of the current draft can run as captured functions
 
     @torch.no_grad()
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
@@ -75,7 +75,7 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         return self._tree
 
     def _first_level(self, text: T, size: TreeSize) -> Growth:
-        """Read new text: the candidates after each row's last token; in a captured function, further levels too."""
+        """A tree with the candidates after each row's last token; with further levels if a captured function ran."""
         logits = None
         captured = self.drafter.capture(text)
         if captured is None:
@@ -94,9 +94,9 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
     def _new_growth(
         self, depths: Sequence[int], size: TreeSize, device: torch.device, logits: torch.Tensor | None
     ) -> Growth:
-        """A tree without nodes; sets what is proposed after each node. The logits of level 1 are given if known."""
+        """A tree without nodes; sets `_proposals` and `_max_nodes`. `logits` are of level 1, if they are computed."""
         last_tokens = [self.batch.state.last_token(row) for row in range(len(depths))]
-        # Only CUDA has copied a temporary tensor before it can be freed.
+        # CUDA stages a temporary tensor before `to` returns; elsewhere it could be freed before it is copied.
         values = torch.tensor([last_tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")
         pending, limits = values[..., None]
         ids = self.drafter.token_ids
@@ -111,7 +111,7 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         return growth
 
     def _grow(self, growth: Growth, plan: Plan) -> None:
-        """Make the passes of a plan."""
+        """Make the passes of a plan, in one captured function if there is one."""
         captured = self.drafter.capture()
         if captured is None or self._grow_captured(growth, plan, captured) is None:
             for _ in range(plan.passes):
@@ -119,7 +119,7 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         self._count_passes(growth, plan)
 
     def _grow_first(self, growth: Growth, size: TreeSize, captured: CapturablePasses) -> bool:
-        """Process new text and expand the first levels in one captured function; False if there is none."""
+        """Process new text and expand the first levels in one captured function; False if nothing was done."""
         plan = size.first(growth, self._k)
         drafted = None if plan is None else self._grow_captured(growth, plan, captured)
         if plan is None or drafted is None:
@@ -131,10 +131,14 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         return True
 
     def _grow_captured(self, growth: Growth, plan: Plan, captured: CapturablePasses) -> Drafted | None:
-        """Make passes by one captured function; None if there is none."""
+        """Make the passes of a plan, after a pass over new text if `captured` has any, by one captured function.
+
+        None, and nothing is done, if they cannot be captured or are not captured yet.
+        """
         if not self.batch.shares_noise or self._proposals.processors.reads_scores:
             return None
         first = [len(text) + growth.levels for text in self.batch.state.generated]
+        # The index of the generated token that each pass proposes: first, if there is new text, the pass over it.
         steps = [list(range(start, start + (captured.text is not None) + plan.passes)) for start in first]
         noise = self.batch.draft_noise(steps, growth.device)
         drafted = grow_captured(growth, *plan, self._max_nodes, captured, self._proposals, noise)
@@ -143,7 +147,7 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         return drafted
 
     def _count_passes(self, growth: Growth, plan: Plan) -> None:
-        """Count passes over nodes, unless deeper levels follow from the pass over the text."""
+        """Count passes over nodes, unless deeper levels need no pass, see `LevelDrafter.single_pass_tokens`."""
         if not self.drafter.single_pass_tokens:
             self.passes = [*self.passes, *[growth.rows * plan.width] * plan.passes]
 
@@ -159,22 +163,22 @@ class LevelSession(DrafterSession[LevelDrafter[T]], Generic[T]):
         growth.add(*proposed)
 
     def _best(self, growth: Growth, size: TreeSize) -> DraftTree:
-        """The nodes that are verified."""
+        """The draft: the nodes that are verified, with q for rejection sampling."""
         expanded_first = self.drafter.expanded_nodes_first
         # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
         least = growth.expanded if expanded_first or self.wants_q else 0
         draft, parents = growth.best(max(size.nodes(growth), least), expanded_first, with_expanded=self.wants_q)
         if self.wants_q and draft.nodes and parents is not None:
-            q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab]
+            q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab], by the number of the parent
             draft = draft.with_q(q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
-        if self.batch.do_sample:  # the verification needs to know where each node is
+        if self.batch.do_sample:  # the verification reads depths and tokens before it chooses tokens
             draft.start_reading()
         return draft
 
     def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:
         """The accepted nodes that were expanded, which come first in their path: a child is expanded after its parent.
 
-        Nodes are counted from 0 in the order of their expansion.
+        Here the node that was expanded first is 0, while its `NUMBER` is 1.
         """
         if not self._expanded:
             return super()._expanded_paths(result)

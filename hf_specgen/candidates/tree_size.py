@@ -28,14 +28,15 @@ from hf_specgen.targets.cache import padded_width
 
 Integers = NDArray[np.integer[Any]]
 MAX_NODES = 63
-"""Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further one adds to the
+"""Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further node adds to the
 latency even of a memory-bound target."""
 MAX_CHILDREN = 8
 """Maximum number of children of a node, and of nodes of a row that are expanded in one pass."""
 CHILD_ACCEPTANCE = 0.8
 """Probability that one of a node's children is accepted if the node is, assumed where the next passes are planned."""
 MIN_GAIN = 0.001
-"""Relative gain in expected tokens per second, and path probability, below which no pass of the drafter is made."""
+"""Relative gain in expected tokens per second that a further pass of the drafter must have; and the least path
+probability of a node that a search adds."""
 
 
 class Plan(NamedTuple):
@@ -59,7 +60,7 @@ class TreeSize(ABC):
 
     @abstractmethod
     def first(self, growth: Growth, k: int) -> Plan | None:
-        """The passes after the first level that can be planned before it is read; None if it has to be read."""
+        """The passes after the first level that can be planned before the host reads it; None if there are none."""
 
     def next(self, growth: Growth, k: int) -> Plan | None:
         """The next passes; None if the trees are large enough. No draft is deeper than `k`."""
@@ -70,10 +71,10 @@ class TreeSize(ABC):
 
     @abstractmethod
     def _after_read(self, growth: Growth, k: int) -> Plan | None:
-        """`next` where the host may read the probabilities of the nodes so far."""
+        """`next` once no pass is planned by `first`; the host may read the probabilities of the nodes so far."""
 
     def count(self, plan: Plan) -> None:
-        """Count the time of passes that are made."""
+        """Count the time of passes that were made."""
 
     @abstractmethod
     def nodes(self, growth: Growth) -> int:
@@ -81,11 +82,11 @@ class TreeSize(ABC):
 
     @abstractmethod
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
-        """How many nodes of complete trees are verified.
+        """How many nodes of each row are verified, of trees that the drafter does not extend any more.
 
         Args:
             probability: path probabilities of each row, in descending order.
-            drafting: seconds of the draft.
+            drafting: seconds that the drafter has taken.
             is_sampled: take the first local maximum, so that no node is left out because of the nodes after it.
         """
 
@@ -109,6 +110,7 @@ class FixedSize(TreeSize):
         return Plan(passes, min(self._width, growth.children)) if passes else None
 
     def _after_read(self, growth: Growth, k: int) -> Plan | None:
+        # The host reads after every `levels_per_read` levels, unless only one further level can follow.
         levels = max(growth.limits) - growth.levels
         since_read = growth.levels % growth.levels_per_read
         if not since_read and levels > 1 and not growth.read().may_improve(self.max_nodes):
@@ -128,7 +130,7 @@ class FastestSize(TreeSize):
     Args:
         latency: of the target's and the drafter's passes.
         rows: rows that draft.
-        pass_rows: rows of the target's pass, where they are more.
+        pass_rows: rows of the target's pass, if these are more rows.
         children: as for `TreeSize`.
         is_padded: whether the target's passes are padded to the width of a captured one.
     """
@@ -148,6 +150,7 @@ class FastestSize(TreeSize):
         self._target, self.min_probability = _target_seconds(
             latency.target, max(rows, pass_rows), self.max_nodes, is_padded
         )
+        # Seconds of a further pass, by its nodes of each row from 1 on, and of the draft so far.
         self._pass, self._spent = _drafter_seconds(latency.drafter, rows, children)
 
     def first(self, growth: Growth, k: int) -> Plan | None:
@@ -155,11 +158,11 @@ class FastestSize(TreeSize):
         if not levels or growth.levels_per_read == 1:  # reading is free
             return None
         width = min(len(self._pass), growth.children)
-        ahead = np.arange(1 + levels)
+        ahead = np.arange(1 + levels)  # numbers of passes; so many draft tokens of each row are assumed to be verified
         tokens = self._rows * np.cumsum(CHILD_ACCEPTANCE**ahead)
         seconds = self._target[np.minimum(ahead, self.max_nodes)] + self._spent + ahead * self._pass[width - 1]
         passes = fastest(tokens, seconds)
-        if passes > 2:  # few different numbers of passes: each is captured
+        if passes > 2:  # so that there are few different plans, since each is captured
             passes = levels
         return Plan(passes, width) if passes else None
 
@@ -170,7 +173,7 @@ class FastestSize(TreeSize):
             return None
         if growth.levels_per_read == 1:
             return Plan(1, width)
-        # Few different plans, since each is captured.
+        # Not with this width, so that there are few different plans, since each is captured.
         return Plan(min(growth.levels_per_read, k - growth.levels), min(len(self._pass), growth.children))
 
     def count(self, plan: Plan) -> None:
@@ -183,7 +186,7 @@ class FastestSize(TreeSize):
         widths = int(np.count_nonzero(reached))
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
-        # Without a further pass.
+        # Without a further pass: the most expected tokens per second with the nodes so far.
         probability = snapshot.probability[:, : self.max_nodes].sum(axis=0)
         tokens = np.concatenate([[self._rows], probability]).cumsum()
         seconds = self._target[: len(tokens)] + self._spent
@@ -218,10 +221,10 @@ class FastestSize(TreeSize):
 
 
 def _levels_after_first(growth: Growth, k: int) -> int:
-    """How many levels may follow the first one.
+    """How many levels may follow the first level.
 
-    Drafts at the end of a text, which are less deep than `k`, make as many passes as others where these are captured,
-    so that they share a graph.
+    They are rounded up to a multiple of `levels_per_read`, but not beyond depth `k`: where passes are captured, drafts
+    near the end of a text, which are less deep than `k`, then use the same graphs as other drafts.
     """
     levels = max(growth.limits) - 1
     per_read = growth.levels_per_read
@@ -230,17 +233,22 @@ def _levels_after_first(growth: Growth, k: int) -> int:
 
 @lru_cache(maxsize=64)
 def _levels_ahead(levels: int, widths: int) -> tuple[Integers, Floats, Integers]:
-    """Of the next levels their numbers and accepted nodes, `[levels, 1]`, and `[levels, widths]` the expanded nodes."""
+    """For 1, 2, … further passes, each of which expands 1, 2, … nodes of a row: passes, accepted and expanded nodes.
+
+    The passes and the expected accepted nodes below a node that is reached are `[levels, 1]`; the number of expanded
+    nodes is `[levels, widths]`.
+    """
     numbers = np.arange(1, levels + 1)[:, None]
     return numbers, np.cumsum(CHILD_ACCEPTANCE**numbers, axis=0), numbers * np.arange(1, widths + 1)
 
 
 @lru_cache(maxsize=64)
 def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> tuple[Floats, float]:
-    """Seconds of the target's pass by the nodes of each row, from 0 on; and the least useful path probability.
+    """Seconds of the target's pass by the nodes of each row, from 0 on; and the least path probability of a node.
 
-    Each node adds its path probability to the tokens of a step, of which there is at least one for each row. Where
-    passes are padded, as captured ones, nodes that fill a pass take no time.
+    A node adds its path probability to the expected tokens of a step, which are at least 1 for each row. So it can
+    raise tokens per second only if its path probability exceeds the relative increase of the seconds, which is 0 for
+    nodes in place of padding, as in captured passes.
     """
     tokens = [padded_width(1 + count) if is_padded else 1 + count for count in range(nodes + 1)]
     seconds = np.array([target.seconds_of(rows * count) for count in tokens])
@@ -249,7 +257,7 @@ def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -
 
 @lru_cache(maxsize=64)
 def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Floats, float]:
-    """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of the pass over its last token."""
+    """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of a draft of the first level alone."""
     passes = np.maximum.accumulate([drafter.seconds_of(rows * (1 + width)) for width in range(widths)])
     return passes, drafter.draft([rows])
 
@@ -257,7 +265,11 @@ def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Flo
 def tree_size(size: str | int | None, batch: DraftBatch, depths: Sequence[int], only_pass: int = 0) -> TreeSize:
     """How large the next trees of a batch become, of rows with these maximum depths.
 
-    `only_pass` are the tokens per row of the one pass of a drafter that needs no further pass for deeper levels.
+    Args:
+        size: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
+        batch: the rows.
+        depths: the maximum depth of each row.
+        only_pass: see `LevelDrafter.single_pass_tokens`.
     """
     if isinstance(size, int):
         return FixedSize(size)
@@ -269,4 +281,4 @@ def tree_size(size: str | int | None, batch: DraftBatch, depths: Sequence[int], 
         return FixedSize(children=1)
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
-    return FastestSize(step, rows, pass_rows, is_padded=width > 2)
+    return FastestSize(step, rows, pass_rows, is_padded=width > 2)  # a captured pass over 2 tokens has 4
