@@ -42,7 +42,7 @@ STEP_PARTS = ("draft", "forward", "verify")
 
 
 class Scorer(TargetView, Protocol):
-    """What the steps of a call need of the target: the limits of a draft, and that accepted tokens are kept."""
+    """The target as `DecodingSteps` use it: limits of drafts, and `commit`; the caller of the steps runs its passes."""
 
     @property
     def first_positions(self) -> Sequence[int]:
@@ -76,24 +76,24 @@ class StepOutputs(Protocol):
 
     @property
     def columns(self) -> int:
-        """How many columns are emitted."""
+        """How many generated positions have been emitted, which happens once each row has a token there or ended."""
 
     @property
     def criteria(self) -> CustomCriteria | None:
-        """Custom stopping criteria, which verification may have to ask; None if there are none."""
+        """Custom stopping criteria, at which `VerificationSession.verify` may have to stop; None if there are none."""
 
     @property
     def needs_plain_steps(self) -> bool:
-        """Whether steps must not draft."""
+        """Whether steps must not draft, see `OutputCollector`."""
 
     def add(self, result: VerificationResult) -> None:
         """Receive a step whose tokens have been appended to the state, and stop the rows that end."""
 
 
 class DecodingSteps:
-    """The steps of one call, between whose drafts and verifications somebody else runs the passes of the target.
+    """Drafts and verifies the steps of one call; the caller runs the passes of the target.
 
-    A step is `plan_step`, `draft_step`, a pass over the draft, `end_step`.
+    A step is `plan_step`, `draft_step`, a pass that the caller runs over the draft, `end_step`.
 
     Args:
         call: the call.
@@ -105,7 +105,7 @@ class DecodingSteps:
     """
 
     _vocabulary = UNLIMITED
-    """How many tokens the target chooses from, once a pass has shown it."""
+    """The size of the target's vocabulary, by the logits of the last pass; drafts are checked against it."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class DecodingSteps:
     def end_prefill(self, logits: torch.Tensor) -> None:
         """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""
         result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
-        if self.drafter.top_tokens:
+        if self.drafter.top_tokens:  # other drafters observe steps alone
             self.drafter.observe(result)
 
     def plan_step(self, may_draft: bool = True) -> None:
-        """Choose how deep the rows draft in the next step."""
-        # Rows that have not ended, and are within the allowed row skew of the emitted columns.
+        """Choose the rows that take part in the next step, and how deep each of them drafts."""
+        # Rows that have not ended, and are not too far ahead of the slowest row, which has just the emitted positions.
         furthest = self.outputs.columns + min(self.verification.max_row_skew(), self.target.max_row_skew)
         texts = enumerate(self.state.generated)
         self._active = [not self.state.has_ended(row) and len(tokens) < furthest for row, tokens in texts]
@@ -155,7 +155,7 @@ class DecodingSteps:
             self.drafter.plan(self.max_depths)
 
     def draft_step(self) -> DraftTree:
-        """The draft that was planned."""
+        """The draft of the depths that `plan_step` chose."""
         with self.timer.part("draft"):
             draft = self.drafter.draft(self.max_depths)
             return checked_draft(draft, self.call.drafting.name, self.state.batch, self._vocabulary)
@@ -164,15 +164,15 @@ class DecodingSteps:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
         result = self._verify(tree, logits, self._active)
         self.drafter.observe(result)
-        rows = self.statistics.record(tree, result)
+        outcomes = self.statistics.record(tree, result)
         passes = self.drafter.passes
         with self.timer.part("policy"):
             seconds = self.timer.step
             self.timer.step = {}
             passes = None if passes is None else tuple(passes)
             context = self.call.context_length
-            shape = self.target.pass_shape(1 + tree.nodes)
-            step = StepRecord(self.max_depths, rows, shape[1], seconds, passes, context, shape[0])
+            pass_rows, tokens_per_row = self.target.pass_shape(1 + tree.nodes)
+            step = StepRecord(self.max_depths, outcomes, tokens_per_row, seconds, passes, context, pass_rows)
             self.policy.observe(step)
             if self._monitor is not None:
                 self._monitor.observe(step)
@@ -185,7 +185,7 @@ class DecodingSteps:
         return self.statistics
 
     def _depths(self, may_draft: Sequence[bool]) -> list[int]:
-        """How deep the rows draft: as the policy chooses, within what each row can use."""
+        """How deep each row drafts: as the policy chooses, up to `k` and what the row can use."""
         limits = self._max_draft_tokens(may_draft)
         depths = self.policy.depths(limits)
         if len(depths) != len(limits):
@@ -204,17 +204,19 @@ class DecodingSteps:
         limits = []
         for row, tokens in enumerate(state.generated):
             pending = target.first_positions[row] + len(tokens) - 1
+            # A row that is already beyond the last position exceeds it as in plain decoding, so it has no limit.
             positions = target.last_position - pending if pending <= target.last_position else UNLIMITED
+            # A step emits one token after the accepted draft tokens.
             most = min(state.remaining(row) - 1, positions, target.max_draft_tokens)
             limits.append(int(max(0, most)) if may_draft[row] else 0)
         return limits
 
     def _verify(self, tree: DraftTree, logits: torch.Tensor, active: Sequence[bool]) -> VerificationResult:
-        """Append accepted draft tokens and what follows, roll the cache back to them, and emit complete columns."""
+        """Verify a draft; append the accepted tokens and the next one, roll the cache back, emit complete positions."""
         self._vocabulary = logits.shape[-1]
         with self.timer.part("verify"):
             result = self.verification.verify(tree, logits, active, self.outputs.criteria)
-            if result is None:
+            if result is None:  # states of a draft token are NaN: verify without the draft
                 tree = DraftTree.empty(tree.batch)
                 logits = self.target.forward_again(self.state.pending(), active)
                 result = self.verification.verify(tree, logits, active, self.outputs.criteria)
@@ -232,7 +234,7 @@ class DecodingSteps:
 
 
 class DecodingLoop(DecodingSteps):
-    """Runs the steps of one call: those of `DecodingSteps`, with the passes of a target."""
+    """Runs the prefill and the steps of one call: `DecodingSteps` with the passes of a target and its outputs."""
 
     target: Target
     outputs: OutputCollector
@@ -252,7 +254,7 @@ class DecodingLoop(DecodingSteps):
         super().__init__(call, target, settings, verification, outputs, stack)
 
     def run(self) -> Any:
-        """Generate as plain `generate` does, several tokens per forward pass of the target; returns its output."""
+        """Run a whole call, several tokens per forward pass of the target; returns what plain `generate` returns."""
         self.prefill()
         assert self.call.model is not None
         with compat.optimized_for_decoding(self.call.model):
@@ -264,7 +266,7 @@ class DecodingLoop(DecodingSteps):
         with self.timer.part("prefill"):
             logits = self.target.prefill()
         self.end_prefill(logits)
-        # The policy may measure the target's latency, unless too few cache slots are left.
+        # The policy may measure the target's latency now, by passes that need free cache slots.
         if not self.state.all_stopped and self.call.context_length + MAX_DRAFT_SLOTS <= self.target.slot_limit:
             with self.timer.part("policy"):
                 self.policy.prefilled(self.target)
@@ -283,7 +285,7 @@ class DecodingLoop(DecodingSteps):
 
 
 class StepTimer:
-    """Measures the wall time of a call by part, in `seconds`, and of the parts of a step, in `step`."""
+    """Measures wall time by part: of the call in `seconds`, of the present step in `step` (`STEP_PARTS` alone)."""
 
     def __init__(self) -> None:
         self.started = perf_counter()

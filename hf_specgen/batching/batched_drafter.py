@@ -35,7 +35,10 @@ NO_STEP = VerificationResult([None], [[]], [0])
 
 
 def batched(candidates: Candidates) -> tuple[Candidates, list[BatchedDrafter]]:
-    """A copy of a strategy whose sessions share the forward passes of its drafters; and these drafters."""
+    """A copy of a strategy whose sessions draft together, and the shared drafters behind them.
+
+    There is one for each drafter with a forward pass, none for strategies such as n-grams, whose calls draft alone.
+    """
     if candidates.negligible_draft_cost:
         return candidates, []
     shared: Any = copy.copy(candidates)
@@ -49,7 +52,9 @@ def batched(candidates: Candidates) -> tuple[Candidates, list[BatchedDrafter]]:
 
 
 class BatchedDrafter:
-    """Drafts for several calls together, as rows of one session of a strategy; if it cannot, each has its own session.
+    """Drafts for several calls together, as rows of one session of a strategy.
+
+    If rows cannot join and leave such a session, each call gets a session of its own.
 
     Args:
         strategy: whose drafts are shared.
@@ -71,13 +76,14 @@ class BatchedDrafter:
         self.passes: Sequence[int] = ()
 
     def start(self, batch: DraftBatch) -> DraftSession:
-        """The session of a call; as `Candidates.start`."""
+        """The session of a call; used in place of `Candidates.start`."""
+        # Whether rows can change is known once a session has begun. If they can, this session is not used.
         session = self._strategy.start(batch)
         batch.call.state.drafts_together = session.rows_can_change
         return RowSession(batch, self) if session.rows_can_change else session
 
     def draft(self) -> None:
-        """Draft for all calls that have planned to, after the outcomes of the last step were passed on."""
+        """Pass the outcomes of the last step on to the shared session, then draft for all calls that have planned."""
         self._observe()
         self.seconds = 0.0
         self.passes = ()
@@ -88,7 +94,7 @@ class BatchedDrafter:
         self._policy.latency = self.rows[0].batch.latency
         depths = [self.planned.pop(row, 0) for row in self.rows]
         tree = checked_draft(session.draft(depths), session.batch.call.drafting.name, len(self.rows))
-        # Each row of the tree, without its padding, is the tree of a call.
+        # Split the tree by rows, and remove the padding of each: the trees of the calls.
         probabilities = tree.probability or [()] * tree.batch
         drafts = zip(self.rows, tree.token_lists(), tree.parents, probabilities, strict=True)
         for row, tokens, parents, probability in drafts:
@@ -96,12 +102,12 @@ class BatchedDrafter:
             row.tree = DraftTree.from_nodes([nodes], tree.probability and (probability[: len(parents)],))
             row.passes = session.passes
             row.has_joined = True
-        if any(depths):
+        if any(depths):  # else the draft is empty, and its time is not counted
             self.seconds = perf_counter() - begin
             self.passes = session.passes or ()
 
     def _with_planned_rows(self) -> DraftSession:
-        """The shared session, once calls that have ended have left it, and new ones with a plan have joined it."""
+        """The shared session, after its rows are updated: calls that have ended leave, new calls with a plan join."""
         kept = [index for index, row in enumerate(self.rows) if row.is_active]
         new = [row for row in self.planned if row not in self.rows]
         changed = bool(new) or len(kept) < len(self.rows)
@@ -128,7 +134,7 @@ class BatchedDrafter:
         return self._strategy.start(DraftBatch(first.call, target, sampling, self._policy, self._texts))
 
     def _observe(self) -> None:
-        """Pass the outcomes of a step on to the shared session, which ends once none of its rows is active."""
+        """Pass the outcomes of a step on to the shared session; end it if none of its rows is active."""
         if self._session is not None and any(row.result is not None for row in self.rows):
             results = [row.result or NO_STEP for row in self.rows]
             paths = [result.paths[0] for result in results]
@@ -151,12 +157,12 @@ class RowSession(DraftSession):
     """The session of one call: a row of a shared session.
 
     Args:
-        batch: the call's own row.
-        drafter: drafts for it.
+        batch: of the call, with one row.
+        drafter: drafts for several calls.
 
     Attributes:
         tree: its draft.
-        result: the outcome of the step, once there is one.
+        result: the outcome of the last step, until `BatchedDrafter.draft` passes it on.
         is_active: whether the call has not ended.
         has_joined: whether the call is a row of the shared session.
     """
@@ -173,13 +179,16 @@ class RowSession(DraftSession):
         self._drafter.planned[self] = max_depths[0]
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        """What `BatchedDrafter.draft` has drafted, as deep as planned; now, for a call that is decoded alone."""
+        """The tree that `BatchedDrafter.draft` has made for this call, at the planned depth.
+
+        A call that is decoded alone, by `DecodingLoop.decode`, still has a plan here, and is drafted for now.
+        """
         if self in self._drafter.planned:
             self._drafter.draft()
         return self.tree
 
     def observe(self, result: VerificationResult) -> None:
-        """Keep the outcome until those of all calls are known."""
+        """Keep the outcome until `BatchedDrafter.draft` passes the outcomes of all calls on."""
         if self.has_joined:
             self.result = result
 
@@ -188,7 +197,9 @@ class RowSession(DraftSession):
 
 
 class SharedTexts:
-    """The `Texts` of several calls, whose steps append to them; rows leave before they have ended.
+    """The `Texts` of several calls, whose steps append to them.
+
+    No row has ended here: the row of a call that ends leaves before the next draft.
 
     Args:
         rows: the calls.
@@ -241,14 +252,20 @@ class SharedTargets:
         return list(range(len(self._rows)))
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
-        """No rows: those of the pass are known once all calls have planned, so that drafters count those that draft."""
+        """0 rows, which means unknown: the drafter then takes the number of rows that draft.
+
+        How many rows the target's pass has is known only once all calls have planned.
+        """
         return 0, tokens
 
     def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
         return torch.cat([row.batch.last_states(aux_layers) for row in self._rows])
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
-        """Those of the last step; none of a call that took no part in it; of a new call those of its prompt too."""
+        """The states of each call: of the last step, or none if it took no part; of the prompt if it is new.
+
+        Called in `BatchedDrafter.draft`, whose `_observe` resets `RowSession.result` after the session has observed.
+        """
         committed = []
         for row in self._rows:
             [states] = row.batch.committed_states(aux_layers)

@@ -38,13 +38,13 @@ def _raise(reason: str) -> None:
 
 @dataclass
 class PackedRun:
-    """What the managers made in a `generate_batch` call, or for an attached strategy, speculate with.
+    """The settings and callbacks of a `generate_batch` call, or of an attached strategy, for the managers made in it.
 
     Args:
-        settings: None to run plainly.
+        settings: None to run plainly, also once a manager has reported that it cannot speculate.
         add: receives the counters of every request that has ended.
         report_plain: receives the reason why a manager runs plainly.
-        steps: those of each batch processor of a `generate_batch` call, which ends them.
+        steps: of each batch processor of a `generate_batch` call, which ends them; unused for other managers.
     """
 
     settings: Settings | None
@@ -65,7 +65,7 @@ def generate_batch(
     run = _run_of(kwargs, attachment and attachment.of_thread(model))
     settings = run.settings
     add_call = run.add
-    # The counters of its requests are those of one call.
+    # Collect the statistics of its requests: together they are reported as one call.
     requests = list[Statistics]()
     run.add = requests.append
     token = _run.set(run)
@@ -76,7 +76,7 @@ def generate_batch(
         for steps in run.steps:
             steps.close()
         run.steps.clear()
-    if settings is not None and run.settings is not None:
+    if settings is not None and run.settings is not None:  # `init_manager` sets it to None to run plainly
         rows = [row for request in requests for row in request.rows]
         lengths = [request.emitted for request in requests]
         seconds = {"total": perf_counter() - begin}
@@ -87,7 +87,7 @@ def generate_batch(
 
 
 def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
-    """What a call speculates with, by its keywords, which are removed, and the attached strategy."""
+    """The `PackedRun` of a call: by its keywords of this package, which are removed, or by the attached strategy."""
     if "candidate_generator" in kwargs:
         candidates = kwargs.pop("candidate_generator")
         keywords = settings_in(kwargs)
@@ -110,6 +110,7 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
         config.use_async_batching = config.use_async_batching or False
         config.use_cuda_graph = config.use_cuda_graph or False
         generation_config = arguments.get("generation_config") or model.generation_config
+        # Transformers returns a manager that it kept, whose config then applies instead of the one passed here.
         cached = transformers_batching.cached_manager(model)
         in_use = config if cached is None else cached.continuous_batching_config
         processors = transformers_batching.packed_processors(model, generation_config, in_use)
@@ -136,9 +137,10 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
 
 
 def _packed_policy(policy: Policy, model: Any) -> Policy:
-    """The policy for packed steps, with T(q) of the model; measured before the model's attention is that of them.
+    """The policy for packed steps: with T(q) of the model, measured by ordinary passes with unpaged attention.
 
-    Packed passes also take the time of scheduling, however many tokens they have, so that no draft is too long by it.
+    A packed step also takes time for scheduling, however many tokens it has. T(q) leaves it out, so drafts may be
+    shorter than the fastest ones, but not longer. Without T(q) nothing is drafted.
     """
     if not isinstance(policy, AdaptiveDepth) or policy.latency is not None:
         return policy

@@ -139,15 +139,16 @@ def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Se
 
 
 def _cut_to_fastest_width(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
-    """The trees cut to the number of tokens with the most expected tokens per second of all rows together.
+    """The trees with at most as many nodes each as yield the most expected tokens per second of all rows together.
 
-    Each row pays for the largest draft. Without it n-grams have 0.94 of the projected speed.
+    The pass computes as many tokens for every row as the largest draft has. Without this, n-grams have 0.94 of the
+    projected speed.
     """
     if latency is None or not all(tree.probability for tree in trees if tree.nodes):
         return trees
     rows = len(trees)
     probabilities = [tree.probability[0] for tree in trees if tree.probability]
-    gains = [sum(nodes) for nodes in zip_longest(*probabilities, fillvalue=0.0)]  # of the first node of all rows, …
+    gains = [sum(nodes) for nodes in zip_longest(*probabilities, fillvalue=0.0)]  # the sum over rows for node 0, 1, …
     seconds = np.array([latency.target.seconds_of(rows * (1 + width)) for width in range(1 + len(gains))])
     width = fastest_count(gains, rows, seconds)
     return [tree.first_nodes(width) for tree in trees]
@@ -165,7 +166,7 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
 
 
 class _PromptCall(Speculation):
-    """The `generate` call of a prompt: prepared as any other, with steps that a `_Batch` makes.
+    """The `generate` call of a prompt: prepared as any other; `run` makes its prefill only, `_Batch` its steps.
 
     Args:
         index: of the prompt.
@@ -194,7 +195,7 @@ class _PromptCall(Speculation):
         return target.is_joinable and not self.settings.candidates.target_requirements(target.model).reads_cache
 
     def run(self, loop: DecodingLoop, stack: ExitStack) -> torch.Tensor:
-        """Run the prefill alone."""
+        """Run the prefill, and keep loop and sessions after `generate` returns, whose output nobody uses."""
         if loop.state.batch != 1:
             raise ValueError("generate_many returns one answer to each prompt; leave num_return_sequences= out")
         loop.prefill()
@@ -211,7 +212,7 @@ def _prefilled(
     streamer: Callable[[int], BaseStreamer] | None,
     arguments: dict[str, Any],
 ) -> Iterator[_PromptCall]:
-    """The calls of the prompts, each after its prefill."""
+    """Calls of the prompts, one by one: each is prefilled when the iterator is advanced."""
     for index, prompt in enumerate(prompts):
         with _errors_with_index(index):
             ids = _token_ids(prompt).to(compat.input_device(model))
@@ -242,7 +243,7 @@ def _token_ids(prompt: Any) -> torch.Tensor:
 
 @contextmanager
 def _errors_with_index(index: int) -> Iterator[None]:
-    """Lets an error begin with the index of the prompt that it concerns."""
+    """A context that puts the index of the prompt in front of the message of an error."""
     try:
         yield
     except Exception as error:
@@ -251,11 +252,11 @@ def _errors_with_index(index: int) -> Iterator[None]:
 
 
 class _Batch:
-    """The calls that are in work, and the common target that makes their passes.
+    """The calls that are in progress, and the common target that runs their passes.
 
     Args:
         model: the target.
-        settings: of every call.
+        settings: for all calls; the calls get those of `shared`.
     """
 
     def __init__(self, model: Any, settings: Settings):
@@ -263,8 +264,8 @@ class _Batch:
         self._candidates = settings.candidates
         self.shared = SharedSteps(settings.for_model(self._model))
         self.statistics = Statistics([])
-        self._calls: list[_PromptCall] = []
-        self._rows: list[_PromptCall] = []  # the calls whose rows the common target has, in the order of its rows
+        self._calls: list[_PromptCall] = []  # that have not ended, the latest one last
+        self._rows: list[_PromptCall] = []  # by row of the common target, calls that ended in the last step included
         self._target: RowTarget
 
     def run(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
@@ -272,11 +273,11 @@ class _Batch:
         failure: Exception | None = None
         try:
             while True:
-                # Prefill the next prompts in place of those that were answered.
+                # Prefill the next prompts in place of answered ones; calls that cannot join are decoded at once.
                 while len(self._calls) < max_rows and failure is None:
                     try:
                         call = next(calls, None)
-                    except Exception as error:  # raised once the calls in work are completed
+                    except Exception as error:  # raised once the calls in progress are completed
                         failure = error
                         break
                     if call is None:
@@ -291,13 +292,13 @@ class _Batch:
                     if failure is not None:
                         raise failure
                     return
-                # One step of all calls in work.
+                # One step of all calls in progress.
                 with self._decoding():
                     self._exchange_rows()
                     self._step()
                 for row, call in enumerate(self._rows):
                     if call.loop.state.all_stopped:
-                        if call.loop.outputs.shows_padding:
+                        if call.loop.outputs.shows_padding:  # the output may have the cache, which is then the row's
                             call.target.leave(self._target, row)
                         yield self._completed(call)
         finally:
@@ -307,9 +308,10 @@ class _Batch:
             self._candidates.speculation = self.statistics
 
     def _exchange_rows(self) -> None:
-        """Let the common target process the rows of calls that have not ended, and of new calls after them."""
+        """Drop the rows of ended calls from the common target, and append those of new calls."""
         if self._calls == self._rows:
             return
+        # New calls are last in `_calls`: the first ones are those that have a row, in the order of the rows.
         kept = [row for row, call in enumerate(self._rows) if call in self._calls]
         new = [call.target for call in self._calls[len(kept) :]]
         if not kept:
@@ -319,7 +321,7 @@ class _Batch:
         self._rows = list(self._calls)
 
     def _step(self) -> None:
-        """One step of all rows."""
+        """One step of all rows: draft, one pass of the common target, verification by each call."""
         loops = [call.loop for call in self._calls]
         self.shared.begin(loops, len(loops))
         drafts = self.shared.draft(loops, [True] * len(loops))
@@ -336,7 +338,10 @@ class _Batch:
         self._count(loops, logits.shape[1])
 
     def _forward(self, loops: list[DecodingLoop], trees: list[DraftTree]) -> tuple[list[DraftTree], torch.Tensor]:
-        """The logits `[rows, 1 + nodes, vocab]` of the drafts in one pass; without drafts if states are not finite."""
+        """Drafts and their logits `[rows, 1 + nodes, vocab]`, by one pass of all rows.
+
+        If a logit is NaN, the pass is repeated without any drafts, and the trees that are returned are empty.
+        """
         pending = [loop.state.last_token(0) for loop in loops]
         width = max(tree.nodes for tree in trees)
         nodes = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
@@ -346,7 +351,7 @@ class _Batch:
         return trees, logits
 
     def _count(self, loops: list[DecodingLoop], tokens_per_row: int) -> None:
-        """Count the step of all rows, and what its drafts have lost."""
+        """Record the step for the statistics of all prompts, and count the loss of its drafts by the latency."""
         records = [loop.statistics.passes[-1] for loop in loops]
         passes = self.shared.passes or [tokens for record in records for tokens in record.passes]
         context = max(record.context for record in records)
@@ -359,11 +364,12 @@ class _Batch:
 
     @contextmanager
     def _decoding(self) -> Iterator[None]:
-        """The contexts in which `generate` runs forward passes."""
+        """The contexts in which `generate` runs forward passes, for passes after it has returned."""
         with torch.no_grad(), compat.without_compilation(self._model), compat.optimized_for_decoding(self._model):
             yield
 
     def _completed(self, call: _PromptCall) -> Completion:
+        """The completion of a call that has stopped; removes the call and ends its sessions."""
         self._calls.remove(call)
         with call.stack, torch.no_grad():
             output = call.loop.outputs.returned(call.loop.finished_statistics())

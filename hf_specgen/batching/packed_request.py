@@ -1,4 +1,4 @@
-"""A request of continuous batching: a call of its own, whose forward passes are parts of packed steps.
+"""A request of continuous batching: a call of its own, whose tokens are processed in packed steps of all requests.
 
 `Request` has the `DecodingSteps` of a `generate` call with one row. In place of a `Target` and an `OutputCollector`
 they get a `PackedTarget` and `RequestOutputs`: passes and cache are those of Transformers, which returns the tokens.
@@ -67,14 +67,14 @@ class PackedTarget:
         self.first_positions = (prompt,)
         self.last_position = shared.last_position
         self.verifies_chains_only = shared.verifies_chains_only
-        # Limits of a target with a cache of its own.
+        # A `Target` may have these limits, packed steps do not.
         self.slot_limit = UNLIMITED
         self.max_draft_tokens = inf
         self.max_row_skew = inf
         self.path: Sequence[int] = ()
         """The accepted nodes of the last step."""
         self._step_states = StepStates(tuple(shared.aux_layers))
-        self._prompt_states: list[torch.Tensor] = []  # of the parts of a prompt that is processed in several steps
+        self._prompt_states: list[torch.Tensor] = []  # of each chunk of the prompt so far; empty after the prefill
 
     def pass_shape(self, tokens: int) -> tuple[int, int]:
         return 1, tokens
@@ -87,13 +87,14 @@ class PackedTarget:
     def receive(self, states: Sequence[torch.Tensor], slots: int) -> None:
         """Receive the hidden states `[1, tokens, hidden]` of the request's tokens in a packed step, by captured layer.
 
-        The last `slots` tokens are the pending one and the draft, or the last one of a prompt; 0 before its end. A
-        prompt that is processed again, as its request was evicted from the cache, is left out.
+        `slots` is how many of these tokens have logits: the pending token and the draft, or the last token of a prompt;
+        0 if the prompt continues in a later step. The text of a request that was evicted from the cache is processed
+        again: its states are known, so that only those of the last `slots` tokens are used.
         """
         is_prefilled = any(self._step_states.kept)
         if not states or (is_prefilled and not slots):
             return
-        # The input of the output matrix is captured of the tokens with logits alone.
+        # Layer -1, the input of the output matrix, may have fewer tokens: those with logits. Cut all layers to these.
         tokens = slots if is_prefilled else min(layer.shape[1] for layer in states)
         new = torch.cat([layer[:, layer.shape[1] - tokens :] for layer in states], dim=-1)
         if is_prefilled:
@@ -117,7 +118,7 @@ class PackedTarget:
 
 
 class RequestOutputs:
-    """What the steps of a request emit: every token at once, as there are no other rows and no stopping criteria."""
+    """The `StepOutputs` of a request: a token is emitted at once, as there are no other rows and stopping criteria."""
 
     criteria = None
     needs_plain_steps = False
@@ -142,13 +143,15 @@ class Request:
 
     Attributes:
         steps: plan, draft and verify.
-        target: keeps what the last step has accepted.
+        target: has the accepted path of the last step.
         tree: the draft of the present step.
     """
 
     def __init__(self, state: Any, shared: RequestSettings):
         prompt = transformers_batching.prompt_of_request(state)
         tokens = state.initial_tokens + state.generated_tokens
+        # The maximum length of the whole text, also after an eviction: `initial_tokens` then includes the generated
+        # tokens, and `max_new_tokens` is reduced by their number.
         limit = UNLIMITED if state.max_new_tokens is None else len(state.initial_tokens) + state.max_new_tokens
         self.target = PackedTarget(shared, prompt)
         self.tree = DraftTree.empty(1)
@@ -183,6 +186,6 @@ class Request:
         return self.text[before:]
 
     def end(self) -> Statistics:
-        """End the sessions; the counters of the request."""
+        """End the sessions; returns the statistics of the request."""
         self._stack.close()
         return self.steps.finished_statistics()

@@ -46,7 +46,7 @@ from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
 
 Moves = dict[str, tuple[list[int], list[int]]]
-"""By kind of attention, the slots to copy from, and to."""
+"""By layer type (full or sliding attention), the slots to copy from, and the slots to copy to."""
 
 
 class PackedSteps:
@@ -69,7 +69,8 @@ class PackedSteps:
         self._cache = processor.cache
         self._finished = finished
         self._allocators: dict[str, Any] = processor.cache.cache_allocators
-        # Slots of a sliding window are written in turn: one that a rejected token has overwritten would be lost.
+        # The slots of a sliding window are a ring buffer: a rejected token may overwrite one that is still needed. So
+        # drafts end where the text fills the smallest window.
         windows = [getattr(allocator, "sliding_window", None) for allocator in self._allocators.values()]
         self._slots = min([window for window in windows if window], default=UNLIMITED)
         self._request_settings = RequestSettings(
@@ -84,10 +85,10 @@ class PackedSteps:
         self._requests: dict[str, Request] = {}
         # Of the present step:
         self._step: list[tuple[Any, Request]] = []
-        """Each request in it, after Transformers' `FutureRequestState`."""
+        """`(future, request)` of each request in it: Transformers' `FutureRequestState`, and this package's request."""
         self._decoding = 0  # requests that decode; the others are in their prefill
         self._drafted = 0  # draft tokens
-        self._seconds: Floats | None = None  # by draft tokens
+        self._seconds: Floats | None = None  # predicted, with 0, 1, 2, … draft tokens
         self._began = 0.0  # when its pass began
         self._states: list[torch.Tensor] = []  # captured hidden states, by layer
         self._scores: torch.Tensor
@@ -105,7 +106,8 @@ class PackedSteps:
         self._shared.begin([request.steps for _, request in self._step], self._decoding)
         self._seconds = None
         if self._shared.latency is not None:
-            # Without the time of prompts in the step: what they take does not depend on drafts.
+            # Of the decoding requests without drafts, plus what each number of draft tokens adds to the step. The time
+            # of prompts in the step is left out, as it does not depend on drafts.
             seconds = step_seconds(self._shared.latency.target, token_budget)
             self._seconds = seconds[tokens:] - seconds[tokens] + seconds[self._decoding]
         self._draft(most)
@@ -122,7 +124,7 @@ class PackedSteps:
         return self._drafted
 
     def _update_requests(self, scheduled: Sequence[Any]) -> None:
-        """End cancelled requests, begin new ones, and note those of the step."""
+        """End cancelled requests, begin new ones, and set `_step` and `_decoding`."""
         for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
             self._finished(self._requests.pop(name).end())
         for future in scheduled:
@@ -132,10 +134,11 @@ class PackedSteps:
         self._decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
 
     def _draft(self, most: int) -> None:
-        """Draft for the requests that get a token in the step, unless no draft of up to `most` tokens is faster."""
-        # Not where even drafts that are accepted as a whole would not be faster.
+        """Draft for the decoding requests, if up to `most` draft tokens would be faster provided all were accepted."""
         drafts = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.text]
+        # A request that was evicted, and ends its second prefill in this step, has text but no `generated_tokens`. Its
+        # step is planned without a draft, as `Request.commit` calls `end_step` for every request with text.
         may_draft = [drafts and bool(future.state.generated_tokens) for future, _ in planned]
         trees = self._shared.draft([request.steps for _, request in planned], may_draft)
         for (_, request), tree in zip(planned, trees, strict=True):
@@ -155,7 +158,10 @@ class PackedSteps:
         return Counter(number for _, number in ranked)
 
     def _has_slots(self, state: Any, tokens: int) -> bool:
-        """Allocate the slots of a request in the step, unless other running requests may need the last free ones."""
+        """Allocate slots for a request's tokens in the step; returns whether it has them.
+
+        No new block is allocated for drafts while there are fewer free ones than active requests, which may need them.
+        """
         if self._cache.pool.num_free_sectors < len(self._processor.scheduler.active_requests):
             length = state.current_len()
             allocators = self._allocators.values()
@@ -166,22 +172,22 @@ class PackedSteps:
     def place_drafts(self, positions: torch.Tensor, masks: Any) -> tuple[list[int], list[Any]]:
         """Give the nodes of trees the positions of their depths, and hide all nodes but their ancestors from them.
 
-        The tokens of the step count as cached.
+        The `position_offset` of each request is already behind its tokens of the step.
 
         Args:
             positions: `[tokens]` of the step.
-            masks: `[1, 1, tokens, keys]`, added to attention scores, for all layers or for each kind of attention; None
-                where drafts are chains.
+            masks: `[1, 1, tokens, keys]`, added to attention scores, for all layers or by layer type; None where drafts
+                are chains.
 
         Returns:
-            the indices in the step of the tokens after which tokens are chosen, and the request of each.
+            the indices in the step of the tokens with logits, and the `FutureRequestState` that each belongs to.
         """
         if not isinstance(masks, dict):
             masks = {} if masks is None else dict.fromkeys(self._allocators, masks)
         indices = list[int]()
         requests = list[Any]()
         end = 0  # of the request's tokens in the step
-        key_ends = dict.fromkeys(masks, 0)  # of its keys, by kind of attention
+        key_ends = dict.fromkeys(masks, 0)  # of its keys, by layer type
         for future, request in self._step:
             past = future.state.position_offset - future.query_length
             size = 1 + request.tree.nodes
@@ -213,9 +219,10 @@ class PackedSteps:
         self._scores = scores[0]
 
     def commit(self) -> tuple[list[int], list[float] | None]:
-        """Verify; returns the last new token of each request, and its logarithmic probability if asked for.
+        """Verify all drafts; returns the last new token of each request, and its logarithmic probability if asked for.
 
-        The tokens before it are appended to the requests, whose positions are set back over rejected ones.
+        The new tokens before it are appended here to the requests, whose positions are set back over rejected tokens;
+        Transformers appends the last one, as in a step without drafts.
         """
         seconds = perf_counter() - self._began
         slots = [1 + request.tree.nodes if future.has_new_token else 0 for future, request in self._step]
@@ -227,14 +234,13 @@ class PackedSteps:
         for (future, request), scores in zip(self._step, self._scores.split(slots), strict=True):
             if not future.has_new_token:
                 continue
-            if self._decoding == len(self._step):
+            if self._decoding == len(self._step):  # a step with prompts would be no measurement of a decoding step
                 request.steps.timer.add("forward", seconds)
             tokens = request.commit(scores)
             logprobs: list[Any] = [None] * len(tokens)
             if self._processor.return_logprobs:
                 logprobs = _logprobs(scores, request.target.path, tokens)
                 last_logprobs.append(logprobs[-1])
-            # Transformers appends the last token of each request by itself.
             for token, logprob in zip(tokens[:-1], logprobs[:-1], strict=True):
                 future.state.update_and_check_completion(token, logprob)
             last_tokens.append(tokens[-1])
@@ -248,7 +254,10 @@ class PackedSteps:
         return last_tokens, last_logprobs if self._processor.return_logprobs else None
 
     def _distribute_states(self, slots: Sequence[int]) -> None:
-        """Give each request the hidden states of its tokens; those of the output matrix are of the logit rows alone."""
+        """Give each request the hidden states of its tokens in the step.
+
+        Layer -1, the input of the output matrix, has states of the tokens with logits alone, `slots` of each request.
+        """
         tokens = [future.query_length for future, _ in self._step]
         by_layer = [states.split(tokens if states.shape[1] == sum(tokens) else slots, dim=1) for states in self._states]
         for number, (_, request) in enumerate(self._step):
@@ -256,16 +265,17 @@ class PackedSteps:
         self._states = []
 
     def _roll_back(self, future: Any, request: Request, kept: int, moves: Moves) -> None:
-        """Set the position of a request back to the tokens that are kept; count the blocks that these complete.
+        """Set the position of a request to the end of the `kept` tokens, and count the cache blocks that they fill.
 
-        Adds the slots of accepted nodes to `moves`, by kind of attention, from which to which.
+        `kept` are the pending token and the accepted nodes. If these nodes are not the first ones of the tree, the
+        copies that put them next to each other are added to `moves`.
         """
         nodes = request.tree.nodes
         path = request.target.path
         request.tree = DraftTree.empty(1)
         if not nodes:
             return
-        # Back to the pending token, the first one of the request in the step.
+        # Where the pending token is, the first token of the request in the step.
         future.state.position_offset -= 1 + nodes
         if list(path) != list(range(len(path))):
             for kind, (sources, destinations) in moves.items():

@@ -7,7 +7,7 @@ the others. A shared step of the calls A, B and C:
     SharedSteps.draft      A, B, C plan how deep they draft
                            drafters with a forward pass draft for A, B and C in the same passes
                            A, B, C take their drafts
-    the caller             cuts the drafts by the latency, and runs the target on A, B and C in one pass
+    the caller             cuts the drafts to the fastest size, and runs the target on A, B and C in one pass
                            A, B, C verify their drafts
     SharedSteps.count_loss whether drafting was faster than plain steps, for all of them
 """
@@ -34,9 +34,9 @@ class SharedSteps:
         settings: as the user gave them.
 
     Attributes:
-        settings: of each call: a strategy whose sessions draft together, and a policy with a shared `DraftingLoss`.
-        latency: of the step, by its rows; None if it is not known, or no row decodes.
-        passes: tokens of each forward pass of the drafters in the step.
+        settings: for each call: a strategy whose sessions draft together, and a policy with a shared `DraftingLoss`.
+        latency: for the rows and context of the present step; None if it was not measured, or no row decodes.
+        passes: tokens of each forward pass that drafters made for several calls in the step.
     """
 
     def __init__(self, settings: Settings):
@@ -64,7 +64,7 @@ class SharedSteps:
             call.state.other_rows = max(0, self._rows - 1)
             call.plan_step(may)
         self._has_draft = any(any(call.max_depths) for call in calls)
-        # All calls have planned: one draft for all of them.
+        # All calls have planned, so each shared drafter drafts once for all of them; `draft_step` then takes the trees.
         for drafter in self._drafters:
             drafter.draft()
         seconds = sum(drafter.seconds for drafter in self._drafters)
@@ -74,7 +74,13 @@ class SharedSteps:
         return [call.draft_step() for call in calls]
 
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
-        """Count a step with drafts, see `DraftingLoss.count`."""
+        """Count the loss of a step by `DraftingLoss.count`, unless no call has planned a draft.
+
+        Args:
+            seconds: of the target's pass, without those for prompts in it; predicted by the latency, not measured.
+            emitted: tokens of all decoding rows.
+            passes: tokens of each forward pass of the drafters.
+        """
         if self.latency is not None and self._has_draft:
             self._loss.count(self.latency, self._rows, seconds, passes, emitted / self._rows)
 

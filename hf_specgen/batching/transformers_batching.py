@@ -21,8 +21,9 @@ from hf_specgen.compat import attention_implementation
 
 
 def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> None:
-    """Hook what `make_steps` makes of a continuous-batching manager and its processor, also when it is used again.
+    """Let a continuous-batching manager hook `make_steps(manager, processor)` into each processor that it makes.
 
+    A manager that is used again has only the hooks of its last use.
     Symbol: `ContinuousBatchingManager._create_batch_processor`.
     """
     vars(manager).pop("_create_batch_processor", None)  # the hook of an earlier use
@@ -38,7 +39,7 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> N
 
 
 def _hook_packed_steps(processor: Any, steps: Any) -> None:
-    """Let `steps` extend, sample and read the packed steps of a `ContinuousBatchProcessor`; None removes the hooks.
+    """Let `steps` (`PackedSteps`) draft and verify in a `ContinuousBatchProcessor`; None removes the hooks.
 
     The hooks refer to the processor weakly: in a cycle it would keep its cache until the next garbage collection.
     Symbols: its `scheduler.schedule_batch`; `prepare_batch_update` and `_bulk_input_tensor` of its
@@ -60,6 +61,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     def schedule_batch(token_budget: int, cache_budget: int) -> Any:
         requests, is_decode, tokens, kv_read = schedule(this.scheduler, token_budget, cache_budget)
         if requests:
+            # A step of decoding requests alone may exceed the cache budget, but not with drafts: it then gets none.
             drafted = steps.extend(requests, tokens, token_budget if kv_read <= cache_budget else tokens)
             is_decode = is_decode and not drafted
             tokens += drafted
@@ -83,7 +85,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
 
 
 def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> None:
-    """Copy keys and values of a `PagedAttentionCache` between slots, by kind of attention: from which, and to which.
+    """Copy keys and values between slots of a `PagedAttentionCache`: `(sources, destinations)` by layer type.
 
     Symbol: `_kv_token_views` of its allocators, the keys and the values of each layer.
     """
@@ -96,9 +98,10 @@ def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> Non
 
 
 def prompt_of_request(state: Any) -> int:
-    """Tokens in the prompt of a continuous-batching request. Symbol: `RequestState._true_initial_tokens`.
+    """The number of prompt tokens of a continuous-batching request. Symbol: `RequestState._true_initial_tokens`.
 
-    That is 0 unless the request was evicted from the cache: then `initial_tokens` contains what it had generated.
+    The attribute is 0 until the request is evicted from the cache; then `initial_tokens` also contains the tokens that
+    were generated before.
     """
     return int(state._true_initial_tokens or len(state.initial_tokens))
 
@@ -109,7 +112,7 @@ def end_tokens(state: Any) -> frozenset[int]:
 
 
 def request_number(state: Any) -> int:
-    """i of the request "req_<i>" that continuous batching named; a number of its own for any other name."""
+    """`i` of a request with the default name "req_<i>"; for any other name 2**32 plus a hash of it."""
     name = str(state.request_id)
     return int(name[4:]) if re.fullmatch(r"req_\d+", name) else 2**32 + zlib.crc32(name.encode())
 
@@ -121,7 +124,7 @@ def cached_manager(model: Any) -> Any:
 
 @contextmanager
 def unpaged_attention(model: Any) -> Iterator[None]:
-    """Undoes in a context what continuous batching made of the attention. Symbol: `_attn_implementation`."""
+    """A context in which the model has its attention without "paged|". Symbol: `_attn_implementation`."""
     paged = attention_implementation(model.config)
     plain = paged.removeprefix("paged|")
     if plain == paged:

@@ -14,11 +14,11 @@ import torch
 
 
 class GraphMemory:
-    """The stream that graphs are captured on, None on a CPU, and the memory that they share.
+    """The stream that graphs are captured on, None on a CPU, and the memory pool that they share.
 
-    PyTorch may free cuBLAS's workspace of a stream, which graphs use without owning it. What is allocated in a capture
-    stays as long as any graph of its pool. So a stream runs captures only, and has one pool,
-    which a graph that is never replayed keeps.
+    Graphs use the cuBLAS workspace of their stream, which PyTorch may free meanwhile, unless it was allocated in a
+    capture: such memory stays as long as any graph of the pool exists. So nothing but captures runs on the stream, all
+    of them use one pool, and `_keeps_pool`, a graph that is never replayed, keeps the pool.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None):
@@ -34,7 +34,7 @@ class GraphMemory:
         self._used_on: torch.cuda.Stream | None = None
 
     def wait(self) -> None:
-        """Let the current stream wait for the replays that other streams have started."""
+        """Let the current stream wait for replays on other streams, as all graphs of the pool share memory."""
         if self.stream is not None:
             current = torch.cuda.current_stream(self.stream.device)
             if self._used_on is not None and self._used_on != current:
@@ -45,7 +45,8 @@ class GraphMemory:
 _lock = threading.Lock()
 _capturing_lock = threading.Lock()
 _memories: dict[int, GraphMemory] = {}
-"""By stream: PyTorch has 32 streams of high priority, which take turns, and which hardly anything else uses."""
+"""By stream. PyTorch returns its 32 streams of high priority in turn, so modules may share a stream and its memory;
+hardly anything else uses these streams."""
 
 
 def graph_memory(device: torch.device) -> GraphMemory:
@@ -73,10 +74,10 @@ def _capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any
 
 
 def capture(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], None], Any]:
-    """Capture what a function does on a CUDA device: a function that does it again, and its outputs."""
+    """Capture a function on a CUDA device; returns the replay function and the outputs, which replays overwrite."""
     assert memory.stream is not None
     with torch.cuda.device(memory.stream.device):
-        run()  # libraries allocate their workspaces and choose kernels, constants are made
+        run()  # warm-up: libraries allocate their workspaces and choose kernels, constants are made
         graph = torch.cuda.CUDAGraph()
         try:
             with _capturing_lock, _capturing(graph, memory.stream, memory.pool):
@@ -92,14 +93,14 @@ CAPTURES: dict[str, Callable[[Callable[[], Any], GraphMemory], tuple[Callable[[]
 
 
 def _repair(memory: GraphMemory) -> None:
-    """After a failed capture, which leaves the random generator and the allocator of the device capturing."""
+    """End the capture mode of the device's allocator and random generator, in which a failed capture leaves them."""
     assert memory.stream is not None and memory.pool is not None
     memory.is_broken = True
     with _lock:
         _memories.pop(memory.stream.cuda_stream, None)
     with suppress(RuntimeError, AttributeError):  # raised if the allocator is no longer capturing
         torch._C._cuda_endAllocateToPool(memory.stream.device_index, memory.pool)
-    _capture_nothing(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
+    _capture_nothing(torch.cuda.Stream(), torch.cuda.graph_pool_handle())  # its end resets the random generator
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
@@ -112,7 +113,7 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Nested tuples, lists and dictionaries with a function of each tensor in its place."""
+    """Nested tuples, lists and dictionaries of the same structure, with the function applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -124,7 +125,10 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
 
 
 class Graph:
-    """A captured graph: where its inputs lie, and its outputs; `function` keeps constants that it reads."""
+    """A captured graph with its static inputs and outputs.
+
+    `function` is not called again: it keeps constants alive that the graph reads.
+    """
 
     def __init__(self, run: Callable[[Any], Any], inputs: Any, memory: GraphMemory, function: Any):
         self.function = function
@@ -136,7 +140,10 @@ class Graph:
             self._replay, self._outputs = CAPTURES[memory.device.type](lambda: run(static), memory)
 
     def replay(self, inputs: Any) -> Any:
-        """The outputs for other inputs, copied: the next replay of any graph of this memory overwrites them."""
+        """The outputs for other inputs of the same shapes.
+
+        They are copies, as the next replay of any graph of the pool may overwrite the static outputs.
+        """
         with self._memory.lock:
             self._memory.wait()
             for static, leaf in zip(self._inputs, leaves_of(inputs), strict=True):

@@ -47,25 +47,29 @@ class Capturable:
     """
 
     is_optional: ClassVar[bool] = False
-    """Whether only this function runs eagerly if it cannot be captured, and not all functions of the module."""
+    """Whether a failed capture stops captures of this function alone; else of all functions of the module."""
 
     def __call__(self, module: Any, inputs: Any, cache: Any) -> Any:
         raise NotImplementedError
 
     def dry_inputs(self, inputs: Any) -> Any:
-        """Inputs like these with which the function changes nothing, to capture it with.
+        """Inputs of the same shapes with which the function changes nothing: the warm-up before a capture runs them.
 
-        None for a function that may run several times in a row, such as a pass, and is captured with its inputs.
+        None for a function that can be repeated, such as a pass, which only writes the same slots again. It is captured
+        with its real inputs.
         """
         return None
 
     def matches(self, expected: Any, outputs: Any) -> bool:
-        """Whether the outputs of a graph differ from the expected ones by rounding alone; checked once a graph."""
+        """Whether the outputs of a new graph differ from those of an eager run (`fallback`) by rounding alone.
+
+        Called once a graph; not for functions with `dry_inputs`, or where `fallback` returns None.
+        """
         return True
 
 
 class _Run:
-    """A run of a function that appends `slots` slots to each row of a cache; `fallback` runs it there eagerly."""
+    """A run of a function that appends `slots` slots to each row of a cache; `fallback` as in `CallGraphs.run`."""
 
     def __init__(
         self, function: Capturable, inputs: Any, cache: RaggedCache, slots: int, fallback: Callable[[], Any]
@@ -74,7 +78,7 @@ class _Run:
         self.cache = cache
         self.slots = slots
         self.fallback = fallback
-        self.lengths = cache.lengths
+        self.lengths = cache.lengths  # before the run
         self.inputs = (inputs, torch.tensor(self.lengths))
         leaves = leaves_of(self.inputs)
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
@@ -135,9 +139,9 @@ class CapturedFunctions:
         if buffers is None or self.failure is not None or not is_due or run.key in self._refused:
             return None
         dry_inputs = run.function.dry_inputs(run.inputs[0])
-        # Before the capture, whose errors are handled: an error of the function itself is the caller's.
+        # An eager run to compare the graph with. It is outside of `try`: only errors of the capture are handled here.
         expected = run.fallback() if dry_inputs is None else None
-        run.cache.set_lengths(run.lengths)
+        run.cache.set_lengths(run.lengths)  # the eager run has appended slots
         inputs = run.inputs if dry_inputs is None else (dry_inputs, run.inputs[1])
         try:
             graph = self._capture(run.function, call.module, inputs, run.slots, buffers)
@@ -154,9 +158,10 @@ class CapturedFunctions:
         return graph
 
     def _capture(self, function: Capturable, module: nn.Module, inputs: Any, slots: int, buffers: BufferSet) -> Graph:
-        """Capture a function that writes so many slots of each row from the slots on that its second input names.
+        """Capture a function that appends `slots` slots to each row of the buffers.
 
-        The graph lasts longer than the call: it must not hold the run, and so the cache of the call.
+        `inputs` are those of the function and `[batch]` the first slot that it writes in each row. The graph outlives
+        the call, so it refers to the buffers, and not to the `_Run`, which holds the cache of the call.
         """
         if self._memory is None or self._memory.is_broken:
             self._memory = graph_memory(buffers.tensors[0][0].device)
@@ -172,14 +177,14 @@ class CapturedFunctions:
 
     def _keep(self, graph: Graph, run: _Run, module: nn.Module, buffers: BufferSet) -> None:
         """Keep a graph for later runs, and drop the one that was not used for longest if there are too many."""
-        if not is_captured(module):  # the first pass may have installed hooks
+        if not is_captured(module):  # hooks that the first passes have installed since `begin_call` are no change
             self._fingerprint = graph_fingerprint(module)
         buffers.graphs[run.key] = graph
         if len(buffers.graphs) > MAX_GRAPHS:
             del buffers.graphs[next(iter(buffers.graphs))]
 
     def give_up(self, call: CallGraphs, error: Exception) -> None:
-        """Capture nothing of this module any more; raises unless graphs are used only where they work."""
+        """Capture nothing of this module until it changes: raises with the mode "graphs", warns with "auto"."""
         if call.mode == "graphs" and isinstance(error, torch.OutOfMemoryError):
             raise error
         name = type(call.module).__name__
@@ -199,7 +204,7 @@ class CallGraphs:
         functions: shared by all calls.
         mode: "graphs" captures a function when it first runs with inputs of a shape, and raises if that fails; "auto"
             captures it after `EAGER_PASSES` runs, and goes on eagerly if that fails.
-        capture_now: whether "auto" does not wait either.
+        capture_now: whether "auto" captures at the first run too.
     """
 
     module: nn.Module
@@ -213,9 +218,9 @@ class CallGraphs:
         return self.functions.failure is None
 
     def capacity(self, cache: RaggedCache, slots: int) -> int:
-        """Move a cache into static buffers, with room for so many more slots; returns how many slots they have.
+        """Move a cache into static buffers that have at least `slots` free slots for each row; returns their size.
 
-        0 if there is no memory for them, with "auto"; then nothing is captured any more.
+        The size counts all slots of a row. 0 if there is no memory, with "auto"; then nothing is captured any more.
         """
         with self.functions.lock:
             try:
@@ -235,7 +240,8 @@ class CallGraphs:
             inputs: of the function.
             cache: of the call, in static buffers since `capacity`.
             slots: how many slots the function writes after each row.
-            fallback: where there is no graph, runs the function on the cache of the call and returns its outputs.
+            fallback: called where there is no graph, for the value to return: runs the function eagerly on the cache of
+                the call; or does nothing and returns None, for callers that then make the passes themselves.
 
         Raises:
             ValueError: see `CapturedFunctions.capture_if_due`.

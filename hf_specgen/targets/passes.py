@@ -22,9 +22,10 @@ from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.tree import TreeStructure
 
 TEXT_WIDTH = 32
-"""Tokens of the shortest pass over new text that is captured together with levels of a draft."""
+"""New text that is captured together with levels of a draft is padded to at least so many tokens of each row, so that
+there are few graphs."""
 MAX_CAPTURED = 64
-"""Longer passes of drafters run eagerly: those over a prompt."""
+"""Tokens of each row in the longest captured pass of a drafter; longer ones, such as over a prompt, run eagerly."""
 
 
 class PassOutput(NamedTuple):
@@ -38,7 +39,7 @@ class CapturablePass(Capturable):
     """A forward pass of a model that can be captured."""
 
     def matches(self, expected: PassOutput, outputs: PassOutput) -> bool:
-        """Whether the logits differ by rounding alone, if there is something to compare with."""
+        """Whether the logits differ by rounding alone; True if eager logits are not finite: nothing to compare with."""
         if not bool(expected.logits.amax(dim=-1).isfinite().all()):
             return True
         differences = largest_differences(expected.logits.flatten(0, 1), outputs.logits.flatten(0, 1))
@@ -47,7 +48,7 @@ class CapturablePass(Capturable):
 
 @dataclass(frozen=True)
 class ModelPass(CapturablePass):
-    """One forward pass of a model, or of its decoder, which has no logits; its inputs are the model's arguments."""
+    """One forward pass of a model, or of its decoder, whose `logits` are None; its inputs are the model's arguments."""
 
     def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
         with grouped_attention():
@@ -57,7 +58,7 @@ class ModelPass(CapturablePass):
 
 @dataclass(frozen=True)
 class MoveSlots(Capturable):
-    """Copies slots of all layers, by which accepted paths get into place; its inputs are `path_moves`."""
+    """Copies the slots of accepted nodes after the pending token, in all layers; its inputs are `cache.path_moves`."""
 
     def __call__(self, module: nn.Module, inputs: torch.Tensor, cache: Any) -> None:
         buffers = cache.joined
@@ -66,12 +67,13 @@ class MoveSlots(Capturable):
             for layer in cache.layers:
                 layer.move(rows, source, destination)
             return
+        # One copy for all layers: `[2 * layers, batch, heads, slots, head_dim]`, and an index for each row.
         sizes = len(buffers), -1, buffers.shape[2], -1, buffers.shape[4]
         source, destination = (slots[None, :, None, :, None].expand(sizes) for slots in (source, destination))
         buffers.scatter_(3, destination, buffers.gather(3, source))
 
     def dry_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Moves of slots onto themselves."""
+        """Copies of slots onto themselves."""
         rows = 0
         destinations = 2
         return inputs[[rows, destinations, destinations]]
@@ -98,7 +100,11 @@ class LayoutPass:
         last: torch.Tensor | None = None,
         **others: Any,
     ) -> PassOutput:
-        """Run on tokens `[batch, new]`, the last ones of a layout, at positions up to `last`."""
+        """Run on tokens `[batch, new]`, the last ones of a layout.
+
+        The position of a token is its depth, plus the slot of its tree's root, plus `offsets` (position minus slot);
+        positions above `last` are set to `last`. `axes` among the `others` as in `TreeInputs`.
+        """
         positions = layout.depths[:, -tokens.shape[1] :] + layout.starts + offsets
         if last is not None:
             positions = positions.minimum(last)
@@ -134,7 +140,7 @@ class TreePass(LayoutPass, CapturablePass):
 
 
 class ModelLevel(LayoutPass):
-    """One pass of a draft model over nodes of a draft tree, see `CapturablePasses`."""
+    """The `level` of `CapturablePasses` for a draft model: a pass over nodes or new text, without hidden states."""
 
     def __call__(
         self,
@@ -168,12 +174,13 @@ class NewText(NamedTuple):
 class CapturablePasses(NamedTuple):
     """What a drafter provides for passes over several levels of a draft tree in one captured function.
 
-    `level` receives the module, tokens `[batch, new]`, their `StepLayout`, the states of their parents, `offsets`, a
-    cache, and whether the tokens are new text, with its features as states; it returns logits, states, and other
-    tensors whose values at the last token of new text the drafter receives by `store_text`.
+    `level` runs one pass: `level(module, tokens, layout, states, offsets, cache, is_text)`. The tokens `[batch, new]`
+    are nodes, and `states` those of their parents; or with `is_text` new text, and `states` its features. It returns
+    logits, states, and any other tensors.
 
-    After the captured function, `store_levels` receives the states of the last level, `[batch, nodes, hidden]`, and how
-    many nodes of each row are expanded in all.
+    After the captured function, `store_text` receives what `level` returned for the last token of the new text of each
+    row, except the logits. `store_levels` receives the states of the last level, `[batch, nodes, hidden]`, and how many
+    nodes of each row have been expanded since the root of the tree.
     """
 
     graphs: CallGraphs
