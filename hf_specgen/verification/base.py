@@ -153,7 +153,7 @@ class VerificationSession(ABC):
             emitted = self.call.state.count_until_end(row, tokens)
             if INVALID in tokens[:emitted]:  # a stopping criterion may come first: the next step chooses that token
                 emitted = tokens.index(INVALID)
-                if not emitted and tree.nodes:
+                if not emitted and tree.nodes and bool(are_nan(logits)[row, 0]):  # infinity is not the draft
                     return None
                 if not emitted:
                     raise RuntimeError(INVALID_SCORES)

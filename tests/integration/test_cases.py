@@ -120,6 +120,8 @@ CASES: dict[str, list[Case]] = {
     # Token 0 generated to the end, an error for scores of a token that plain `generate` never samples.
     "broken logits": [
         *every(SAMPLED, broken_logits=BROKEN_LOGITS, processors=[(), ("row_wise",), ("prefix",)], lengths=BATCHES),
+        # A step that is repeated although its draft is not the reason: a processor receives a column twice.
+        *every(SAMPLED, broken_logits=BROKEN_LOGITS, processors=[("stateful", "row_wise")]),
         *every(
             SAMPLED, broken_logits=BROKEN_LOGITS, verification=["rejection", "typical"], processors=[(), ("prefix",)]
         ),
