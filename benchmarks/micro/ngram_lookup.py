@@ -42,7 +42,9 @@ def ngram_lookup(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 def _batch(state: GenerationState, candidates: NgramCandidates) -> DraftBatch:
     """A row without a target, of which n-grams read nothing."""
-    model: Any = SimpleNamespace(get_output_embeddings=lambda: None)
+    text_config = SimpleNamespace(vocab_size=2**31)
+    config = SimpleNamespace(get_text_config=lambda: text_config)
+    model: Any = SimpleNamespace(get_output_embeddings=lambda: None, config=config)
     target: Any = SimpleNamespace(pass_shape=lambda tokens: (1, tokens))
     verification: Any = SimpleNamespace(wants_q=False)
     call = Call(model, state, GenerationConfig(), candidates.settings())
