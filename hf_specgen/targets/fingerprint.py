@@ -49,10 +49,13 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
     visited: set[int] = set()
     while modules:
         module = modules.pop()
-        if id(module) in visited:
-            continue
-        visited.add(id(module))
         attributes = module.__dict__
+        children = attributes["_modules"]
+        if children:
+            if id(module) in visited:  # a module may be a part of several
+                continue
+            visited.add(id(module))
+            modules += filter(None, children.values())
         module_class = module.__class__
         settings = settings_of_class.get(module_class)
         if settings is None:
@@ -62,8 +65,6 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
             for function in changed_functions(module):
                 values += function_state(function)
-        if attributes["_modules"]:
-            modules += filter(None, attributes["_modules"].values())
     # Functions of a class may be replaced for all its modules, as kernel libraries do.
     values.append(frozenset((module_class, module_class.forward) for module_class in settings_of_class))
     config = text_config(model)
