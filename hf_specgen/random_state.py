@@ -76,6 +76,8 @@ class RandomOperations(TorchDispatchMode):
             given = {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
             # Attention and recurrent layers are tagged because of their dropout, which is usually 0.
             dropout = given.get("dropout_p", given.get("dropout"))
+            if "train" in given:  # dropout itself, which in inference mode is one operation
+                dropout = given.get("p") if given["train"] else 0.0
             self.found |= given.get("generator") is None and dropout != 0.0
         return output
 
