@@ -31,7 +31,7 @@ from hf_specgen.targets.model_parts import (
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 """Implementations that take any mask. FlashAttention takes none: it verifies chains, of one row."""
 MIN_CAPACITY = 16
-"""Experts that take fewer tokens of a row in a pass leave no room for drafts."""
+"""Experts that take fewer tokens of a row in a pass have no capacity left for draft tokens."""
 MASKS_OF_KERNELS = {"full_attention", "sliding_attention"}
 """Kinds of attention that FlashAttention computes without a mask."""
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_TYPES, *INDEXED_TYPES, *WITHOUT_CACHE)
