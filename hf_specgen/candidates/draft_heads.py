@@ -34,15 +34,15 @@ from hf_specgen.candidates.draft_vocabulary import (
     vocabulary_ids,
 )
 from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
+from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.candidates.features import FeatureQueue, LastStates
-from hf_specgen.candidates.level_session import LevelSession
-from hf_specgen.candidates.one_pass import OnePassSession, default_size
+from hf_specgen.candidates.one_pass import default_size
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.block_drafter import BlockDrafter
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
-from hf_specgen.heads.eagle_drafter import EagleDrafter, PEagleDrafter
+from hf_specgen.heads.eagle_drafter import EagleDrafter
 from hf_specgen.heads.gemma_assistant import AssistantDrafter, AssistantHead
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.medusa import MedusaDrafter, MedusaHeads
@@ -143,7 +143,7 @@ class HeadCandidates(PretrainedCandidates):
         window = self.window(batch, bound)
         source = features(batch, bound, window)
         drafter = EagleDrafter(bound, source, batch.state.batch, batch.call.settings.compile if captures else False)
-        return LevelSession(batch, drafter, self.k, self.tree, watches_length=window is None)
+        return DrafterSession(batch, drafter, self.k, self.tree, watches_length=window is None)
 
     def window(self, batch: DraftBatch, bound: BoundHead) -> DraftWindow | None:
         """The part of the texts of a call that the head reads."""
@@ -221,11 +221,6 @@ class PEagleCandidates(HeadCandidates):
     has_mask_token = True
     expected = "a P-EAGLE head"
 
-    def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
-        window = self.window(batch, bound)
-        drafter = PEagleDrafter(bound, features(batch, bound, window), batch.state.batch)
-        return OnePassSession(batch, drafter, self.k, self.tree, watches_length=window is None)
-
 
 class DFlashCandidates(HeadCandidates):
     """Drafts with a block head (DFlash, JetSpec, DSpark, DFlash2, Domino): a whole block of tokens in one small pass.
@@ -249,14 +244,13 @@ class DFlashCandidates(HeadCandidates):
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         window = self.window(batch, bound)
         source = features(batch, bound, window)
-        k = min(self.k, cast(BlockHead, bound.head).config.depth)
-        if not isinstance(bound.head, PathHead):
-            block = BlockDrafter(bound, source, batch.state.batch)
-            return OnePassSession(batch, block, k, self.tree, watches_length=window is None)
-        drafter = PathDrafter(bound, source, batch.state.batch, self._layout(batch, bound.head))
-        if bound.head.state_size:
-            return LevelSession(batch, drafter, k, self.tree, watches_length=window is None)
-        return OnePassSession(batch, drafter, k, self.tree, watches_length=window is None)
+        head = cast(BlockHead, bound.head)
+        k = min(self.k, head.config.depth)
+        if isinstance(head, PathHead):
+            drafter: BlockDrafter = PathDrafter(bound, source, batch.state.batch, self._layout(batch, head))
+        else:
+            drafter = BlockDrafter(bound, source, batch.state.batch)
+        return DrafterSession(batch, drafter, k, self.tree, watches_length=window is None)
 
     def _layout(self, batch: DraftBatch, head: PathHead) -> LayoutEvidence | None:
         """What earlier calls have inferred of the layout of a head's block; None if it is configured."""
@@ -319,7 +313,7 @@ class MTPCandidates(HeadCandidates):
             return super().begin(batch, bound)
         window = self.window(batch, bound)
         drafter = LayeredDrafter(bound, features(batch, bound, window), batch.state.batch)
-        return LevelSession(batch, drafter, min(self.k, layers), self.tree, watches_length=window is None)
+        return DrafterSession(batch, drafter, min(self.k, layers), self.tree, watches_length=window is None)
 
 
 class GemmaAssistantCandidates(HeadCandidates):
@@ -345,7 +339,7 @@ class GemmaAssistantCandidates(HeadCandidates):
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         source = LastStates(batch, bound.aux_hidden_state_layers)
         drafter = AssistantDrafter(bound, source, cast(Target, batch.target))
-        return LevelSession(batch, drafter, self.k, self.tree)
+        return DrafterSession(batch, drafter, self.k, self.tree)
 
 
 class MedusaCandidates(HeadCandidates):
@@ -371,7 +365,4 @@ class MedusaCandidates(HeadCandidates):
         source = LastStates(batch, bound.aux_hidden_state_layers)
         drafter = MedusaDrafter(bound, source, batch.model)
         k = min(self.k, drafter.num_heads)
-        tree = default_size(batch, self.tree)
-        if cast(MedusaHeads, bound.head).config.reads_path:
-            return LevelSession(batch, drafter, k, tree)
-        return OnePassSession(batch, drafter, k, tree)
+        return DrafterSession(batch, drafter, k, default_size(batch, self.tree))

@@ -29,7 +29,7 @@ from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates
 from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
-from hf_specgen.candidates.draft_runner import DraftModelDrafter, LoadedDraft, ParallelDrafter
+from hf_specgen.candidates.draft_runner import DraftModelDrafter, LoadedDraft
 from hf_specgen.candidates.draft_vocabulary import (
     DraftVocabulary,
     check_vocabulary,
@@ -37,9 +37,8 @@ from hf_specgen.candidates.draft_vocabulary import (
     vocabulary_ids,
 )
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
+from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.candidates.encoder_draft import check_pair
-from hf_specgen.candidates.level_session import LevelSession
-from hf_specgen.candidates.one_pass import OnePassSession
 from hf_specgen.candidates.parallel_draft import ParallelDraft, TargetFeatures
 from hf_specgen.depth import Policy
 from hf_specgen.heads.source import first_line, source_errors
@@ -196,17 +195,21 @@ class DraftModelCandidates(PretrainedCandidates):
         compile = False if reads_target or batch.state.drafts_together else self.compile
         loaded = LoadedDraft(draft, texts, window, self.share_encoder, compile)
         watches_length = takes_window and window is None
-        if parallel is not None:
-            features = TargetFeatures(batch, draft, parallel) if reads_target else None
-            k = min(self.k, MAX_PARALLEL_DEPTH) if self.adaptive_tree else self.k
-            one_pass = ParallelDrafter(batch, loaded, k=k, mask_token=parallel.mask_token, features=features)
-            return OnePassSession(batch, one_pass, k, self.tree, watches_length)
-        drafter = DraftModelDrafter(batch, loaded, k=self.k, shared=shared, token_ids=token_ids)
-        return LevelSession(
+        k = min(self.k, MAX_PARALLEL_DEPTH) if parallel is not None and self.adaptive_tree else self.k
+        drafter = DraftModelDrafter(
+            batch,
+            loaded,
+            k=k,
+            shared=shared,
+            token_ids=token_ids,
+            mask_token=None if parallel is None else parallel.mask_token,
+            features=TargetFeatures(batch, draft, parallel) if parallel is not None and parallel.layers else None,
+        )
+        return DrafterSession(
             batch,
             drafter,
-            self.k,
-            None if drafter.reader.verifies_chains_only else self.tree,
+            k,
+            None if drafter.reader.verifies_chains_only and parallel is None else self.tree,
             confidence_threshold=self.confidence_threshold,
             watches_length=watches_length,
         )

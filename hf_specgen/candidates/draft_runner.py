@@ -1,4 +1,4 @@
-"""Drafters with a draft model: a pass for each token, or one pass for all of them.
+"""The drafter with a draft model: a pass for each level, or one pass for all of them.
 
 A parallel draft model (PARD) reads the new text and K - 1 mask tokens after it; the last K positions predict the next K
 tokens, independently of each other. The mask tokens do not stay in its cache. PARD-2 adds to the embedding of each
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size
 from hf_specgen.candidates.parallel_draft import TargetFeatures
 from hf_specgen.device_tree import Frontier
-from hf_specgen.heads.head_text import DepthLogits
+from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, NewText
@@ -79,7 +79,7 @@ class UncachedText(NamedTuple):
     Args:
         tokens: of each row; one token of rows that do not draft.
         depths: maximum depth of each row's draft.
-        passes: tokens, over all rows, of the passes that process them; without masks.
+        passes: tokens, over all rows, of the passes that process them, masks included.
     """
 
     tokens: list[list[int]]
@@ -97,8 +97,8 @@ class UncachedText(NamedTuple):
         return max(map(len, self.tokens))
 
 
-class DraftModelDrafter:
-    """Drafts with a model, a pass for each level; its cache holds the beginning of each row's text.
+class DraftModelDrafter(Drafter[UncachedText]):
+    """Drafts with a model, whose cache holds the beginning of each row's text.
 
     A draft model with another tokenizer drafts the tokens that it shares with the target.
 
@@ -108,13 +108,12 @@ class DraftModelDrafter:
         k: maximum depth of a draft.
         shared: the tokens that both vocabularies have, of a draft model with another tokenizer.
         token_ids: `[draft vocab]` the target's ids of a restricted draft vocabulary.
+        mask_token: of a model that drafts all tokens in one pass (PARD, PARD-2).
+        features: adds the target's hidden states to the embeddings of tokens (PARD-2).
 
     Attributes:
         reader: runs the passes; it has the cache.
     """
-
-    expanded_nodes_first = False
-    single_pass_tokens = 0
 
     def __init__(
         self,
@@ -124,6 +123,8 @@ class DraftModelDrafter:
         k: int,
         shared: SharedVocabulary | None = None,
         token_ids: torch.Tensor | None = None,
+        mask_token: int | None = None,
+        features: TargetFeatures | None = None,
     ):
         self._batch = batch
         self._draft = draft
@@ -131,6 +132,9 @@ class DraftModelDrafter:
         self._k = k
         self._shared = shared
         self.token_ids = token_ids
+        self.is_one_pass = mask_token is not None
+        self._mask = mask_token
+        self._features = features
         self._max_positions = position_table(text_config(draft.model))
         self._rows = [_CachedRow(text) for text in draft.texts]
         self._drafts = [True] * len(draft.texts)  # rows that take part in the current draft
@@ -138,15 +142,12 @@ class DraftModelDrafter:
         self._has_prompt = False
         self.reader = self._begin(self._rows)
         is_plain_text = all(type(text) is DraftText for text in draft.texts)
-        self._rows_can_change = is_plain_text and not self.reader.verifies_chains_only
-
-    @property
-    def rows_can_change(self) -> bool:
-        """Whether rows can join and leave."""
-        return self._rows_can_change
+        self.rows_can_change = is_plain_text and features is None and not self.reader.verifies_chains_only
 
     def take(self, max_depths: Sequence[int]) -> UncachedText | None:
         """The tokens that the model has not processed; None if no row drafts. Reads the prompts before that."""
+        if self._features is not None:
+            self._features.begin()
         depths = self._limited(max_depths)
         if not any(depths):
             return None
@@ -166,8 +167,23 @@ class DraftModelDrafter:
         logits = self.reader.grow(frontier, self._drafts)
         return logits if self._shared is None else self._shared.target_logits(logits)
 
+    def read_depths(self, text: UncachedText, depth: int) -> DepthLogits:
+        """One pass over the uncached tokens and `depth - 1` mask tokens: logits at its last `depth` positions."""
+        features = self._features
+        masks = depth - 1
+        rows = self.reader.rows
+        with nullcontext() if features is None else features.added(features.of_text(self._drafts, rows, masks)):
+            logits = self._extend(text, [cast(int, self._mask)] * masks)
+        counts = torch.tensor([len(tokens) for tokens in text.tokens], device=logits.device)
+        slots = counts[:, None] - 1 + torch.arange(depth, device=logits.device)
+        batch = torch.arange(len(counts), device=logits.device)[:, None]
+        vocab = vocabulary_size(self._batch.model)
+        return DepthLogits(logits[batch, slots][..., :vocab].float()[:, :, None])
+
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep accepted nodes in the cache; the next pass computes those that were not expanded."""
+        if self._features is not None:
+            self._features.queue.receive()
         if self._expanded:
             self._expanded = 0
             self.reader.commit(list(paths))
@@ -261,7 +277,9 @@ class DraftModelDrafter:
     def _read_prompts(self) -> None:
         """Read the prompts, before the first draft, so that a call that never drafts does not."""
         if not self._has_prompt:
-            self.reader.prefill()
+            features = self._features
+            with nullcontext() if features is None else features.added(features.of_prompts()):
+                self.reader.prefill()
             self._has_prompt = True
 
     def _uncached(self, depths: list[int]) -> UncachedText:
@@ -284,7 +302,8 @@ class DraftModelDrafter:
             for row, count in zip(rows, kept, strict=True):
                 row.cached = count
         tokens = [self._known(row.text.tokens[row.cached :]) if drafts else [0] for row, drafts in pairs]
-        passes.append(sum(self._drafts) * max(map(len, tokens)))
+        masks = max(depths) - 1 if self.is_one_pass else 0
+        passes.append(sum(self._drafts) * (max(map(len, tokens)) + masks))
         return UncachedText(tokens, depths, passes)
 
     def _extend(self, text: UncachedText, masks: Sequence[int] = ()) -> torch.Tensor:
@@ -309,56 +328,6 @@ class DraftModelDrafter:
         """Count nodes that a captured function has expanded."""
         self._expanded = expanded
         passes.store_levels(states, expanded)
-
-
-class ParallelDrafter(DraftModelDrafter):
-    """Drafts with a model that predicts all tokens in one pass over the new text and mask tokens (PARD, PARD-2)."""
-
-    def __init__(
-        self, batch: DraftBatch, draft: LoadedDraft, *, k: int, mask_token: int, features: TargetFeatures | None
-    ):
-        """`features` adds the target's hidden states to embeddings (PARD-2); None for PARD."""
-        super().__init__(batch, draft, k=k)
-        self._mask = mask_token
-        self._vocab = vocabulary_size(batch.model)
-        self._features = features
-
-    @property
-    def rows_can_change(self) -> bool:
-        """Whether rows can join and leave."""
-        return self._features is None and self._rows_can_change
-
-    def take(self, max_depths: Sequence[int]) -> UncachedText | None:
-        """As `DraftModelDrafter.take`; the pass has mask tokens, too."""
-        features = self._features
-        if features is not None:
-            features.begin()
-        depths = self._limited(max_depths)
-        if not any(depths):
-            return None
-        is_first = features is not None and not features.queue.was_taken
-        with nullcontext() if features is None or not is_first else features.added(features.of_prompts()):
-            self._read_prompts()
-        text = self._uncached(depths)
-        masks = max(depths) - 1
-        return text._replace(passes=[*text.passes[:-1], text.passes[-1] + sum(self._drafts) * masks])
-
-    def read_depths(self, text: UncachedText, depth: int) -> DepthLogits:
-        """One pass over the uncached tokens and `depth - 1` mask tokens: logits at its last `depth` positions."""
-        features = self._features
-        masks = depth - 1
-        rows = self.reader.rows
-        with nullcontext() if features is None else features.added(features.of_text(self._drafts, rows, masks)):
-            logits = self._extend(text, [self._mask] * masks)
-        counts = torch.tensor([len(tokens) for tokens in text.tokens], device=logits.device)
-        slots = counts[:, None] - 1 + torch.arange(depth, device=logits.device)
-        batch = torch.arange(len(counts), device=logits.device)[:, None]
-        return DepthLogits(logits[batch, slots][..., : self._vocab].float()[:, :, None])
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Receive the target's hidden states of the accepted tokens."""
-        if self._features is not None:
-            self._features.queue.receive()
 
 
 def _last_of(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
-from hf_specgen.candidates.level_session import LevelSession
+from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.depth import Policy
 from hf_specgen.device_tree import Frontier, PassTree
+from hf_specgen.drafter import Drafter
 from hf_specgen.heads.exit_head import exit_layer_of, load_exit_head
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
@@ -74,7 +75,7 @@ class LayerSkipCandidates(PretrainedCandidates):
 
     def start(self, batch: DraftBatch) -> DraftSession:
         drafter = EarlyExitDrafter(batch, self._head_on(batch.model))
-        return LevelSession(batch, drafter, self.k, self.tree)
+        return DrafterSession(batch, drafter, self.k, self.tree)
 
     def _head_on(self, model: PreTrainedModel) -> nn.Module | None:
         """The adapter for this model, in its dtype on its device; None without an adapter."""
@@ -102,7 +103,7 @@ class EarlyExitText(NamedTuple):
     passes: list[int]
 
 
-class EarlyExitDrafter:
+class EarlyExitDrafter(Drafter[EarlyExitText]):
     """Drafts with the first layers of the target, whose states verification uses again.
 
     Args:
@@ -110,10 +111,7 @@ class EarlyExitDrafter:
         head: turns states into logits; None for the target's own norm and output matrix.
     """
 
-    rows_can_change = False
-    token_ids = None
     expanded_nodes_first = True  # as `EarlyExitTarget.forward` expects
-    single_pass_tokens = 0
 
     def __init__(self, batch: DraftBatch, head: nn.Module | None):
         self._batch = batch
@@ -135,20 +133,6 @@ class EarlyExitDrafter:
     def expand(self, frontier: Frontier) -> torch.Tensor:
         """Run the first layers on the last nodes of a tree: `[batch, new, vocab]` logits."""
         return self._logits(frontier, frontier.tokens)
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """The target keeps what it computed for accepted nodes."""
-
-    def capture(self, text: EarlyExitText | None = None) -> None:
-        """Nothing is captured."""
-
-    def keep_rows(self, kept: Sequence[int]) -> None:
-        """Rows of other targets have states of their own."""
-        raise NotImplementedError
-
-    def append_rows(self, new: int) -> None:
-        """As `keep_rows`."""
-        raise NotImplementedError
 
     def _logits(self, tree: PassTree, tokens: torch.Tensor, active: Sequence[bool] | None = None) -> torch.Tensor:
         state, logits = self._target.run_early(tree, tokens, active, with_logits=self._head is None)

@@ -1,4 +1,4 @@
-"""Drafting with one pass for all depths: independent heads, and those with a Markov correction.
+"""A draft with one pass of a drafter for all depths: independent heads, and those with a Markov correction.
 
 Parallel heads have one distribution for each depth, independent of the path. A correction that reads the previous token
 alone (DSpark, DFlash2) gives one for each depth and likely token of the depth before, all of them in one operation. The
@@ -10,19 +10,19 @@ Sources: Cai et al., "Medusa" (2024), section 2.3.3; DDTree (2026), https://arxi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, confidence_by_rank, finite
+from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_of
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.drafter import DrafterSession, OnePassDrafter, T
 from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.tree_size import TreeSize, tree_size
-from hf_specgen.heads.head_text import DepthLogits
+from hf_specgen.drafter import DepthLogits, Drafter, T
 from hf_specgen.tree import DraftTree
 
 DEFAULT_NODES = 16
@@ -52,66 +52,47 @@ class Ranked(NamedTuple):
     numbers: NDArray[np.integer[Any]]
 
 
-class OnePassSession(DrafterSession[OnePassDrafter[T]], Generic[T]):
-    """The state of one call with a `OnePassDrafter`: drafts trees from distributions of all depths."""
+def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | int | None) -> DraftTree:
+    """A draft of this size from the distributions of all depths that a drafter predicts after new text."""
+    depths = text.depths
+    scores, rows = _ranked(batch, drafter.read_depths(text, max(depths)), 1 if tree is None else MAX_RANKS)
+    size = tree_size(default_size(batch, tree), batch, depths)
+    trees = [best_combinations(*pair, size, batch.wants_q) for pair in zip(rows, depths, strict=True)]
+    drafting = size.drafting_seconds(text.passes)
+    nodes = size.best_size([tree.probability for tree in trees], drafting, batch.wants_q)
+    draft = draft_of(trees, nodes)
+    if batch.wants_q and draft.nodes:
+        places = [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
+        draft = with_q(draft, places, scores, vocabulary_size(batch.model))
+    return draft
 
-    def __init__(
-        self,
-        batch: DraftBatch,
-        drafter: OnePassDrafter[T],
-        k: int,
-        tree: str | int | None,
-        watches_length: bool = False,
-    ):
-        super().__init__(batch, drafter, k, tree, watches_length)
-        self.ranks = 1 if tree is None else MAX_RANKS
 
-    @torch.no_grad()
-    def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        self.passes = []
-        text = self.drafter.take([min(self._k, depth) for depth in max_depths])
-        if text is None:
-            return self.not_drafted(len(max_depths))
-        self.passes = text.passes
-        depths = text.depths
-        scores, rows = self._ranked(self.drafter.read_depths(text, max(depths)))
-        size = tree_size(default_size(self.batch, self._size), self.batch, depths)
-        trees = [best_combinations(*pair, size, self.wants_q) for pair in zip(rows, depths, strict=True)]
-        drafting = size.drafting_seconds(self.passes)
-        nodes = size.best_size([tree.probability for tree in trees], drafting, self.wants_q)
-        draft = draft_of(trees, nodes)
-        if self.wants_q and draft.nodes:
-            places = [np.array(tree.tags[:nodes], int).reshape(-1, 3) for tree in trees]
-            draft = with_q(draft, places, scores, self._vocab)
-        self._tree = draft
-        return draft
-
-    def _ranked(self, predicted: DepthLogits) -> tuple[DepthLogits, list[Ranked]]:
-        """The logits after the score-only processors, and what the host reads of each row."""
-        candidates = predicted.candidates
-        scores = predicted.logits
-        if self.wants_q or self.batch.score_processors.reads_scores:
-            scores = finite(scores)
-        scores = self.batch.score_processors(scores, candidates is None)
-        steps = [range(len(text), len(text) + scores.shape[1]) for text in self.batch.state.generated]
-        draft_scores = self.batch.draft_scores(scores, steps, candidates)
-        probability, index = draft_scores.softmax(dim=-1).topk(min(self.ranks, draft_scores.shape[-1]))
-        if self.wants_q:
-            probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])
-        # In one transfer; token ids below 2**24 are exact.
-        parts = [probability, index, *([] if candidates is None else [candidates])]
-        read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
-        size = index[0].numel()
-        integers = read[:, size:].astype(int)
-        values = np.nan_to_num(read[:, :size].reshape(index.shape).astype(np.float64))
-        values = np.minimum(values, MAX_PROBABILITY)
-        tokens = integers[:, :size].reshape(index.shape)
-        numbers = np.zeros_like(tokens)
-        if candidates is not None:
-            numbers = np.where(tokens < scores.shape[2], tokens, -1)
-            ids = integers[:, size:].reshape(*candidates.shape[:2], 1, -1)
-            tokens = np.take_along_axis(ids, tokens, axis=3)
-        return DepthLogits(scores, candidates), list(map(Ranked, tokens, values, numbers))
+def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[DepthLogits, list[Ranked]]:
+    """The logits after the score-only processors, and what the host reads of each row."""
+    candidates = predicted.candidates
+    scores = predicted.logits
+    if batch.wants_q or batch.score_processors.reads_scores:
+        scores = finite(scores)
+    scores = batch.score_processors(scores, candidates is None)
+    steps = [range(len(text), len(text) + scores.shape[1]) for text in batch.state.generated]
+    draft_scores = batch.draft_scores(scores, steps, candidates)
+    probability, index = draft_scores.softmax(dim=-1).topk(min(ranks, draft_scores.shape[-1]))
+    if batch.wants_q:
+        probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])
+    # In one transfer; token ids below 2**24 are exact.
+    parts = [probability, index, *([] if candidates is None else [candidates])]
+    read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
+    size = index[0].numel()
+    integers = read[:, size:].astype(int)
+    values = np.nan_to_num(read[:, :size].reshape(index.shape).astype(np.float64))
+    values = np.minimum(values, MAX_PROBABILITY)
+    tokens = integers[:, :size].reshape(index.shape)
+    numbers = np.zeros_like(tokens)
+    if candidates is not None:
+        numbers = np.where(tokens < scores.shape[2], tokens, -1)
+        ids = integers[:, size:].reshape(*candidates.shape[:2], 1, -1)
+        tokens = np.take_along_axis(ids, tokens, axis=3)
+    return DepthLogits(scores, candidates), list(map(Ranked, tokens, values, numbers))
 
 
 def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bool = False) -> SearchTree[Place]:

@@ -269,7 +269,7 @@ def tree_size(size: str | int | None, batch: DraftBatch, depths: Sequence[int], 
         size: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
         batch: the rows.
         depths: the maximum depth of each row.
-        only_pass: see `LevelDrafter.single_pass_tokens`.
+        only_pass: see `Drafter.single_pass_tokens`.
     """
     if isinstance(size, int):
         return FixedSize(size)

@@ -10,7 +10,7 @@ import torch
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.drafter import HeadDrafter, padded
-from hf_specgen.heads.head_text import DepthLogits, FeatureSource, HeadText, NewFeatures
+from hf_specgen.heads.head_text import FeatureSource
 
 
 class BlockDrafter(HeadDrafter):
@@ -19,24 +19,17 @@ class BlockDrafter(HeadDrafter):
     cache              c0 … c(n-1)  |  anchor  mask  mask  mask        c: context, from the target's features
     """
 
+    is_one_pass = True
+
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int):
         super().__init__(bound, source, batch)
         self.config = cast(BlockConfig, bound.head.config)
         self.depth = self.config.depth
 
-    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
-        return [sum(new.active) * max(max_depths)]
-
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
-        """Process new accepted positions, and predict `depth` depths independently of each other."""
-        output = self._outputs(*self._new(text), depth)
-        return DepthLogits(self._scatter(self.bound.target_logits(output)).float()[:, :, None])
-
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         return self.bound.target_logits(self._outputs(features, tokens, 1)[:, 0])
 
     def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
-        """`[active, depth, hidden]` what the output matrix receives."""
         first = self.config.first_proposing_position
         # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
         causal = all(attention.causal for attention in self.config.attention)

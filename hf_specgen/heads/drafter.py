@@ -1,8 +1,5 @@
 """Base class of drafters with a head that reads the target's hidden states of all accepted tokens.
 
-A draft takes the new text of the rows as a `HeadText`, and then either reads it and expands a tree level by level
-(`read`, `expand`) or predicts all depths in one pass (`read_depths`): see the protocols in `candidates/drafter.py`.
-
 The cache keeps only entries computed from the target's features. Entries of draft nodes are appended after them and
 dropped before the next accepted tokens are processed with the features that the target has computed for them.
 """
@@ -17,24 +14,21 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_specgen.device_tree import Frontier
+from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.head_text import FeatureSource, HeadText, NewFeatures
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.inputs import spread_rows
-from hf_specgen.targets.passes import CapturablePasses
 
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter[HeadText]):
     """Base class: a head's cache in one call, whose first `lengths[b]` slots are accepted tokens, and active `rows`."""
 
     rows_can_change = True
-    token_ids: torch.Tensor | None = None
-    expanded_nodes_first = False
-    single_pass_tokens = 0
     reads_all_rows = False
     """Whether the new text of rows that do not draft is read too."""
     keeps_all = False
@@ -58,17 +52,17 @@ class HeadDrafter:
             self._restart(row)
         return HeadText(new.features, new.tokens, new.active, max_depths, self._passes(new, max_depths))
 
-    @abstractmethod
     def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
-        """Tokens, over all rows, of the passes that process new text; none for the prompts."""
+        """Tokens, over all rows, of the passes that process new text; none for prompts that no block or mask follows."""
+        if self.is_one_pass:
+            return [sum(new.active) * max(max_depths)]
+        if self.single_pass_tokens:
+            return [sum(new.active) * self.single_pass_tokens]
+        return [] if new.is_first else [sum(map(len, new.tokens))]
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Receive the target's hidden states of the accepted tokens; entries of draft nodes are not kept."""
         self._source.receive()
-
-    def capture(self, text: HeadText | None = None) -> CapturablePasses | None:
-        """None: nothing is captured."""
-        return None
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Continue with these rows of the call, none of which has been dropped."""
@@ -105,12 +99,21 @@ class HeadDrafter:
         """`[batch, new, draft vocab]` logits after the last nodes of a tree, after `read`."""
         return self._scatter(self._next(frontier.select(self.rows)))
 
+    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+        """Process new accepted positions, and predict `depth` depths independently of each other."""
+        output = self._outputs(*self._new(text), depth)
+        return DepthLogits(self._scatter(self.bound.target_logits(output)).float()[:, :, None])
+
     @abstractmethod
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         """`read` of the active rows."""
 
     def _next(self, frontier: Frontier) -> torch.Tensor:
         """`expand` of the active rows; heads that draft all depths in one pass have none."""
+        raise NotImplementedError
+
+    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
+        """`[active, depth, hidden]` what the output matrix receives, of heads that draft all depths in one pass."""
         raise NotImplementedError
 
     def _add_last(self, other: Self) -> None:

@@ -14,7 +14,7 @@ from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.drafter import HeadDrafter, HeadInputs, padded, run_head
-from hf_specgen.heads.head_text import DepthLogits, FeatureSource, HeadText, NewFeatures
+from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import Capturable, captured_functions
@@ -27,25 +27,39 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 class EagleDrafter(HeadDrafter):
-    """Drafts with an EAGLE or MTP head: over accepted tokens, then over draft nodes with its own output as features."""
+    """Drafts with an EAGLE or MTP head: over accepted tokens, then over draft nodes with its own output as features.
 
-    reads_all_rows = True
+    A head with a mask token (P-EAGLE) drafts in one pass: masks and a learned feature m stand for unknown positions.
+
+    position           i-1    i             i+1      i+2
+    feature            f      f             m        m
+    token embedded     t(i)   t(i+1)        mask     mask
+    prediction                draft 1       draft 2  draft 3
+    """
 
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int, graphs: Compile = False):
         super().__init__(bound, source, batch)
         self.token_ids = bound.head.draft_to_target
-        self._graphs = captured_functions(bound.head, graphs) if graphs else None
+        self.is_one_pass = getattr(bound.head.config, "mask_token_id", None) is not None
+        self.reads_all_rows = not self.is_one_pass
+        self._graphs = captured_functions(bound.head, graphs) if graphs and not self.is_one_pass else None
         self.keeps_all = self._graphs is not None  # another number of rows would be captured anew
         self._last: HeadOutput | None = None  # at the last accepted position of each row
         self._hidden = self._like.new_zeros(batch, 0, 0)  # of the nodes of the last pass
-
-    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
-        return [] if new.is_first else [sum(map(len, new.tokens))]
 
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         self._last = self._last_outputs(*self._read(features, tokens))
         self._hidden = self._last.hidden
         return self.bound.logits(self._last.output)[:, 0]
+
+    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
+        head: Any = self.bound.head
+        masked = depth - 1
+        device = self._like.device
+        states = [torch.cat([row, head.mask_hidden[0].expand(masked, -1)]) for row in features]
+        output, counts = self._read(states, [[*row, *[head.config.mask_token_id] * masked] for row in tokens], masked)
+        places = torch.tensor(counts, device=device)[:, None] - 1 + torch.arange(depth, device=device)
+        return cast(torch.Tensor, output.output[torch.arange(len(counts), device=device)[:, None], places.clamp(min=0)])
 
     def keep_rows(self, kept: Sequence[int]) -> None:
         super().keep_rows(kept)
@@ -176,34 +190,3 @@ class EagleLevel:
         states = head.combine(states) if is_text else states
         output = run_head(head, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
         return bound.logits(output.output), output.hidden, output.output
-
-
-class PEagleDrafter(HeadDrafter):
-    """Drafts with a P-EAGLE head: mask tokens and a learned feature m stand for unknown positions.
-
-    position           i-1    i             i+1      i+2
-    feature            f      f             m        m
-    token embedded     t(i)   t(i+1)        mask     mask
-    prediction                draft 1       draft 2  draft 3
-    """
-
-    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
-        return [sum(new.active) * max(max_depths)]
-
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
-        """Process new accepted positions and `depth - 1` mask tokens after them."""
-        output = self._outputs(*self._new(text), depth)
-        return DepthLogits(self._scatter(self.bound.target_logits(output)).float()[:, :, None])
-
-    def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
-        return self.bound.target_logits(self._outputs(features, tokens, 1)[:, 0])
-
-    def _outputs(self, features: list[torch.Tensor], tokens: list[list[int]], depth: int) -> torch.Tensor:
-        """`[active, depth, hidden]` what the output matrix receives."""
-        head: Any = self.bound.head
-        masked = depth - 1
-        device = self._like.device
-        states = [torch.cat([row, head.mask_hidden[0].expand(masked, -1)]) for row in features]
-        output, counts = self._read(states, [[*row, *[head.config.mask_token_id] * masked] for row in tokens], masked)
-        places = torch.tensor(counts, device=device)[:, None] - 1 + torch.arange(depth, device=device)
-        return cast(torch.Tensor, output.output[torch.arange(len(counts), device=device)[:, None], places.clamp(min=0)])

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import Gemma4TextConfig, PretrainedConfig
 
 from hf_specgen.device_tree import Frontier
+from hf_specgen.drafter import Drafter
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.head_file import HeadFile, count_layers
 from hf_specgen.heads.head_text import StateSource, StateText
@@ -172,13 +173,8 @@ def is_assistant(file: HeadFile) -> bool:
     return file.fields.get("model_type") in MODEL_TYPES
 
 
-class AssistantDrafter:
+class AssistantDrafter(Drafter[StateText]):
     """Drafts with a Gemma 4 assistant: with the target's own keys and values, and no cache of its own."""
-
-    rows_can_change = False
-    token_ids = None
-    expanded_nodes_first = False
-    single_pass_tokens = 0
 
     def __init__(self, bound: BoundHead, source: StateSource, target: Target):
         self.bound = bound
@@ -204,20 +200,6 @@ class AssistantDrafter:
         active = frontier.select(self._target.rows)
         logits = self._run(active.tokens.to(self._like.device), active.gather_parents(self._hidden))
         return spread_rows(logits, self._target.rows, frontier.batch)
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Nothing is kept from draft to draft."""
-
-    def capture(self, text: StateText | None = None) -> None:
-        """Nothing is captured."""
-
-    def keep_rows(self, kept: Sequence[int]) -> None:
-        """Rows of other targets have caches of their own, which the assistant does not read."""
-        raise NotImplementedError
-
-    def append_rows(self, new: int) -> None:
-        """As `keep_rows`."""
-        raise NotImplementedError
 
     def _run(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, length, vocab]` of one pass; `tokens` `[rows, length]`, `hidden` `[rows, length, hidden]`."""

@@ -1,4 +1,4 @@
-"""What the drafter of a head receives and returns: new text of the rows, and logits of several depths."""
+"""What the drafter of a head receives: new text of the rows."""
 
 from __future__ import annotations
 
@@ -58,20 +58,6 @@ class HeadText(NamedTuple):
     active: list[bool]
     depths: Sequence[int] = ()
     passes: Sequence[int] = ()
-
-
-class DepthLogits(NamedTuple):
-    """Logits of several depths that one pass predicts.
-
-    Args:
-        logits: `[batch, depths, previous, candidates]` float32, after each of the likely tokens of the depth before;
-            one `previous` for heads that do not read it.
-        candidates: `[batch, depths, candidates]` the tokens that the logits are of, of which the first ones are the
-            previous tokens of the next depth; None: all tokens of the vocabulary.
-    """
-
-    logits: torch.Tensor
-    candidates: torch.Tensor | None = None
 
 
 class StateText(NamedTuple):

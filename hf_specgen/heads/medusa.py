@@ -32,10 +32,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.device_tree import Frontier
+from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import MEDUSA_FILES, Fields, load_adapter
 from hf_specgen.heads.head_file import HeadFile
-from hf_specgen.heads.head_text import DepthLogits, StateSource, StateText
+from hf_specgen.heads.head_text import StateSource, StateText
 from hf_specgen.targets.model_parts import decoder_layers, output_logits, output_matrix
 from hf_specgen.targets.requirements import OUTPUT_STATE
 
@@ -167,16 +168,13 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0].unsqueeze(-2) if len(parts) == 1 else torch.stack(list(parts), dim=-2)
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter[StateText]):
     """Drafts with a set of heads on the target's last hidden state of each row; it has no cache.
 
     Heads that read the path (Hydra) draft a level at a time, others all depths at once.
     """
 
     rows_can_change = True
-    token_ids = None
-    expanded_nodes_first = False
-    single_pass_tokens = 0
 
     def __init__(self, bound: BoundHead, source: StateSource, target: PreTrainedModel):
         self.bound = bound
@@ -185,13 +183,14 @@ class MedusaDrafter:
         self._target = target
         self._like = next(bound.head.parameters())
         self.num_heads = self._head.config.num_heads
+        self.is_one_pass = not self._head.config.reads_path
         self._states: torch.Tensor = self._like
         self._path: torch.Tensor = self._like  # embeddings read in the last pass
 
     def take(self, max_depths: Sequence[int]) -> StateText | None:
         """The state and the last token of each row."""
         text = self._source.take(max_depths)
-        if text is None or self._head.config.reads_path:
+        if text is None or not self.is_one_pass:
             return text
         return text._replace(passes=())  # all heads run once in a draft: that is its overhead
 
@@ -210,18 +209,6 @@ class MedusaDrafter:
         """The logits of the first `depth` heads, if they read no tokens."""
         self._states = text.states.to(self._like)[:, None]
         return DepthLogits(self._logits(range(depth)).transpose(1, 2).float())
-
-    def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Nothing is kept from draft to draft."""
-
-    def capture(self, text: StateText | None = None) -> None:
-        """Nothing is captured."""
-
-    def keep_rows(self, kept: Sequence[int]) -> None:
-        """Nothing is kept from draft to draft."""
-
-    def append_rows(self, new: int) -> None:
-        """Nothing is kept from draft to draft."""
 
     def _logits(self, heads: Sequence[int], path: torch.Tensor | None = None) -> torch.Tensor:
         """`[batch, nodes, heads, vocab]` logits of some heads, scaled and capped like the target's own.

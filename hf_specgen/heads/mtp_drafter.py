@@ -10,7 +10,7 @@ import torch
 from hf_specgen.device_tree import Frontier
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.drafter import HeadDrafter, padded
-from hf_specgen.heads.head_text import FeatureSource, NewFeatures
+from hf_specgen.heads.head_text import FeatureSource
 from hf_specgen.heads.mtp import MTPHead
 
 
@@ -35,9 +35,6 @@ class LayeredDrafter(HeadDrafter):
         self.layers = len(cast(MTPHead, bound.head).layers)
         self._again: dict[int, tuple[torch.Tensor, list[int]]] = {}
         """Of each row the features and next tokens of positions that are computed again."""
-
-    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
-        return [] if new.is_first else [sum(map(len, new.tokens))]
 
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         nothing = self._like.new_zeros(0, self.bound.head.config.hidden_size), list[int]()

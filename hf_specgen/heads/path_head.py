@@ -21,10 +21,11 @@ from typing import cast
 import torch
 
 from hf_specgen.device_tree import Frontier
+from hf_specgen.drafter import DepthLogits
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.block_drafter import BlockDrafter
-from hf_specgen.heads.head_text import DepthLogits, FeatureSource, HeadText, NewFeatures
+from hf_specgen.heads.head_text import FeatureSource, HeadText
 
 MAX_CANDIDATES = 2048
 """Tokens of a position that are corrected, as in SGLang's drafter for Domino."""
@@ -106,6 +107,7 @@ class PathDrafter(BlockDrafter):
         self._head = cast(PathHead, bound.head)
         self.layout = layout
         self.proposes_from = self.config.first_proposing_position
+        self.is_one_pass = not self._head.state_size
         # Deeper levels need no further pass of the block.
         self.single_pass_tokens = self.config.block_size
         limit = self._head.max_candidates or MAX_CANDIDATES
@@ -115,11 +117,6 @@ class PathDrafter(BlockDrafter):
         self._draft_ids: torch.Tensor | None = None
         if (ids := self._head.draft_to_target) is not None:
             self._draft_ids = ids.new_zeros(self.config.vocab_size).scatter(0, ids, torch.arange(len(ids)).to(ids))
-
-    def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
-        if not self._head.state_size:
-            return super()._passes(new, max_depths)
-        return [sum(new.active) * self.config.block_size]
 
     def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
         """As `BlockDrafter.read_depths`, corrected by the previous token: for heads without a state along the path.

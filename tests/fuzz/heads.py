@@ -10,13 +10,13 @@ from torch import nn
 
 from hf_specgen import DFlashCandidates, EagleCandidates, GemmaAssistantCandidates, MTPCandidates, PEagleCandidates
 from hf_specgen.candidates.recycling import RecyclingTable
+from hf_specgen.drafter import DepthLogits
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.dflash2 import DFlash2Config, DFlash2Head
 from hf_specgen.heads.dspark import DominoConfig, DominoHead, DSparkConfig, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
-from hf_specgen.heads.head_text import DepthLogits
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification.result import TopTokens
@@ -111,13 +111,10 @@ def steer(session: Any, texts: Sequence[Sequence[int | None]], fault: str = "") 
         return predicted
 
     replaced: dict[str, Any] = {"capture": lambda *_: None}  # captured functions would not be steered
-    if hasattr(drafter, "read"):
-        read, expand = drafter.read, drafter.expand
-        replaced["read"] = lambda text: raised(read(text), [0])
-        replaced["expand"] = lambda frontier: raised(expand(frontier), [frontier.depth] * frontier.tokens.shape[1])
-    if hasattr(drafter, "read_depths"):
-        read_depths = drafter.read_depths
-        replaced["read_depths"] = lambda text, depth: raised_depths(read_depths(text, depth), depth)
+    read, expand, read_depths = drafter.read, drafter.expand, drafter.read_depths
+    replaced["read"] = lambda text: raised(read(text), [0])
+    replaced["expand"] = lambda frontier: raised(expand(frontier), [frontier.depth] * frontier.tokens.shape[1])
+    replaced["read_depths"] = lambda text, depth: raised_depths(read_depths(text, depth), depth)
     vars(drafter).update(replaced)
     return session
 

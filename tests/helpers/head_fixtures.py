@@ -184,7 +184,7 @@ def reread(session: Any, row: int, count: int) -> Any:
     features = features_of(bound, call.model(text[:, :-1], output_hidden_states=True).hidden_states)[0, :count]
     fresh: Any = type(session.drafter)(bound, None, 1)
     new = HeadText([features], [text[0, 1 : 1 + count].tolist()], [True])
-    if hasattr(fresh, "read_depths") and not isinstance(fresh, PathDrafter):
+    if fresh.is_one_pass and not isinstance(fresh, PathDrafter):
         fresh.read_depths(new, 2)
     else:
         fresh.read(new)

@@ -16,7 +16,7 @@ from conversations import IGNORED
 from drafter import choose_anchors
 from hf_specgen.heads import MedusaHeads
 from hf_specgen.heads.block_drafter import BlockDrafter
-from hf_specgen.heads.eagle_drafter import EagleDrafter, PEagleDrafter
+from hf_specgen.heads.eagle_drafter import EagleDrafter
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.head_text import HeadText
 from hf_specgen.targets.model_parts import output_logits
@@ -77,7 +77,7 @@ def test_eagle_training_equals_drafting(name: str, packed: bool) -> None:
         known, following = features[row, begin : begin + root + 1], text[1 : root + 2]
         if parallel:
             new = HeadText([known], [following], [True])
-            logits = PEagleDrafter(bound, None, 1).read_depths(new, depth).logits[0, :, 0]
+            logits = EagleDrafter(bound, None, 1).read_depths(new, depth).logits[0, :, 0]
             for step, state in enumerate(drafted):
                 torch.testing.assert_close(bound.target_logits(state[number]), logits[step], atol=1e-4, rtol=1e-4)
             continue

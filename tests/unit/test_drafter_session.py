@@ -1,4 +1,4 @@
-"""`LevelSession` with a drafter that is one small class."""
+"""`DrafterSession` with a drafter that is one small class."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hf_specgen.candidates.level_session import LevelSession
+from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.device_tree import Frontier
+from hf_specgen.drafter import Drafter
 from hf_specgen.verification import VerificationResult
 from tests.helpers.calls import StubModel, make_batch, make_state
 
@@ -22,10 +23,8 @@ class LastTokens(NamedTuple):
     passes: list[int]
 
 
-class Successors:
+class Successors(Drafter[LastTokens]):
     """A drafter that proposes after each token the next number, and less likely the one after it."""
-
-    rows_can_change, token_ids, expanded_nodes_first, single_pass_tokens = False, None, False, 0
 
     def __init__(self, state: Any):
         self._state = state
@@ -44,28 +43,19 @@ class Successors:
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         self.committed.append(paths)
 
-    def capture(self, text: LastTokens | None = None) -> None:
-        return None
-
-    def keep_rows(self, kept: Sequence[int]) -> None:
-        raise NotImplementedError
-
-    def append_rows(self, new: int) -> None:
-        raise NotImplementedError
-
     def _logits(self, tokens: torch.Tensor) -> torch.Tensor:
         following = torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB)
         return 6.0 * following + 4.0 * following.roll(1, dims=-1)
 
 
-def session_of(texts: list[list[int]], **settings: Any) -> tuple[LevelSession, Successors]:
+def session_of(texts: list[list[int]], **settings: Any) -> tuple[DrafterSession, Successors]:
     batch = make_batch(make_state(texts), model=StubModel(vocab=VOCAB))
     drafter = Successors(batch.state)
-    return LevelSession(batch, drafter, **settings), drafter
+    return DrafterSession(batch, drafter, **settings), drafter
 
 
 @pytest.mark.parametrize("depths", [[3, 3], [3, 1]])
-def test_level_session_drafts_a_chain_with_a_pass_a_level(depths: list[int]) -> None:
+def test_drafter_session_drafts_a_chain_with_a_pass_a_level(depths: list[int]) -> None:
     """Would catch: logits of one row added to another, drafts beyond a row's depth, passes that are not counted."""
     session, _ = session_of([[1, 2], [7]], k=3, tree=None)
     tree = session.draft(depths)
@@ -76,7 +66,7 @@ def test_level_session_drafts_a_chain_with_a_pass_a_level(depths: list[int]) -> 
     assert list(session.passes) == [2, *[sum(depth > 0 for depth in depths)] * 2]
 
 
-def test_level_session_commits_accepted_nodes_by_the_order_of_their_expansion() -> None:
+def test_drafter_session_commits_accepted_nodes_by_the_order_of_their_expansion() -> None:
     """Would catch: nodes counted by their place in the tree, nodes that were never expanded, plain steps left out."""
     session, drafter = session_of([[1, 2]], k=3, tree=6)
     tree = session.draft([3])

@@ -1,0 +1,119 @@
+"""The session of strategies whose drafts take forward passes: it owns a `Drafter`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Generic, cast
+
+import torch
+
+from hf_specgen.call import memory
+from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.draft_batch import DraftBatch
+from hf_specgen.candidates.draft_window import warn_of_length
+from hf_specgen.candidates.level_draft import LevelDraft
+from hf_specgen.candidates.one_pass import one_pass_draft
+from hf_specgen.device_tree import NUMBER, DeviceTree
+from hf_specgen.drafter import Drafter, T
+from hf_specgen.tree import DraftTree
+from hf_specgen.verification.result import VerificationResult
+
+
+class DrafterSession(DraftSession, Generic[T]):
+    """The state of one call with a drafter.
+
+    Args:
+        batch: the rows.
+        drafter: runs the passes.
+        k, tree: maximum depth and size of a draft.
+        confidence_threshold: nodes whose token has a probability below it are not expanded.
+        watches_length: whether to warn where acceptance falls with the length of the texts, as for drafters that could
+            have a window.
+    """
+
+    def __init__(
+        self,
+        batch: DraftBatch,
+        drafter: Drafter[T],
+        k: int,
+        tree: str | int | None,
+        *,
+        confidence_threshold: float = 0.0,
+        watches_length: bool = False,
+    ):
+        super().__init__(batch)
+        self.drafter = drafter
+        self.passes: Sequence[int] = []
+        self._k = k
+        self._size = tree
+        self._threshold = confidence_threshold
+        self._tree = DraftTree.empty(batch.state.batch)
+        self._expanded = 0  # nodes of each row that were expanded in the last draft
+        self._by_length: Counter[tuple[int, bool]] | None = None
+        self._length_key = "length", batch.call.drafting.key
+        if watches_length:
+            model = batch.model if batch.call.settings.memory else None
+            self._by_length = memory.recall(model, self._length_key, Counter)
+
+    @property
+    def rows_can_change(self) -> bool:
+        return self.drafter.rows_can_change
+
+    def keep_rows(self, kept: Sequence[int]) -> None:
+        self.drafter.keep_rows(kept)
+
+    def append_rows(self, new: int) -> None:
+        self.drafter.append_rows(new)
+
+    @torch.no_grad()
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        self._tree = DraftTree.empty(len(max_depths))
+        self._expanded = 0
+        self.passes = []
+        text = self.drafter.take([min(self._k, depth) for depth in max_depths])
+        if text is None:
+            return self._tree
+        self.passes = text.passes
+        if self.drafter.is_one_pass:
+            self._tree = one_pass_draft(self.batch, self.drafter, text, self._size)
+            return self._tree
+        draft = LevelDraft(self.batch, self.drafter, text, self._k, self._size, self._threshold)
+        self._tree = draft.grow()
+        self._expanded = draft.growth.expanded
+        self.passes = [*text.passes, *draft.passes]
+        return self._tree
+
+    def observe(self, result: VerificationResult) -> None:
+        """Count the outcome, and keep what was computed for accepted nodes."""
+        self._count_by_length(result)
+        self.drafter.commit(self._expanded_paths(result))
+
+    def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:
+        """The accepted nodes that were expanded, which come first in their path: a child is expanded after its parent.
+
+        Here the node that was expanded first is 0, while its `NUMBER` is 1.
+        """
+        if not self._expanded:
+            return [[] for _ in result.paths]
+        values = cast(DeviceTree, self._tree).node_values
+        paths = []
+        for nodes, path in zip(values, result.paths, strict=True):
+            numbers = nodes[path or [], NUMBER].tolist()
+            paths.append([number - 1 for number in numbers if 0 < number <= self._expanded])
+        return paths
+
+    def _count_by_length(self, result: VerificationResult) -> None:
+        """Count the drafts, by the bits of the length of their text and by whether a draft token was accepted."""
+        if self._by_length is None or not self._tree.nodes:
+            return
+        for row, path in enumerate(result.paths):
+            if path is not None and self._tree.parents[row]:
+                length = len(self.batch.state.prompts[row]) + len(self.batch.state.generated[row])
+                self._by_length[length.bit_length(), result.accepted[row] > 0] += 1
+
+    def end(self) -> None:
+        if self._by_length is not None:
+            warn_of_length(self._by_length, self.batch.call.drafting.name)
+            if self.batch.call.settings.memory:
+                memory.store(self.batch.model, self._length_key, self._by_length)

@@ -1,0 +1,164 @@
+"""A draft with a pass of a drafter for each level: a chain, or a tree whose most likely nodes are expanded.
+
+Each pass of the drafter runs on the most likely nodes that were not expanded yet, and proposes their children. What it
+computes for a node stays in its cache, so that nothing is recomputed when the node is accepted.
+
+    read    logits after each row's last token ─► candidates of level 1
+    expand  logits after the likeliest of them ─► candidates of level 2, and so on
+
+Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024), section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Generic
+
+import torch
+
+from hf_specgen.candidates.base import vocabulary_size
+from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
+from hf_specgen.candidates.draft_batch import DraftBatch
+from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.tree_size import Plan, tree_size
+from hf_specgen.drafter import Drafter, T
+from hf_specgen.targets.passes import CapturablePasses
+from hf_specgen.tree import DraftTree
+
+
+class LevelDraft(Generic[T]):
+    """A draft while it grows.
+
+    Args:
+        batch, drafter, k, size, threshold: as for `DrafterSession`.
+        text: what the drafter has taken for this draft.
+
+    Attributes:
+        growth: the trees; set by `grow`.
+        passes: tokens, over all rows, of each pass over nodes.
+    """
+
+    growth: Growth
+
+    def __init__(
+        self, batch: DraftBatch, drafter: Drafter[T], text: T, k: int, size: str | int | None, threshold: float
+    ):
+        self._batch = batch
+        self._drafter = drafter
+        self._text = text
+        self._size = tree_size(
+            None if batch.verifies_chains_only else size, batch, text.depths, drafter.single_pass_tokens
+        )
+        self._k = k
+        self._threshold = threshold
+        self._qs: list[torch.Tensor] = []  # q after the nodes of each pass, for rejection sampling
+        self._is_captured = False  # whether passes can run as captured functions
+        self.passes: list[int] = []
+
+    def grow(self) -> DraftTree:
+        """Make the passes; the nodes that are verified, with q for rejection sampling."""
+        self._first_level()
+        # Captured functions may go beyond the deepest limit, so that there are few different ones.
+        k = self._k if self._is_captured else max(self._text.depths)
+        while (plan := self._size.next(self.growth, k)) is not None:
+            self._expand(plan)
+            self._size.count(plan)
+        return self._best()
+
+    def _first_level(self) -> None:
+        """Begin the trees with the candidates after each row's last token; a captured function adds further levels."""
+        logits = None
+        captured = self._drafter.capture(self._text)
+        if captured is None:
+            logits = self._drafter.read(self._text)[:, None]
+            device = logits.device
+        else:
+            device = captured.device
+        self._is_captured = captured is not None or self._drafter.capture() is not None
+        self._begin(device, logits)
+        if captured is not None and not self._expand_first(captured):
+            logits = self._drafter.read(self._text)[:, None]
+        if logits is not None:
+            self._add(logits)
+
+    def _begin(self, device: torch.device, logits: torch.Tensor | None) -> None:
+        """Make trees without nodes. `logits` are of level 1, if they are computed."""
+        depths = self._text.depths
+        last_tokens = [self._batch.state.last_token(row) for row in range(len(depths))]
+        # CUDA stages a temporary tensor before `to` returns; elsewhere it could be freed before it is copied.
+        values = torch.tensor([last_tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")
+        pending, limits = values[..., None]
+        ids = self._drafter.token_ids
+        vocab = vocabulary_size(self._batch.model)
+        children = min(self._size.children, vocab if ids is None else len(ids))
+        if logits is not None:
+            children = min(children, logits.shape[-1])
+        self.growth = Growth(depths, children, pending, limits if self._is_captured else None)
+        processors = self._batch.score_processors
+        self._proposals = Proposals(children, vocab, self._threshold, processors, ids, self._batch.wants_q)
+
+    def _expand(self, plan: Plan) -> None:
+        """Make the passes of a plan, in one captured function if there is one."""
+        captured = self._drafter.capture()
+        if captured is None or self._expand_captured(plan, captured) is None:
+            for _ in range(plan.passes):
+                self._add(self._drafter.expand(self.growth.expand(plan.width)))
+        self._count_passes(plan)
+
+    def _expand_first(self, captured: CapturablePasses) -> bool:
+        """Process new text and expand the first levels in one captured function; False if nothing was done."""
+        plan = self._size.first(self.growth, self._k)
+        drafted = None if plan is None else self._expand_captured(plan, captured)
+        if plan is None or drafted is None:
+            return False
+        assert captured.store_text is not None
+        captured.store_text(drafted.after_text)
+        self._size.count(plan)
+        self._count_passes(plan)
+        return True
+
+    def _expand_captured(self, plan: Plan, captured: CapturablePasses) -> Drafted | None:
+        """Make the passes of a plan, after a pass over new text if `captured` has any, by one captured function.
+
+        None, and nothing is done, if they cannot be captured or are not captured yet.
+        """
+        if not self._batch.shares_noise or self._proposals.processors.reads_scores:
+            return None
+        growth = self.growth
+        first = [len(text) + growth.levels for text in self._batch.state.generated]
+        # The index of the generated token that each pass proposes: first, if there is new text, the pass over it.
+        steps = [list(range(start, start + (captured.text is not None) + plan.passes)) for start in first]
+        noise = self._batch.draft_noise(steps, growth.device)
+        drafted = grow_captured(growth, *plan, self._size.max_nodes, captured, self._proposals, noise)
+        if drafted is not None:
+            captured.store_levels(drafted.states, growth.expanded)
+        return drafted
+
+    def _count_passes(self, plan: Plan) -> None:
+        """Count passes over nodes, unless deeper levels need no pass, see `Drafter.single_pass_tokens`."""
+        if not self._drafter.single_pass_tokens:
+            self.passes += [self.growth.rows * plan.width] * plan.passes
+
+    def _add(self, logits: torch.Tensor) -> None:
+        """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""
+        scores = self._proposals.scores(logits)
+        steps = [[len(text) + self.growth.levels] for text in self._batch.state.generated]
+        ids = self._drafter.token_ids
+        draft_scores = self._batch.draft_scores(scores, steps, None if ids is None else ids.expand(len(scores), 1, -1))
+        proposed, q = self._proposals(scores, draft_scores)
+        if q is not None:
+            self._qs.append(q)
+        self.growth.add(*proposed)
+
+    def _best(self) -> DraftTree:
+        expanded_first = self._drafter.expanded_nodes_first
+        wants_q = self._batch.wants_q
+        # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
+        least = self.growth.expanded if expanded_first or wants_q else 0
+        nodes = max(self._size.nodes(self.growth), least)
+        draft, parents = self.growth.best(nodes, expanded_first, with_expanded=wants_q)
+        if wants_q and draft.nodes and parents is not None:
+            q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab], by the number of the parent
+            draft = draft.with_q(q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
+        if self._batch.do_sample:  # the verification reads depths and tokens before it chooses tokens
+            draft.start_reading()
+        return draft
