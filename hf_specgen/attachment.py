@@ -28,10 +28,10 @@ from hf_specgen import compat
 from hf_specgen.call_statistics import CallTotals, Statistics
 from hf_specgen.candidates.combined import Preset
 from hf_specgen.generate import Speculation, by_name, run, unsupported_argument
+from hf_specgen.libraries import adapter_hooks_removed, unwrapped_model
 from hf_specgen.patch import ATTACHMENT, install
 from hf_specgen.settings import KEYWORDS, Settings, settings_in
 from hf_specgen.targets.early_exit import divisible_layers
-from hf_specgen.targets.model_parts import unwrapped_model
 from hf_specgen.targets.support import check_architecture
 from hf_specgen.verification import CoupledVerifier
 from hf_specgen.verification.processors import UnrepeatableError, name_of
@@ -195,7 +195,7 @@ class Attachment:
             return original(model, *args, **kwargs)
         token = _running.set(_running.get() | {id(model)})
         try:
-            with compat.adapter_hooks_removed(model):
+            with adapter_hooks_removed(model):
                 return self.of_thread(model)._generate(original, model, by_name(original, args, kwargs))
         finally:
             _running.reset(token)

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from inspect import signature
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
+    PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
     StoppingCriteriaList,
 )
@@ -202,37 +202,23 @@ def unwrapped(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def has_virtual_tokens(model: PreTrainedModel) -> bool:
-    """Whether PEFT adds prefix or prompt tuning: its `generate` replaces `prepare_inputs_for_generation` by its own."""
-    owner = getattr(cast(Any, model).prepare_inputs_for_generation, "__self__", None)
-    active = getattr(owner, "active_peft_config", None)
-    return bool(getattr(active, "is_prompt_learning", False))
+def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """The hooks of a module that run before its forward pass. Symbol of PyTorch: `Module._forward_pre_hooks`."""
+    return dict(module._forward_pre_hooks)
 
 
-def uses_activated_lora(model: PreTrainedModel) -> bool:
-    """Whether a call has an activated LoRA (aLoRA) of PEFT, whose offsets count from the end of each pass."""
-    is_used = "peft" in sys.modules
-    return is_used and any("alora_offsets" in keywords for _, _, keywords in _adapter_hooks(model))
+def remove_forward_pre_hook(module: nn.Module, number: int) -> None:
+    """Remove a hook without its handle. Symbols: `Module._forward_pre_hooks` and `_forward_pre_hooks_with_kwargs`."""
+    module._forward_pre_hooks.pop(number)
+    module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
-@contextmanager
-def adapter_hooks_removed(model: Any) -> Iterator[None]:
-    """Removes after an exception the hooks of `generate(adapter_names=…)`, which PEFT then leaves on the modules."""
-    try:
-        yield
-    except Exception:
-        for module, number, _ in list(_adapter_hooks(model)):
-            module._forward_pre_hooks.pop(number)
-            module._forward_pre_hooks_with_kwargs.pop(number, None)
-        raise
+def prefix_function(processor: PrefixConstrainedLogitsProcessor) -> Any:
+    """What was given to `generate` as `prefix_allowed_tokens_fn`.
 
-
-def _adapter_hooks(model: Any) -> Iterator[tuple[Any, int, dict[str, Any]]]:
-    """Module, number and keywords of PEFT's hooks that give its layers the adapters of a call: partial functions."""
-    for module in model.modules():
-        for number, hook in module._forward_pre_hooks.items():
-            if isinstance(hook, partial) and hook.keywords.keys() & {"adapter_names", "alora_offsets"}:
-                yield module, number, hook.keywords
+    Symbol: `PrefixConstrainedLogitsProcessor._prefix_allowed_tokens_fn`.
+    """
+    return processor._prefix_allowed_tokens_fn
 
 
 def replaced_methods(model: PreTrainedModel) -> list[str]:

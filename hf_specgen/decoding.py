@@ -24,9 +24,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.call_statistics import Statistics, StepRecord
-from hf_specgen.candidates.base import ChainSession, checked_draft
+from hf_specgen.candidates.base import WrappedSession, checked_draft, leftmost_chains
 from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
-from hf_specgen.candidates.grammar import with_grammar
+from hf_specgen.candidates.grammar import grammar_drafts
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
@@ -39,6 +39,8 @@ from hf_specgen.verification.result import TopTokens
 
 STEP_PARTS = ("draft", "forward", "verify")
 """Parts of a call's wall time that make up the latency of a step."""
+DRAFT_CHANGES = (grammar_drafts, leftmost_chains)
+"""What the drafts of any strategy pass through, in this order: each returns a `DraftChange` for a call, or None."""
 
 
 class Scorer(TargetView, Protocol):
@@ -129,11 +131,12 @@ class DecodingSteps:
         self._monitor = None if settings.monitor is None else settings.monitor.start(call)
         if self._monitor is not None:
             stack.callback(self._monitor.end)
-        self.drafter = settings.candidates.start(DraftBatch(call, target, self.verification, self.policy))
-        if call.logits_processor:
-            self.drafter = with_grammar(self.drafter, settings.candidates.tree)
-        if target.verifies_chains_only:
-            self.drafter = ChainSession(self.drafter)
+        batch = DraftBatch(call, target, self.verification, self.policy)
+        self.drafter = settings.candidates.start(batch)
+        for change_of in DRAFT_CHANGES:
+            change = change_of(batch, settings.candidates.tree)
+            if change is not None:
+                self.drafter = WrappedSession(self.drafter, change)
         stack.callback(self.drafter.end)
 
     def end_prefill(self, logits: torch.Tensor) -> None:

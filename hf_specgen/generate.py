@@ -22,6 +22,7 @@ from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.combined import Preset
 from hf_specgen.decoding import DecodingLoop
 from hf_specgen.depth import Policy
+from hf_specgen.libraries import adapter_hooks_removed
 from hf_specgen.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.settings import Settings, Verification, settings_in
@@ -196,7 +197,7 @@ def generate_speculatively(
     """`model.generate(*args, **kwargs)` with the keywords of this package; called by the `generate` of `patch`."""
     generator = kwargs.pop("candidate_generator", None)
     method: Any = kwargs.get("custom_generate")
-    with compat.adapter_hooks_removed(model):
+    with adapter_hooks_removed(model):
         if generator is not None:
             if method is not None:
                 raise ValueError("both candidate_generator= and custom_generate= were given; leave one out")

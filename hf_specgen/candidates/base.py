@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
@@ -91,18 +91,24 @@ class DraftSession(ABC):
         """The call is over, possibly by an exception; `batch.state` holds the final tokens."""
 
 
-class WrappedSession(DraftSession):
-    """Changes the drafts of another session, which receives outcomes in terms of its own."""
+DraftChange = Callable[[DraftTree, Sequence[int]], DraftTree]
+"""From a draft, and the maximum depth of each row's draft, to the draft that is verified instead."""
 
-    def __init__(self, session: DraftSession):
+
+class WrappedSession(DraftSession):
+    """Changes the drafts of another session, which receives outcomes in terms of its own.
+
+    Args:
+        session: drafts, and observes.
+        change: what is verified instead of its drafts.
+    """
+
+    def __init__(self, session: DraftSession, change: DraftChange):
         super().__init__(session.batch)
         self._session = session
+        self._change = change
         self._own_draft = DraftTree.empty(session.batch.state.batch)
         self.top_tokens = session.top_tokens
-
-    @abstractmethod
-    def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
-        """The draft to verify instead of the session's."""
 
     def plan(self, max_depths: Sequence[int]) -> None:
         self._session.plan(max_depths)
@@ -111,7 +117,7 @@ class WrappedSession(DraftSession):
         name = self.batch.call.drafting.name
         self._own_draft = checked_draft(self._session.draft(max_depths), name, self.batch.state.batch)
         self.passes = self._session.passes
-        return self.change(self._own_draft, max_depths)
+        return self._change(self._own_draft, max_depths)
 
     def observe(self, result: VerificationResult) -> None:
         self._session.observe(result_for(result, self._own_draft))
@@ -120,11 +126,9 @@ class WrappedSession(DraftSession):
         self._session.end()
 
 
-class ChainSession(WrappedSession):
-    """Reduces the drafts of a session to the leftmost chain of each row."""
-
-    def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
-        return tree.leftmost_chain()
+def leftmost_chains(batch: DraftBatch, size: Any) -> DraftChange | None:
+    """The leftmost chain of each row, where drafts must be chains; None where they need not."""
+    return (lambda tree, max_depths: tree.leftmost_chain()) if batch.verifies_chains_only else None
 
 
 class Candidates(CandidateGenerator, ABC):

@@ -24,6 +24,7 @@ from hf_specgen.call import Call
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.encoder_draft import embedding_size
+from hf_specgen.libraries import decoded
 
 INCOMPLETE = "\ufffd"
 """The replacement character: what a tokenizer decodes the first bytes of a character to."""
@@ -201,17 +202,9 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> dict[tuple[Literal["text"
     """
     first = tokenizer.encode("x", add_special_tokens=False)[-1:]
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    before, *texts = _decoded(tokenizer, [first, *([*first, index] for _, index in vocabulary)])
+    before, *texts = decoded(tokenizer, [first, *([*first, index] for _, index in vocabulary)])
     found: dict[tuple[Literal["text", "name"], str], int] = {}
     for (name, index), text in zip(vocabulary, texts, strict=True):
         added = text[len(before) :] if text.startswith(before) else ""
         found[("name", name) if not added or INCOMPLETE in added else ("text", added)] = index
     return found
-
-
-def _decoded(tokenizer: Any, sequences: list[list[int]]) -> list[str]:
-    """The text of each sequence of tokens; at once where the tokenizer can."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and hasattr(backend, "decode_batch"):
-        return list(backend.decode_batch(sequences, skip_special_tokens=False))
-    return [str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False)) for tokens in sequences]

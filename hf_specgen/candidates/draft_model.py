@@ -42,6 +42,7 @@ from hf_specgen.candidates.encoder_draft import check_pair
 from hf_specgen.candidates.parallel_draft import ParallelDraft, TargetFeatures
 from hf_specgen.depth import Policy
 from hf_specgen.heads.source import first_line, source_errors
+from hf_specgen.libraries import prompt_learning, unwrapped_model
 from hf_specgen.targets.model_parts import is_causal_kernel, keeps_state, reads_encoder, text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.support import check_model
@@ -283,17 +284,15 @@ def _auto_class(target: PreTrainedModel) -> Any:
 
 def _without_wrapper(model: Any) -> PreTrainedModel:
     """The model inside a PEFT or `torch.compile` wrapper. Adapters such as LoRA are layers inside of it."""
-    model = compat.unwrapped(model)
-    if isinstance(model, PreTrainedModel):
-        return model
-    if not hasattr(model, "get_base_model"):
+    inner = unwrapped_model(model)
+    if inner is None:
         raise TypeError(f"model_or_id must be a loaded model, a Hub id or a folder, got {model!r:.80}")
-    if model.active_peft_config.is_prompt_learning:
+    if (kind := prompt_learning(compat.unwrapped(model))) is not None:
         raise ValueError(
-            f"the draft model uses {model.active_peft_config.peft_type.value}, whose virtual tokens only PEFT's own "
-            "forward pass adds; give a draft model without it, or with LoRA"
+            f"the draft model uses {kind}, whose virtual tokens only PEFT's own forward pass adds; give a draft model "
+            "without it, or with LoRA"
         )
-    return cast(PreTrainedModel, model.get_base_model())
+    return inner
 
 
 @lru_cache(maxsize=8)

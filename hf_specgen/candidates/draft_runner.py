@@ -126,6 +126,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         mask_token: int | None = None,
         features: TargetFeatures | None = None,
     ):
+        super().__init__()
         self._batch = batch
         self._draft = draft
         self._window = draft.window

@@ -11,20 +11,16 @@ Source: "jump-forward decoding", Zheng et al., "SGLang: Efficient Execution of S
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
-from hf_specgen.call import Call, GenerationState
-from hf_specgen.candidates.base import DraftSession, WrappedSession, vocabulary_size
+from hf_specgen.call import Call
+from hf_specgen.candidates.base import DraftChange, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.combined import node_children
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
@@ -32,6 +28,7 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.ngram import MatchOdds, vote
 from hf_specgen.candidates.ngram_history import OWN
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, NgramIndex
+from hf_specgen.libraries import GrammarState, grammar_states
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.tree import DraftTree
 
@@ -39,133 +36,27 @@ FEW_TOKENS = 512
 """Allowed tokens up to which each of them may be drafted, without a match in the text."""
 
 
-class GrammarState(ABC):
-    """A grammar after some tokens; immutable."""
-
-    @property
-    @abstractmethod
-    def allowed(self) -> NDArray[np.bool_]:
-        """`[vocab]` which tokens may follow."""
-
-    @abstractmethod
-    def after(self, token: int) -> GrammarState:
-        """The state after an allowed token."""
-
-
-class _MatcherState(GrammarState):
-    """A matcher of xgrammar or llguidance, which can be forked."""
-
-    def __init__(self, matcher: Any, vocab: int):
-        self._matcher = matcher
-        self._vocab = vocab
-
-    @cached_property
-    def allowed(self) -> NDArray[np.bool_]:
-        words = (self._vocab + 31) // 32
-        if hasattr(self._matcher, "compute_bitmask"):
-            stopped = self._matcher.is_stopped()
-            packed = np.frombuffer(bytes(4 * words) if stopped else self._matcher.compute_bitmask(), np.uint8)
-        else:
-            bits = np.full((1, words), 0 if self._matcher.is_terminated() else -1, np.int32)
-            if bits[0, 0]:
-                self._matcher.fill_next_token_bitmask(bits, 0)
-            packed = bits.view(np.uint8)[0]
-        return np.unpackbits(packed, bitorder="little")[: self._vocab].astype(bool)
-
-    def after(self, token: int) -> GrammarState:
-        if hasattr(self._matcher, "deep_copy"):
-            matcher = self._matcher.deep_copy()
-            matcher.consume_token(token)
-        else:
-            matcher = self._matcher.fork()
-            matcher.accept_token(token)
-        return _MatcherState(matcher, self._vocab)
-
-
-class _AutomatonState(GrammarState):
-    """A state of the automaton of outlines."""
-
-    def __init__(self, index: Any, state: int | None, vocab: int):
-        self._index = index
-        self._state = state
-        self._vocab = vocab
-
-    @cached_property
-    def allowed(self) -> NDArray[np.bool_]:
-        tokens = None if self._state is None else self._index.get_allowed_tokens(self._state)
-        return _mask(tokens or [], self._vocab)
-
-    def after(self, token: int) -> GrammarState:
-        return _AutomatonState(self._index, self._index.get_next_state(self._state, token), self._vocab)
-
-
-class _ReplayedState(GrammarState):
-    """The text so far, prompt included, for lm-format-enforcer, which keeps what it computed for earlier texts."""
-
-    def __init__(self, enforcer: Any, text: list[int], vocab: int):
-        self._enforcer = enforcer
-        self._text = text
-        self._vocab = vocab
-
-    @cached_property
-    def allowed(self) -> NDArray[np.bool_]:
-        return _mask(self._enforcer.get_allowed_tokens(self._text).allowed_tokens, self._vocab)
-
-    def after(self, token: int) -> GrammarState:
-        return _ReplayedState(self._enforcer, [*self._text, token], self._vocab)
-
-
-def _mask(tokens: Sequence[int], vocab: int) -> NDArray[np.bool_]:
-    mask = np.zeros(vocab, dtype=bool)
-    mask[[token for token in tokens if token < vocab]] = True
-    return mask
-
-
-def grammar_states(batch: DraftBatch) -> list[GrammarState]:
+def states_of_rows(batch: DraftBatch) -> list[GrammarState]:
     """The state of each row's grammar at the beginning of a call; empty if no processor has a grammar that is known."""
-    if batch.model.get_output_embeddings() is None:
+    if not batch.call.logits_processor or batch.model.get_output_embeddings() is None:
         return []
     vocab = vocabulary_size(batch.model)
     rows = batch.state.batch
+    texts = batch.call.state.prefix(batch.call.state.prompt_length).tolist()
     for processor in batch.call.logits_processor:
-        states = _states_of(processor, batch.call.state, vocab)
+        states = grammar_states(processor, texts, vocab)
         if len(states) in (1, rows):
             return states if len(states) == rows else states * rows
     return []
 
 
-def _states_of(processor: Any, state: GenerationState, vocab: int) -> list[GrammarState]:
-    """The states of one processor: made anew from its grammar, or forked from matchers that it was given."""
-    if isinstance(processor, PrefixConstrainedLogitsProcessor):
-        enforcer = getattr(processor._prefix_allowed_tokens_fn, "token_enforcer", None)
-        texts = state.prefix(state.prompt_length).tolist()
-        return [] if enforcer is None else [_ReplayedState(enforcer, text, vocab) for text in texts]
-    settings = getattr(processor, "__dict__", {})
-    if "llg_tokenizer" in settings and "grammar" in settings:
-        matcher = sys.modules["llguidance"].LLMatcher(settings["llg_tokenizer"], settings["grammar"])
-        return [_MatcherState(matcher, vocab)]
-    for value in settings.values():
-        items = value if isinstance(value, (list, tuple)) else [value]
-        kinds = {type(item).__name__ for item in items}
-        if kinds == {"Index"} and hasattr(items[0], "get_next_state"):
-            return [_AutomatonState(index, index.get_initial_state(), vocab) for index in items]
-        if kinds == {"CompiledGrammar"}:
-            return [_MatcherState(sys.modules["xgrammar"].GrammarMatcher(item), vocab) for item in items]
-        if kinds == {"GrammarMatcher"}:
-            return [_MatcherState(matcher.fork(), vocab) for matcher in items]
-        if kinds == {"LLMatcher"}:
-            return [_MatcherState(matcher.deep_copy(), vocab) for matcher in items]
-    return []
-
-
-def with_grammar(session: DraftSession, size: Any) -> DraftSession:
-    """The session of a strategy whose drafts have this size, or if the call has a grammar, one that obeys it."""
+def grammar_drafts(batch: DraftBatch, size: Any) -> DraftChange | None:
+    """Drafts of this size that obey the grammar of the call; None if it has none, or they are switched off."""
     # An early-exit target has run its first layers on the nodes of a draft: others cannot be added to it.
-    batch = session.batch
     if not batch.call.settings.grammar_drafts or isinstance(batch.target, EarlyExitTarget):
-        return session
-    states = grammar_states(batch)
-    return GrammarSession(session, states, size) if states else session
+        return None
+    states = states_of_rows(batch)
+    return GrammarDrafts(batch, states, size) if states else None
 
 
 class _Texts(dict[int, str | None]):
@@ -231,30 +122,35 @@ class _Node(NamedTuple):
     path: tuple[int, ...]
 
 
-class GrammarSession(WrappedSession):
-    """Extends and filters the drafts of a session, whose trees have this size, by the grammar of each row."""
+class GrammarDrafts:
+    """Extends and filters drafts by the grammar of each row; a `DraftChange`.
 
-    def __init__(self, session: DraftSession, states: Sequence[GrammarState], size: Any):
-        super().__init__(session)
-        rows = zip(self.batch.state.prompts, states, strict=True)
-        texts = _Texts(session.batch.call)
-        self._rows = [_Row(prompt, state, texts) for prompt, state in rows]
+    Args:
+        batch: the rows.
+        states: the state of each row's grammar at the beginning of the call.
+        size: of the trees.
+    """
+
+    def __init__(self, batch: DraftBatch, states: Sequence[GrammarState], size: Any):
+        texts = _Texts(batch.call)
+        self._batch = batch
+        self._rows = [_Row(prompt, state, texts) for prompt, state in zip(batch.state.prompts, states, strict=True)]
         self._size = size
 
-    def change(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
+    def __call__(self, tree: DraftTree, max_depths: Sequence[int]) -> DraftTree:
         """The most probable tree of what the session drafted and the grammar allows, and of what the grammar forces."""
         if tree.q is not None:  # a sampled node must not be left out because of its token
             return tree
         size = self._size
         if size != "auto" and not isinstance(size, int):
             size = None if tree.is_chain else tree.nodes
-        for row, generated in zip(self._rows, self.batch.state.generated, strict=True):
+        for row, generated in zip(self._rows, self._batch.state.generated, strict=True):
             row.update(generated)
 
         def search(row: int, limits: SearchLimits) -> SearchTree[_Node]:
             return self._rows[row].search(node_children(tree, row), max_depths[row], limits)
 
-        return draft_rows(self.batch, size, max_depths, search)[0]
+        return draft_rows(self._batch, size, max_depths, search)[0]
 
 
 class _Row:

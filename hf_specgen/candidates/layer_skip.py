@@ -114,6 +114,7 @@ class EarlyExitDrafter(Drafter[EarlyExitText]):
     expanded_nodes_first = True  # as `EarlyExitTarget.forward` expects
 
     def __init__(self, batch: DraftBatch, head: nn.Module | None):
+        super().__init__()
         self._batch = batch
         self._target = cast(EarlyExitTarget, batch.target)
         self._head = head

@@ -35,6 +35,7 @@ class HeadDrafter(Drafter[HeadText]):
     """Whether rows that have ended are kept."""
 
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int):
+        super().__init__()
         self.bound = bound
         self.cache = RaggedCache()
         self.lengths = [0] * batch
@@ -53,7 +54,7 @@ class HeadDrafter(Drafter[HeadText]):
         return HeadText(new.features, new.tokens, new.active, max_depths, self._passes(new, max_depths))
 
     def _passes(self, new: NewFeatures, max_depths: Sequence[int]) -> list[int]:
-        """Tokens, over all rows, of the passes that process new text; none for prompts that no block or mask follows."""
+        """Tokens, over all rows, of the passes that process new text; none for prompts that no block follows."""
         if self.is_one_pass:
             return [sum(new.active) * max(max_depths)]
         if self.single_pass_tokens:

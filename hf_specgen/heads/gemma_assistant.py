@@ -177,6 +177,7 @@ class AssistantDrafter(Drafter[StateText]):
     """Drafts with a Gemma 4 assistant: with the target's own keys and values, and no cache of its own."""
 
     def __init__(self, bound: BoundHead, source: StateSource, target: Target):
+        super().__init__()
         self.bound = bound
         self._source = source
         self._target = target

@@ -177,6 +177,7 @@ class MedusaDrafter(Drafter[StateText]):
     rows_can_change = True
 
     def __init__(self, bound: BoundHead, source: StateSource, target: PreTrainedModel):
+        super().__init__()
         self.bound = bound
         self._head = cast(MedusaHeads, bound.head)
         self._source = source

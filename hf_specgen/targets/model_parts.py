@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_specgen import compat
-
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
 """Attributes of the decoder under which architectures keep their final norm."""
 ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
@@ -24,18 +22,6 @@ INDEXED_TYPES = ("indexed_attention",)
 """Types of layers whose attention selects keys by an indexer, which has keys of its own."""
 WITHOUT_CACHE = ("dummy", "moe", "mlp")
 """Types of layers that write nothing to the cache."""
-
-
-def unwrapped_model(model: Any) -> PreTrainedModel | None:
-    """The Transformers model inside PEFT, DDP, DeepSpeed or `torch.compile`; None if there is none."""
-    inner: Any = model
-    while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
-        if hasattr(inner, "get_base_model"):  # PEFT
-            inner = cast(Any, inner).get_base_model()
-            continue
-        whole = compat.unwrapped(inner)  # torch.compile
-        inner = getattr(inner, "module", None) if whole is inner else whole  # DDP, DeepSpeed
-    return inner if isinstance(inner, PreTrainedModel) else None
 
 
 def text_config(model: PreTrainedModel) -> Any:

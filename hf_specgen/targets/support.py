@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen import compat
+from hf_specgen.libraries import has_virtual_tokens, uses_activated_lora
 from hf_specgen.targets.model_parts import (
     INDEXED_TYPES,
     STATE_TYPES,
@@ -44,10 +45,10 @@ def check_model(model: PreTrainedModel) -> None:
         "uses gradient checkpointing in training mode, which switches the key/value cache off; call model.eval() "
         "first, or leave candidate_generator out": model.training and compat.uses_activation_checkpointing(model),
         "is used with prefix or prompt tuning (PEFT), whose virtual tokens take positions of their own; "
-        "call generate() without candidate_generator=": compat.has_virtual_tokens(model),
+        "call generate() without candidate_generator=": has_virtual_tokens(model),
         "is used with an activated LoRA (PEFT, alora_invocation_tokens), whose offsets count from the end of each pass "
         "and so reach other tokens in a pass over several; disable that adapter, or call generate() without "
-        "candidate_generator=": compat.uses_activated_lora(model),
+        "candidate_generator=": uses_activated_lora(model),
         "has parameters that are sharded over processes (FSDP, ZeRO-3), which must all run the same forward passes; "
         "leave candidate_generator out": compat.is_sharded(model),
     }

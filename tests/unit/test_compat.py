@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
+)
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -49,6 +55,7 @@ PRIVATE = {
     *(symbol.split(".")[1] for symbol in SET_BY_GENERATE),
     *("_attn_implementation", "_bulk_input_tensor", "_cached_continuous_batching_manager", "_eos_token_ids"),
     *("_get_torch_distributed_world_size", "_is_stateful", "_kv_token_views", "_true_initial_tokens"),
+    "_prefix_allowed_tokens_fn",
 }
 """Of Transformers."""
 OF_OTHER_LIBRARIES = {
@@ -98,6 +105,9 @@ def test_private_attributes_of_models_exist() -> None:
     for name in ("_get_torch_distributed_world_size", "is_fsdp_managed_module", "is_deepspeed_zero3_enabled"):
         assert hasattr(generation_utils, name), missing(f"transformers.generation.utils.{name}")
     assert not compat.is_sharded(tiny_model("llama"))
+    function: Any = lambda row, text: [1]  # noqa: E731
+    name = "PrefixConstrainedLogitsProcessor._prefix_allowed_tokens_fn"
+    assert compat.prefix_function(PrefixConstrainedLogitsProcessor(function, 1)) is function, missing(name)
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen import DraftTree, NgramCandidates
-from hf_specgen.candidates.base import DraftSession
+from hf_specgen.candidates.base import DraftSession, WrappedSession
 from hf_specgen.candidates.cross_tokenizer import load_tokenizer
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.grammar import GrammarSession, GrammarState
+from hf_specgen.candidates.grammar import GrammarDrafts
+from hf_specgen.libraries import GrammarState
 from hf_specgen.verification import VerificationResult
 from tests.helpers import reference
 from tests.helpers.calls import StubModel, make_batch, make_state
@@ -59,8 +60,13 @@ def draft_under(table: Table, tree: DraftTree, size: Any, text: Sequence[int] = 
     """The draft after a text that the grammar has been in since its last token."""
     state = make_state([list(text[:-1])])
     state.append(0, text[-1:])
-    session = GrammarSession(Fixed(make_batch(state), tree), [TableState({**table, 0: (text[-1],)}, 0)], size)
+    session = under_grammar(Fixed(make_batch(state), tree), TableState({**table, 0: (text[-1],)}, 0), size)
     return session.draft([4])
+
+
+def under_grammar(session: DraftSession, state: GrammarState, size: Any) -> DraftSession:
+    """The session of one row with its drafts under a grammar."""
+    return WrappedSession(session, GrammarDrafts(session.batch, [state], size))
 
 
 def paths_of(tree: DraftTree) -> list[list[int]]:
@@ -110,7 +116,7 @@ def test_grammar_session_reports_outcomes_of_the_drafters_own_tree() -> None:
     state = make_state([[1, 2]])
     state.append(0, [3])
     inner = Fixed(make_batch(state), DraftTree.chains([[6, 5]]))
-    session = GrammarSession(inner, [TableState({0: (3,), 3: (5,)}, 0)], 8)
+    session = under_grammar(inner, TableState({0: (3,), 3: (5,)}, 0), 8)
     tree = session.draft([4])
     assert paths_of(tree)[0] == [5]
     session.observe(VerificationResult([[0]], [[5, 1]], [1]))
@@ -123,7 +129,7 @@ def test_grammar_that_the_text_has_left_is_not_used(text: list[int]) -> None:
     state = make_state([[1]])
     state.append(0, text)
     batch = make_batch(state, candidates=NgramCandidates(k=2))
-    session = GrammarSession(Fixed(batch, DraftTree.chains([[7]])), [TableState({0: (1,), 1: (5,)}, 0)], None)
+    session = under_grammar(Fixed(batch, DraftTree.chains([[7]])), TableState({0: (1,), 1: (5,)}, 0), None)
     assert paths_of(session.draft([2])) == [[7]]
 
 
@@ -176,7 +182,7 @@ def test_grammar_with_free_whitespace_drafts_the_layout_of_the_text(layout: str,
     state.append(0, script[:1])
     batch = make_batch(state, model=StubModel(str(REFERENCE_LM)))
     grammar = LayoutState(contents, f"[{RECORD},{RECORD}]", False, {})
-    session, count = GrammarSession(Fixed(batch, DraftTree.empty(1)), [grammar], None), 0
+    session, count = under_grammar(Fixed(batch, DraftTree.empty(1)), grammar, None), 0
     while len(state.generated[0]) < len(script):
         [draft], done = session.draft([10]).token_lists(), len(state.generated[0])
         accepted = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(draft, script[done:], strict=False))))
