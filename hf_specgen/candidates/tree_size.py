@@ -158,10 +158,11 @@ class FastestSize(TreeSize):
         if not levels or growth.levels_per_read == 1:  # reading is free
             return None
         width = min(len(self._pass), growth.children)
-        ahead = np.arange(1 + levels)  # numbers of passes; so many draft tokens of each row are assumed to be verified
-        tokens = self._rows * np.cumsum(CHILD_ACCEPTANCE**ahead)
-        seconds = self._target[np.minimum(ahead, self.max_nodes)] + self._spent + ahead * self._pass[width - 1]
-        passes = fastest(tokens, seconds)
+        # Chains are assumed, whose first draft token is there: p further passes verify 1 + p of each row.
+        ahead = np.arange(1 + levels)
+        drafted = np.minimum(1 + ahead, self.max_nodes)
+        tokens = self._rows * np.cumsum(CHILD_ACCEPTANCE ** np.arange(2 + levels))[1:]
+        passes = fastest(tokens, self._target[drafted] + self._spent + ahead * self._pass[width - 1])
         if passes > 2:  # so that there are few different plans, since each is captured
             passes = levels
         return Plan(passes, width) if passes else None

@@ -281,6 +281,20 @@ def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, is_cpu: b
     assert is_cpu or max(passes[: LEVELS_PER_READ - 1]) == 4, "all children, where nothing was read"
 
 
+@pytest.mark.parametrize("draft_token", [0.02, 0.25, 0.5, 0.7])
+def test_fastest_size_passes_before_the_first_read_are_the_fastest_number(monkeypatch: Any, draft_token: float) -> None:
+    """Would catch: the draft token of level 1, which needs no further pass, counted as if it needed one.
+
+    Each further draft token is assumed to be accepted with probability 0.8; more than two passes are all passes.
+    """
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    tokens = [sum(0.8**level for level in range(2 + passes)) for passes in range(1 + LEVELS_PER_READ)]
+    seconds = [1 + 0.05 * (1 + passes) + draft_token * (1 + passes) for passes in range(1 + LEVELS_PER_READ)]
+    best = int(np.argmax(np.array(tokens) / seconds))
+    plan = FastestSize(curve(draft_token, 0.05).at(1, 100)).first(new_growth([16], 4), 16)
+    assert (0 if plan is None else plan.passes) == (LEVELS_PER_READ if best > 2 else best)
+
+
 @pytest.mark.parametrize(("is_cpu", "count"), [(True, 1), (False, LEVELS_PER_READ - 1)])
 def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_come(
     monkeypatch: Any, is_cpu: bool, count: int
