@@ -16,6 +16,7 @@ from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen2C
 
 from hf_specgen.heads.base import DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo
+from hf_specgen.heads.config_keys import HEAD, check_keys
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.source import first_line
 
@@ -64,6 +65,7 @@ class HeadFile:
     Args:
         checkpoint: its config, and the shapes of its tensors.
         dtype: of the head; None for that of the file.
+        keys: which the loader of its format reads in the config beside those of the layers.
 
     Attributes:
         fields: the config, with the fields in its `dflash_config`.
@@ -72,8 +74,9 @@ class HeadFile:
         is_nested: whether it describes the layers in a config of their own, as speculators does.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None):
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, keys: Set[str] = HEAD):
         self.checkpoint = checkpoint
+        self._keys = keys
         self._dtype = dtype
         of_block = Fields(checkpoint.config).nested("dflash_config").values
         self.fields = Fields(checkpoint.config | {name: value for name, value in of_block.items() if value is not None})
@@ -197,6 +200,7 @@ class HeadFile:
 
     def build(self, head_class: Callable[[Any], Head], config: HeadConfig) -> Head:
         """The head with its tensors, each of which is read when its name, shape and dtype are known to be right."""
+        check_keys(self.checkpoint.config, self._keys)
         try:
             with torch.device("meta"):
                 head = head_class(config)

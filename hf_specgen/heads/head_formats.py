@@ -20,13 +20,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 
+from hf_specgen.heads import config_keys
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import block_type, load_block
 from hf_specgen.heads.checkpoint import (
@@ -62,24 +63,64 @@ class Format(NamedTuple):
     load: Callable[[HeadFile], DraftHead] | None  # None: it is read together with its target
     recognises: Callable[[HeadFile], bool]  # a checkpoint of this format that is not of speculators
     kind: str = ""  # the type that speculators calls it
+    keys: Set[str] = config_keys.HEAD  # that are read in the config beside those of the layers
 
 
 FORMATS = (
-    Format("Medusa heads", "MedusaCandidates", load_medusa, is_medusa),
+    Format("Medusa heads", "MedusaCandidates", load_medusa, is_medusa, keys=config_keys.MEDUSA),
     Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint), "mtp"),
-    Format("P-EAGLE", "PEagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES, "mask_hidden"), "peagle"),
-    Format("EAGLE-3", "EagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES), "eagle3"),
-    Format("DSpark", "DFlashCandidates", load_dspark, lambda file: block_type(file) == "dspark", "dspark"),
-    Format("DFlash2", "DFlashCandidates", load_dflash2, lambda file: block_type(file) == "dflash2", "dflash2"),
-    Format("Domino", "DFlashCandidates", load_domino, lambda file: block_type(file) == "domino"),
-    Format("DFlash, JetSpec", "DFlashCandidates", load_block, lambda file: block_type(file) is not None, "dflash"),
+    Format(
+        "P-EAGLE",
+        "PEagleCandidates",
+        load_eagle3,
+        lambda file: file.has(NORM_OF_STATES, "mask_hidden"),
+        "peagle",
+        config_keys.EAGLE3,
+    ),
+    Format(
+        "EAGLE-3", "EagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES), "eagle3", config_keys.EAGLE3
+    ),
+    Format(
+        "DSpark",
+        "DFlashCandidates",
+        load_dspark,
+        lambda file: block_type(file) == "dspark",
+        "dspark",
+        config_keys.DSPARK,
+    ),
+    Format(
+        "DFlash2",
+        "DFlashCandidates",
+        load_dflash2,
+        lambda file: block_type(file) == "dflash2",
+        "dflash2",
+        config_keys.DFLASH2,
+    ),
+    Format(
+        "Domino", "DFlashCandidates", load_domino, lambda file: block_type(file) == "domino", keys=config_keys.DOMINO
+    ),
+    Format(
+        "DFlash, JetSpec",
+        "DFlashCandidates",
+        load_block,
+        lambda file: block_type(file) is not None,
+        "dflash",
+        config_keys.BLOCK,
+    ),
     Format(
         "EAGLE-1, EAGLE-2, HASS",
         "EagleCandidates",
         load_eagle1,
         lambda file: file.has("fc.weight", "layers.0.self_attn.q_proj.weight"),
+        keys=config_keys.EAGLE1,
     ),
-    Format("Gemma 4 assistant", "GemmaAssistantCandidates", load_assistant, is_assistant),
+    Format(
+        "Gemma 4 assistant",
+        "GemmaAssistantCandidates",
+        load_assistant,
+        is_assistant,
+        keys=config_keys.ASSISTANT,
+    ),
 )
 """All formats, in the order in which they are tried."""
 
@@ -117,7 +158,7 @@ def load_head(
         found = head_format(checkpoint)
         if found.load is None:
             raise ValueError(f"it holds {found.name}, which hf_specgen.heads.mtp.load_mtp reads with their target")
-        return found.load(HeadFile(checkpoint, dtype))
+        return found.load(HeadFile(checkpoint, dtype, found.keys))
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:

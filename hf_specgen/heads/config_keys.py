@@ -1,0 +1,153 @@
+"""The keys of a head's config.json: those that are read, those that change nothing, and the values of all others.
+
+A key that changes the computation changes no shape, so a reader that overlooks it loads the head without an error, and
+hardly any draft token is accepted. So every key has to be in one of the tables of this file; another one is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+from typing import Any
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+
+def _names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+GENERAL = PretrainedConfig().to_dict().keys() | _names("tie_word_embeddings use_cache")
+"""Keys that every config of Transformers has; none of them changes what a head computes."""
+ROPE = _names(
+    "rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow truncate "
+    "short_factor long_factor low_freq_factor high_freq_factor mscale mscale_all_dim partial_rotary_factor rope_dim "
+    "mrope_section mrope_interleaved"
+)
+"""Keys of rotary parameters; the sections of "mrope" change nothing where there is only text."""
+ANYWHERE = _names("rope_is_neox_style is_neox_style use_gemma_norm attention_value_scale attention_sink_bias")
+"""Keys that are read wherever they stand."""
+LAYERS = (
+    LlamaConfig().to_dict().keys()
+    | Qwen2Config().to_dict().keys()
+    | Qwen3Config().to_dict().keys()
+    | _names("rope_scaling rope_theta partial_rotary_factor v_head_dim")
+    | ANYWHERE
+)
+"""Keys of layers of Llama, Qwen2 and Qwen3; whether there are biases is seen in the tensors."""
+GEMMA = _names(
+    "attention_k_eq_v enable_moe_block hidden_activation hidden_size_per_layer_input num_kv_shared_layers "
+    "per_layer_config use_bidirectional_attention use_double_wide_mlp vocab_size_per_layer_input global_head_dim "
+    "num_global_key_value_heads final_logit_softcapping"
+)
+"""Further keys of layers of Gemma 4."""
+HEAD = ANYWHERE | _names(
+    "target_hidden_size draft_vocab_size trained_length num_target_layers logit_scale output_multiplier "
+    "final_logit_softcapping input_embedding_scale mask_token_id pard_token "
+    "dspark_noise_token_id ptd_token_id eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids target_layer_ids "
+    "block_size bias"
+)
+"""Keys that any head may have."""
+EAGLE1 = HEAD - {"input_embedding_scale"}
+EAGLE3 = HEAD | _names("norm_before_residual norm_before_fc fc_norm use_aux_norm norm_output use_aux_hidden_state")
+BLOCK = HEAD | _names(
+    "projector_type sample_from_anchor shift_label dspark_bonus_anchor causal_head causal is_causal "
+    "sliding_window_non_causal"
+)
+DSPARK = BLOCK | _names(
+    "markov_rank markov_head_type enable_confidence_head use_confidence_head confidence_head_with_markov "
+    "dspark_block_size dspark_markov_rank dspark_markov_head_type dspark_target_layer_ids"
+)
+DFLASH2 = BLOCK | _names("conv_kernel_size conv_group_size selector_rank selector_top_k")
+DOMINO = BLOCK | _names("emb_dim gru_hidden_dim pure_draft_prefix_len")
+MEDUSA = _names(
+    "medusa_num_heads medusa_num_layers num_heads num_layers lora_rank own_outputs reads_path reads_token acceptance "
+    "truncated_vocab_size original_lm_head medusa_fc_bias base medusa_choices logit_scale"
+)
+ASSISTANT = _names("backbone_hidden_size use_ordered_embeddings num_centroids centroid_intermediate_top_k")
+VALUES: Mapping[str, tuple[Any, ...]] = {
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "lilicorr_enabled": (False,),
+    "add_full_attention_sink_bias": (True, False),  # as the tensors say
+    "add_swa_attention_sink_bias": (True, False),
+    "residual_multiplier": (1, 1.0),
+    "embedding_multiplier": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "tie_embedding_weights": (False,),
+    "position_embedding_type": ("absolute", "rope"),
+    "torchscript": (False,),
+    "is_decoder": (True, False),
+}
+"""Keys that change the computation and are not read otherwise, each with the values that mean what heads compute."""
+OBJECTS = _names(
+    "auto_map speculators_config quantization_config vision_config audio_config task_specific_params id2label label2id "
+    "generation_config pruned_heads training_config training_args"
+)
+"""Objects of which nothing is read here."""
+NEUTRAL = re.compile(
+    r"_.*|(bos|eos|pad|sep|unk|image|video|audio|vision_start|vision_end|decoder_start)_token_(id|ids|index)"
+    r"|.*(version|commit|license|author|url|path|dataset|description|comment|date|seed|language)"
+    r"|(base|model|base_model|target|verifier|run|project)_name"
+    r"|(train|training|loss|optim|optimizer|lr|learning|warmup|epoch|wandb|log|ttt|step_loss|lambda_base)_.*"
+    r"|.*dropout(_rate|_prob)?|.*_loss_(coef|alpha|weight)|initializer.*|init_.*|gradient_.*"
+    r"|(torch_)?dtype|name|tags|metrics|model_max_length|speculators_model_type|embed_requires_grad|tokenizer_class"
+    r"|(num|max)_anchors|num_eagle_features|has_lm_head|spd_type|modal_type|length|speculative_.*|qkv_bias"
+    r"|use_(return_dict|bfloat16)|finetuning_task|tf_legacy_loss|cross_attention_hidden_size|tie_encoder_decoder"
+    # Of a target from which the config was copied; layers that were built by them would have other tensors.
+    r"|.*experts?(_.*)?|moe_.*|router_.*|decoder_sparse_step|norm_topk_prob|output_router_logits|mlp_only_layers"
+    r"|linear_(conv|key|value|num)_.*|mamba_.*|mtp_.*|num_nextn_.*|full_attention_interval|attn_output_gate"
+    r"|parallel_draft_heads_num_layers|output_gate_type"
+)
+"""Names of keys that change nothing: identities, training, and parts of a target that have tensors of their own."""
+OPTION = re.compile(r"(use|enable|has|add|with|return|output|do|include)_.*|is_.*encoder.*|cross_attention_.*")
+"""Names of options that are off where they are false."""
+ROTARY_OBJECTS = frozenset(("rope_parameters", "rope_scaling", "sliding_attention", "full_attention"))
+HEAD_OBJECTS = frozenset(("dflash_config", "dspark_config", "eagle_config"))
+LAYER_OBJECTS = frozenset(("transformer_layer_config", "text_config"))
+
+
+def check_keys(config: Mapping[str, Any], head: Set[str], further: Set[str] = frozenset()) -> None:
+    """Raise a `ValueError` for the first key whose value may change the computation, and is not read.
+
+    Args:
+        config: the content of config.json.
+        head: keys that the reader of the format reads beside those of its layers.
+        further: keys that it reads of its layers beside those of Llama, Qwen3 and Gemma 4.
+    """
+    own = next((config[name] for name in sorted(LAYER_OBJECTS) if isinstance(config.get(name), dict)), None)
+    described = config if own is None else own
+    layers = LAYERS | further | (GEMMA if str(described.get("model_type")).startswith("gemma4") else frozenset())
+    _check(config, head | layers if own is None else head, layers, head)
+
+
+def _check(config: Mapping[str, Any], known: Set[str], layers: Set[str], head: Set[str], place: str = "") -> None:
+    """As `check_keys`, for an object of which the keys `known` are read, at a path that ends with a dot."""
+    for name, value in config.items():
+        inside = f"{place}{name}."
+        if isinstance(value, dict) and name in ROTARY_OBJECTS:
+            _check(value, ROPE, layers, head, inside)
+        elif isinstance(value, dict) and name in HEAD_OBJECTS:
+            _check(value, head, layers, head, inside)
+        elif isinstance(value, dict) and name in LAYER_OBJECTS:
+            _check(value, layers, layers, head, inside)
+        elif value is not None and not _is_harmless(name, value, known):
+            read = f" ({' or '.join(map(str, VALUES[name]))} is)" if name in VALUES else ""
+            raise ValueError(
+                f"config.json has {place}{name} = {str(value)[:80]!r}, which may change what the head computes and is "
+                f"not read{read}; if it does not, remove it from config.json"
+            )
+
+
+def _is_harmless(name: str, value: Any, known: Set[str]) -> bool:
+    """Whether a key is read, or changes nothing with this value."""
+    if name in known or name in GENERAL or name in OBJECTS:
+        return True
+    if name in VALUES:
+        return value in VALUES[name]
+    if value in ([], {}, "") or NEUTRAL.fullmatch(name):
+        return True
+    return value is False and (OPTION.fullmatch(name) is not None or name in DSPARK | EAGLE3)
