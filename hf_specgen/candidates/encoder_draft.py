@@ -94,7 +94,8 @@ def _encoder_arguments(
         if draft.main_input_name == "input_ids" and read.values.is_floating_point():
             raise ValueError("the draft's encoder reads token ids; give input_ids to generate(), not inputs_embeds")
         return {**read.arguments, draft.main_input_name: read.values}
-    _check_hidden_size(cast(Any, draft).get_encoder().config.hidden_size, read)
+    encoder_config = cast(Any, draft).get_encoder().config.get_text_config()  # beside that of images
+    _check_hidden_size(encoder_config.hidden_size, read)
     return {**read.arguments, "encoder_outputs": read.outputs}
 
 

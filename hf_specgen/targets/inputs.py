@@ -156,7 +156,7 @@ class CallInputs:
             check_cache(model_kwargs.get(compat.CACHE), type(model).__name__)
         given, mask = (model_kwargs.get(self._names[name]) for name in ("position_ids", "attention_mask"))
         if self._takes_positions and given is not None:
-            last = given[..., -1].expand(*given.shape[:-2], len(input_ids))
+            last = self._last_position(given).expand(*given.shape[:-2], len(input_ids))
         else:  # of an encoder-decoder: by its mask, or one for each column
             is_text = torch.ones_like(input_ids) if mask is None or not self._takes_positions else mask
             last = (is_text[:, -input_ids.shape[1] :].long().sum(dim=-1) - 1).clamp(min=0)
@@ -167,6 +167,17 @@ class CallInputs:
         self.first_positions: tuple[int, ...] = tuple(position + 1 for position in last.tolist())
         """The position of each row's first generated token, on the first axis."""
         self._extra: dict[str, Any] | None = None
+
+    def _last_position(self, given: torch.Tensor) -> torch.Tensor:
+        """The positions of the last prompt token, `[..., rows]`, that the model's own preparation makes of given ones.
+
+        It may count from 1, or leave them out: the model then counts the slots of its cache, padding included.
+        """
+        prepare = cast(Any, self._model).prepare_inputs_for_generation
+        positions = prepare(self._input_ids, next_sequence_length=1, **self._kwargs).get(self._names["position_ids"])
+        if positions is None:
+            return given.new_full(given.shape[:-1], given.shape[-1] - 1)
+        return cast(torch.Tensor, positions)[..., -1]
 
     @property
     def padding(self) -> torch.Tensor | None:

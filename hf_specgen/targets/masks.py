@@ -139,7 +139,9 @@ class StepMasks:
         self.visible = visible
         self._config: Any = text_config(model)
         self._dtype = model.dtype
-        self._required = required
+        # Such a decoder appends the mask of the encoder's states, which has a batch dimension.
+        self._is_appended_to = model.config.is_encoder_decoder and hasattr(self._config, "layer_types")
+        self._required = required or self._is_appended_to
         self._implementation = compat.attention_implementation(self._config)
         self._additive = self._implementation in ADDITIVE
         self.chains_only = is_causal_kernel(self._implementation)
@@ -219,7 +221,7 @@ class StepMasks:
     def _ready(self, mask: torch.Tensor, batch: int, queries: int, first_visible: int) -> torch.Tensor:
         if queries < mask.shape[2] or first_visible:
             mask = mask[:, :, -queries:, first_visible:]
-        if not self._additive:
-            return mask
         # Eager attention may require the batch dimension where SDPA broadcasts one mask over all rows.
-        return additive(mask, self._dtype).expand(batch, -1, -1, -1)
+        if self._additive or self._is_appended_to:
+            mask = mask.expand(batch, -1, -1, -1)
+        return additive(mask, self._dtype) if self._additive else mask

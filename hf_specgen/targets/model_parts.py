@@ -23,6 +23,9 @@ INDEXED_TYPES = ("indexed_attention",)
 WITHOUT_CACHE = ("dummy", "moe", "mlp")
 """Types of layers that write nothing to the cache."""
 
+TAKES_ONE_MASK = ("paligemma",)
+"""Types of models that give one mask to layers of all kinds; their decoders take one for each kind."""
+
 
 def text_config(model: PreTrainedModel) -> Any:
     """The config of the part that generates text; of an encoder-decoder, its decoder's, or the one for both."""

@@ -5,7 +5,9 @@ Passes that compute the same are equal, and share a graph; tensors that differ b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +20,7 @@ from hf_specgen.targets.attention import grouped_attention
 from hf_specgen.targets.cache import RaggedCache, padded_width
 from hf_specgen.targets.graphs import CallGraphs, Capturable
 from hf_specgen.targets.masks import StepLayout, StepMasks
+from hf_specgen.targets.model_parts import TAKES_ONE_MASK, decoder
 from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.tree import TreeStructure
 
@@ -51,9 +54,30 @@ class ModelPass(CapturablePass):
     """One forward pass of a model, or of its decoder, whose `logits` are None; its inputs are the model's arguments."""
 
     def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
-        with grouped_attention():
+        with grouped_attention(), _mask_of_each_kind(module, inputs) as inputs:
             outputs = module(**{**inputs, compat.CACHE: cache, "use_cache": True, "return_dict": True})
         return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
+
+
+@contextmanager
+def _mask_of_each_kind(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments of a pass; where a model takes one mask, its decoder receives those of each kind of layer."""
+    masks = inputs.get("attention_mask")
+    if not isinstance(masks, dict) or model.config.model_type not in TAKES_ONE_MASK:
+        yield inputs
+        return
+
+    thread = threading.get_ident()
+
+    def give_masks(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        is_ours = threading.get_ident() == thread
+        return args, {**kwargs, "attention_mask": masks} if is_ours else kwargs
+
+    handle = decoder(model).register_forward_pre_hook(give_masks, with_kwargs=True)
+    try:
+        yield {**inputs, "attention_mask": masks["full_attention"]}
+    finally:
+        handle.remove()
 
 
 @dataclass(frozen=True)
