@@ -231,6 +231,12 @@ def replaced_methods(model: PreTrainedModel) -> list[str]:
     return [name for name, module in modules.items() if module.partition(".")[0] not in ("transformers", "peft")]
 
 
+def has_own_decoding(model: PreTrainedModel) -> bool:
+    """Whether a model class of Transformers decodes by a loop of its own. Symbol: `GenerationMixin._sample`."""
+    owner = cast(Any, type(model))._sample.__module__
+    return bool(owner != GenerationMixin.__module__ and owner.partition(".")[0] == "transformers")
+
+
 def uses_activation_checkpointing(model: PreTrainedModel) -> bool:
     """Whether activations are recomputed, which switches the cache off; `is_gradient_checkpointing` before 5.23."""
     name = "is_activation_checkpointing"

@@ -92,7 +92,8 @@ class EarlyExitTarget(Target):
         self.cache.set_lengths(self._starts)
         present = self._layout.select(tree, {"states": states})[1]["states"]
         with self._replaceable.replaced(self._first, present):
-            logits = self._run(self.model, tree, {"inputs_embeds": states}, active).logits
+            # The ids again, though the replaced layers ignore them: later ones may read inputs of their own from them.
+            logits = self._run(self.model, tree, {"input_ids": tree.step_tokens(pending, self.device)}, active).logits
         return self._layout.scatter(logits, tree.batch)
 
 
@@ -106,7 +107,22 @@ def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
         )
     if not 1 <= exit_layer < len(layers):
         raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")
+    source = _first_shared_layer(model.config.get_text_config())
+    if exit_layer > source:
+        remedy = f"set exit_layer to at most {source}, or " if source else ""
+        raise ValueError(
+            f"the last layers of {type(model).__name__} reuse keys and values that layer {source} computes in the same "
+            f"pass, so that it cannot run apart from them; {remedy}use another candidate generator"
+        )
     return layers
+
+
+def _first_shared_layer(config: Any) -> int:
+    """The first layer whose keys and values later layers reuse, as in Gemma 3n and 4; the number of layers if none."""
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    types = config.layer_types if own < config.num_hidden_layers else []
+    sources = [max(layer for layer in range(own) if types[layer] == kind) for kind in {*types[own:]} & {*types[:own]}]
+    return min(sources, default=config.num_hidden_layers)
 
 
 class ReplaceableLayers:

@@ -64,6 +64,11 @@ def first_problem(model: PreTrainedModel, problems: dict[str, bool]) -> str | No
 
 def check_architecture(model: PreTrainedModel) -> None:
     """The part of `check_model` that stays the same while a program runs: architecture and attention kernel."""
+    if compat.has_own_decoding(model):
+        raise ValueError(
+            f"{type(model).__name__} decodes by a loop of its own, which makes more than one token in a step (several "
+            "codebooks, or audio beside the text); call generate() without candidate_generator="
+        )
     config = text_config(model)
     arguments = inspect.signature(model.forward).parameters
     implementation = compat.attention_implementation(config)

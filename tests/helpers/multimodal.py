@@ -23,7 +23,8 @@ def multimodal_model(kind: str) -> Any:
     if kind == "qwen2_audio":
         model = Qwen2AudioForConditionalGeneration(config).eval()
     else:
-        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+        attention = "eager" if kind in SPEC["eager_only"] else "sdpa"
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation=attention).eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     return model
 
@@ -49,6 +50,11 @@ def multimodal_prompts(kind: str, batch: int, length: int = 16) -> dict[str, tor
         return {**inputs, "pixel_values": random(batch, 1, 3, 16, 16)}
     if kind == "gemma3":
         return {**inputs, "pixel_values": random(batch, 3, 16, 16), "token_type_ids": types}
+    if kind == "paligemma":
+        return {**inputs, "pixel_values": random(batch, 3, 16, 16), "token_type_ids": torch.zeros_like(input_ids)}
+    if kind == "exaone4_5":
+        grids = torch.tensor([[1, 4, 4]] * batch)
+        return {**inputs, "pixel_values": random(batch * 16, 3 * 2 * 4 * 4), "image_grid_thw": grids}
     if kind == "qwen2_audio":
         seen = torch.ones(batch, 16, dtype=torch.long)
         return {**inputs, "input_features": random(batch, 8, 16), "feature_attention_mask": seen}

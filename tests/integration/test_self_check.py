@@ -10,6 +10,7 @@ import accelerate
 import peft
 import pytest
 import torch
+from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
 
 from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.targets.requirements import TargetRequirements
@@ -29,7 +30,7 @@ def identical(model: Any, candidates: Any, batch: int = 2, new: int = 24) -> boo
     return torch.equal(model.generate(**settings), model.generate(**settings, candidate_generator=candidates))
 
 
-@pytest.mark.parametrize("kind", ["biogpt", "gpt_bigcode", "gpt2", "nanochat", "xglm", "gpt_neo", "opt"])
+@pytest.mark.parametrize("kind", ["biogpt", "ctrl", "gpt_bigcode", "gpt2", "nanochat", "xglm", "gpt_neo", "opt"])
 def test_layer_skip_where_positions_or_scales_come_before_the_layers(kind: str) -> None:
     """Would catch: positions or scales that are added to the kept states a second time; states of dropped rows."""
     assert identical(tiny_model(kind, layers=4), LayerSkipCandidates(2, k=2), batch=3, new=12)
@@ -46,6 +47,19 @@ class ReadsStates(NgramCandidates):
         return TargetRequirements(aux_hidden_state_layers=(0, 1, 2))
 
 
+def with_shared_keys() -> Any:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return fresh_model("gemma4_text", num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=1)
+
+
+def with_own_decoding() -> Any:
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    tokens = {"audio_token_id": 98, "audio_bos_token_id": 97, "audio_delay_token_id": 96, "pad_token_id": 0}
+    books = {"codebook_size": 32, "audio_stream_bos_id": 30, "audio_stream_eos_id": 31, "eos_token_id": 95}
+    config = HiggsAudioV2Config(**sizes, **tokens, **books, num_key_value_heads=2, intermediate_size=32)
+    return HiggsAudioV2ForConditionalGeneration(config).eval()
+
+
 def with_checkpointing() -> Any:
     model = llama().train()
     model.activation_checkpointing_enable()
@@ -53,8 +67,6 @@ def with_checkpointing() -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
-    # States that the model scales in place.
-    "ctrl": (lambda: tiny_model("ctrl", layers=4), LayerSkipCandidates(2, k=2), CANNOT_BE_DIVIDED),
     "openai-gpt": (lambda: tiny_model("openai-gpt", layers=4), LayerSkipCandidates(2, k=2), CANNOT_BE_DIVIDED),
     # Several vectors a token: an index out of bounds, after which a process cannot use its GPU; an error of torch.cat.
     "gemma3n_text": (lambda: tiny_model("gemma3n_text"), LayerSkipCandidates(1, k=2), "pass on a state of shape"),
@@ -62,6 +74,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     # Other tokens than plain `generate` in padded batches, and behind the window.
     "git": (lambda: tiny_model("git", layers=4), NgramCandidates(k=3), VERIFIES_OTHERWISE),
     "moshi": (lambda: tiny_model("moshi", layers=4), NgramCandidates(k=3), VERIFIES_OTHERWISE),
+    # Keys and values of a layer that is left out; an internal error.
+    "shared keys": (with_shared_keys, LayerSkipCandidates(2, k=2), "set exit_layer to at most 1"),
+    # Its own loop makes several codebooks in a step; an internal error, or no audio.
+    "own decoding": (with_own_decoding, NgramCandidates(k=3), "decodes by a loop of its own"),
     # A sentence about prefix tuning, which has nothing to do with it.
     "gradient checkpointing": (with_checkpointing, NgramCandidates(k=3), "gradient checkpointing"),
 }
