@@ -132,18 +132,19 @@ class DecodingSteps:
         if self._monitor is not None:
             stack.callback(self._monitor.end)
         batch = DraftBatch(call, target, self.verification, self.policy)
-        self.drafter = settings.candidates.start(batch)
+        start = settings.start or settings.candidates.start
+        self.draft_session = start(batch)
         for change_of in DRAFT_CHANGES:
             change = change_of(batch, settings.candidates.tree)
             if change is not None:
-                self.drafter = WrappedSession(self.drafter, change)
-        stack.callback(self.drafter.end)
+                self.draft_session = WrappedSession(self.draft_session, change)
+        stack.callback(self.draft_session.end)
 
     def end_prefill(self, logits: torch.Tensor) -> None:
         """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""
         result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
-        if self.drafter.top_tokens:  # other drafters observe steps alone
-            self.drafter.observe(result)
+        if self.draft_session.top_tokens:  # other drafters observe steps alone
+            self.draft_session.observe(result)
 
     def plan_step(self, may_draft: bool = True) -> None:
         """Choose the rows that take part in the next step, and how deep each of them drafts."""
@@ -155,20 +156,20 @@ class DecodingSteps:
         with self.timer.part("policy"):
             self.max_depths = self._depths(self._active if drafts else [False] * self.state.batch)
         with self.timer.part("draft"):
-            self.drafter.plan(self.max_depths)
+            self.draft_session.plan(self.max_depths)
 
     def draft_step(self) -> DraftTree:
         """The draft of the depths that `plan_step` chose."""
         with self.timer.part("draft"):
-            draft = self.drafter.draft(self.max_depths)
+            draft = self.draft_session.draft(self.max_depths)
             return checked_draft(draft, self.call.drafting.name, self.state.batch, self._vocabulary)
 
     def end_step(self, tree: DraftTree, logits: torch.Tensor) -> None:
         """Verify a draft by the logits of a step, and report the outcome to the sessions."""
         result = self._verify(tree, logits, self._active)
-        self.drafter.observe(result)
+        self.draft_session.observe(result)
         outcomes = self.statistics.record(tree, result)
-        passes = self.drafter.passes
+        passes = self.draft_session.passes
         with self.timer.part("policy"):
             seconds = self.timer.step
             self.timer.step = {}
@@ -224,9 +225,9 @@ class DecodingSteps:
                 logits = self.target.forward_again(self.state.pending(), active)
                 result = self.verification.verify(tree, logits, active, self.outputs.criteria)
             assert result is not None, "a step without a draft"
-            if self.drafter.top_tokens:
+            if self.draft_session.top_tokens:
                 pending = self.state.pending()
-                count = self.drafter.top_tokens
+                count = self.draft_session.top_tokens
                 result.top_tokens = TopTokens.of_step(logits, tree, pending, active, count)
             for row, tokens in enumerate(result.tokens):
                 self.state.append(row, tokens)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specgen.call import CallSettings
-from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.base import Candidates, StartSession
 from hf_specgen.candidates.combined import PresetCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.depth import Policy
@@ -36,12 +36,14 @@ class Settings(CallSettings):
         verifier: decides which draft tokens are accepted.
         policy: chooses the draft depth of each step.
         monitor: receives every step.
+        start: begins the session of the strategy, where several calls draft together; None: the strategy itself.
     """
 
     candidates: Candidates
     verifier: Verifier
     policy: Policy
     monitor: Monitor | None = None
+    start: StartSession | None = None
 
     @classmethod
     def parse(cls, candidate_generator: Any, **keywords: Any) -> Settings:

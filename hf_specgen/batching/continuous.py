@@ -9,7 +9,6 @@ A server calls `init_continuous_batching` alone; then the attached strategy of t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from hf_specgen.batching import transformers_batching
 from hf_specgen.batching.packed_steps import PackedSteps
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
+from hf_specgen.depth.adaptive import SharedDepth
 from hf_specgen.depth.calibrate import model_curve
 from hf_specgen.generate import by_name
 from hf_specgen.settings import Settings, settings_in
@@ -106,9 +106,12 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     if run.settings is not None:
         run.settings = run.settings.for_model(compat.unwrapped(model))
         # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if they were asked for.
-        config = copy.copy(arguments.get("continuous_batching_config") or ContinuousBatchingConfig())
-        config.use_async_batching = config.use_async_batching or False
-        config.use_cuda_graph = config.use_cuda_graph or False
+        config = arguments.get("continuous_batching_config") or ContinuousBatchingConfig()
+        config = replace(
+            config,
+            use_async_batching=config.use_async_batching or False,
+            use_cuda_graph=config.use_cuda_graph or False,
+        )
         generation_config = arguments.get("generation_config") or model.generation_config
         # Transformers returns a manager that it kept, whose config then applies instead of the one passed here.
         cached = transformers_batching.cached_manager(model)
@@ -144,10 +147,9 @@ def _packed_policy(policy: Policy, model: Any) -> Policy:
     """
     if not isinstance(policy, AdaptiveDepth) or policy.latency is not None:
         return policy
-    policy = copy.copy(policy)
     with transformers_batching.unpaged_attention(model):
-        policy.curve = model_curve(model)
-    return FixedDepth(0) if policy.curve is None else policy
+        curve = model_curve(model)
+    return FixedDepth(0) if curve is None else SharedDepth(policy, curve=curve)
 
 
 def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:

@@ -14,14 +14,12 @@ the others. A shared step of the calls A, B and C:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_specgen.batching.batched_drafter import batched
+from hf_specgen.batching.shared_draft import batched
 from hf_specgen.decoding import DecodingSteps
-from hf_specgen.depth import AdaptiveDepth
-from hf_specgen.depth.adaptive import DraftingLoss
+from hf_specgen.depth.adaptive import DraftingLoss, SharedDepth
 from hf_specgen.depth.latency import StepLatency
 from hf_specgen.settings import Settings
 from hf_specgen.tree import DraftTree
@@ -34,18 +32,15 @@ class SharedSteps:
         settings: as the user gave them.
 
     Attributes:
-        settings: for each call: a strategy whose sessions draft together, and a policy with a shared `DraftingLoss`.
+        settings: for each call: sessions that draft together, and a policy with a shared `DraftingLoss`.
         latency: for the rows and context of the present step; None if it was not measured, or no row decodes.
         passes: tokens of each forward pass that drafters made for several calls in the step.
     """
 
     def __init__(self, settings: Settings):
         self._loss = DraftingLoss()
-        policy = copy.copy(settings.policy)
-        if isinstance(policy, AdaptiveDepth):
-            policy.shared_loss = self._loss
-        candidates, self._drafters = batched(settings.candidates)
-        self.settings = replace(settings, candidates=candidates, policy=policy)
+        start, self._drafts = batched(settings.candidates)
+        self.settings = replace(settings, start=start, policy=SharedDepth(settings.policy, self._loss))
         self.latency: StepLatency | None = None
         self.passes = list[int]()
         self._rows = 0
@@ -64,11 +59,11 @@ class SharedSteps:
             call.state.other_rows = max(0, self._rows - 1)
             call.plan_step(may)
         self._has_draft = any(any(call.max_depths) for call in calls)
-        # All calls have planned, so each shared drafter drafts once for all of them; `draft_step` then takes the trees.
-        for drafter in self._drafters:
-            drafter.draft()
-        seconds = sum(drafter.seconds for drafter in self._drafters)
-        self.passes = [tokens for drafter in self._drafters for tokens in drafter.passes]
+        # All calls have planned, so each shared session drafts once for all of them; `draft_step` then takes the trees.
+        for shared in self._drafts:
+            shared.draft()
+        seconds = sum(shared.seconds for shared in self._drafts)
+        self.passes = [tokens for shared in self._drafts for tokens in shared.passes]
         for call in calls:
             call.timer.add("draft", seconds)  # each call waits for the whole draft
         return [call.draft_step() for call in calls]
@@ -86,5 +81,5 @@ class SharedSteps:
 
     def close(self) -> None:
         """End the shared draft sessions."""
-        for drafter in self._drafters:
-            drafter.close()
+        for shared in self._drafts:
+            shared.close()

@@ -10,7 +10,7 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> N
     A manager that is used again has only the hooks of its last use.
     Symbol: `ContinuousBatchingManager._create_batch_processor`.
     """
-    vars(manager).pop("_create_batch_processor", None)  # the hook of an earlier use
+    _unhook(manager, "_create_batch_processor")  # of an earlier use
     plain = type(manager)._create_batch_processor
     this = weakref.proxy(manager)
 
@@ -51,7 +51,7 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     hooked = {scheduler: ["schedule_batch"], ios: ["prepare_batch_update"], runner: ["compute_batch", "_sample"]}
     for owner, names in hooked.items():
         for name in names:
-            vars(owner).pop(name, None)
+            _unhook(owner, name)
     if steps is None:
         return
     this = weakref.proxy(processor)
@@ -82,6 +82,12 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
     runner.compute_batch = compute_batch
     runner._sample = steps.sample
     ios.prepare_batch_update = lambda: (this.inputs_and_outputs.requests_in_batch, *steps.commit())
+
+
+def _unhook(owner: Any, name: str) -> None:
+    """Remove a method of one object, so that it has the method of its class again."""
+    with suppress(AttributeError):
+        delattr(owner, name)
 
 
 def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> None:

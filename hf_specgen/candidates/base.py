@@ -243,6 +243,10 @@ class Candidates(CandidateGenerator, ABC):
         self.get_candidates(input_ids)
 
 
+StartSession = Callable[[DraftBatch], DraftSession]
+"""What begins a call for a strategy, see `Candidates.start`."""
+
+
 class PretrainedCandidates(Candidates):
     """A strategy with a checkpoint, which is its first argument."""
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.call import DraftingSettings, Prediction, memory
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY
-from hf_specgen.candidates.base import Candidates, DraftSession, Tree, checked_draft
+from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, Tree, checked_draft
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import MTPCandidates
@@ -98,7 +98,11 @@ class CombinedCandidates(Candidates):
         return reduce(TargetRequirements.__or__, needs)
 
     def start(self, batch: DraftBatch) -> DraftSession:
-        return _CombinedSession(self, batch)
+        return self.start_members(batch, [strategy.start for strategy in self.strategies])
+
+    def start_members(self, batch: DraftBatch, starts: Sequence[StartSession]) -> DraftSession:
+        """Begin a call in which the sessions of the members begin in other ways than by `Candidates.start`."""
+        return _CombinedSession(self, starts, batch)
 
     def profile_key(self) -> tuple[str | int | float | bool, ...]:
         """The kind is that of the member whose drafting takes time."""
@@ -115,14 +119,15 @@ class CombinedCandidates(Candidates):
 class _CombinedSession(DraftSession):
     """The sessions of the members, those without a forward pass first, and their drafts of the current step."""
 
-    def __init__(self, settings: CombinedCandidates, batch: DraftBatch):
+    def __init__(self, settings: CombinedCandidates, starts: Sequence[StartSession], batch: DraftBatch):
         if settings.prediction is not None:
             batch = batch.with_settings(prediction=settings.prediction)
         super().__init__(batch)
-        strategies = sorted(settings.strategies, key=lambda strategy: not strategy.negligible_draft_cost)
+        members = list(zip(settings.strategies, starts, strict=True))
+        members.sort(key=lambda member: not member[0].negligible_draft_cost)
         self._size = settings.tree
-        self._members = [(strategy.start(batch), strategy.k) for strategy in strategies]
-        self._first_network = sum(strategy.negligible_draft_cost for strategy in strategies)
+        self._members = [(start(batch), strategy.k) for strategy, start in members]
+        self._first_network = sum(strategy.negligible_draft_cost for strategy in settings.strategies)
         self.top_tokens = max(session.top_tokens for session, _ in self._members)
         recycling = (session for session, _ in self._members if isinstance(session, RecyclingSession))
         self._recycling = next(recycling, None)
@@ -130,7 +135,7 @@ class _CombinedSession(DraftSession):
         # verifies every node that was drawn: copied ones beside them cost more than they yield.
         self._verifies_one = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
         self._uses_networks = batch.affords_prefill()
-        self._drafts = [DraftTree.empty(batch.state.batch)] * len(strategies)
+        self._drafts = [DraftTree.empty(batch.state.batch)] * len(members)
         self._tree: DraftTree | None = None  # planned: of the members without a pass
         self._needs_networks = False
         self.passes: list[int] = []

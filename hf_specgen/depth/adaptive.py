@@ -75,11 +75,6 @@ class AdaptiveDepth(Policy):
         AdaptiveDepth()
     """
 
-    curve: CostCurve | None = None
-    """T(q) of the target, for calls in which it cannot be measured."""
-    shared_loss: DraftingLoss | None = None
-    """Of calls with common forward passes: their mean loss, counted by `SharedSteps`. None: each counts its own."""
-
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
         if not isinstance(self.latency, LatencyModel | None):
@@ -92,19 +87,39 @@ class AdaptiveDepth(Policy):
         return f"{type(self).__name__}({'' if self.latency is None else 'given latency'})"
 
 
+class SharedDepth(Policy):
+    """A policy for calls with common forward passes; it changes nothing but sessions of `AdaptiveDepth`.
+
+    Args:
+        policy: as the user gave it.
+        loss: the mean loss of the calls, counted by `SharedSteps`; None: each call counts its own.
+        curve: T(q) of the target, for calls in which it cannot be measured.
+    """
+
+    def __init__(self, policy: Policy, loss: DraftingLoss | None = None, curve: CostCurve | None = None):
+        self._policy = policy
+        self._loss = loss
+        self._curve = curve
+
+    def start(self, call: Call) -> PolicySession:
+        session = self._policy.start(call)
+        if isinstance(session, AdaptiveSession):
+            session.share(self._loss, self._curve)
+        return session
+
+
 class AdaptiveSession(PolicySession):
     """The state of `AdaptiveDepth` in one call."""
 
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call = call
         drafting = call.drafting
-        self._has_shared_loss = policy.shared_loss is not None
-        # Drafts are cut to the common budget later, so that each call drafts as if alone.
-        self._is_alone = self._has_shared_loss and drafting.negligible_cost
+        self._has_shared_loss = False
+        self._is_alone = False
         self.remembers = policy.latency is None and call.settings.memory
         self._model = call.model if self.remembers else None
         self._key = ("loss", drafting.key, call.temperature)
-        self._loss = policy.shared_loss or memory.recall(self._model, self._key, DraftingLoss)
+        self._loss = memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
         self._accepted = 1.4
         self._verified = 2.0
@@ -112,9 +127,19 @@ class AdaptiveSession(PolicySession):
         self._uncached = call.context_length
         self._has_drafted = False
         if policy.latency is None:
-            self._use(policy.curve or known_curve(call))
+            self._use(known_curve(call))
         else:
             self.latency = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
+
+    def share(self, loss: DraftingLoss | None, curve: CostCurve | None) -> None:
+        """See `SharedDepth`; before the first step."""
+        if loss is not None:
+            self._loss = loss
+            self._has_shared_loss = True
+            # Drafts are cut to the common budget later, so that each call drafts as if alone.
+            self._is_alone = self._call.drafting.negligible_cost
+        if curve is not None:
+            self._use(curve)
 
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         state = self._call.state

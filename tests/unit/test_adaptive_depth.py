@@ -9,7 +9,7 @@ import pytest
 from hf_specgen.call import memory
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel
-from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS, DraftingLoss
+from hf_specgen.depth.adaptive import LOSS_PER_STEP, MAX_LOSS, DraftingLoss, SharedDepth
 from tests.helpers.depth import Model, depth_call, run
 
 FLAT = LatencyModel.from_curves(CostCurve((1, 32), (1.0, 1.02), 256, 1))
@@ -85,11 +85,11 @@ def test_adaptive_depth_in_a_batch_drafts_for_all_rows_or_none() -> None:
 
 def test_adaptive_depth_requests_in_packed_steps_pause_together() -> None:
     """Would catch: a request that stops drafting after a rejection, for which all others then wait."""
-    policy = AdaptiveDepth(STEEP)
-    policy.shared_loss = DraftingLoss()
+    loss = DraftingLoss()
+    policy = SharedDepth(AdaptiveDepth(STEEP), loss)
     one, other = (policy.start(depth_call(sizes_trees=True, negligible_cost=False)) for _ in range(2))
     assert all(depth for (depth,) in run(one, 20, [0]))
-    policy.shared_loss.add(2 * MAX_LOSS)
+    loss.add(2 * MAX_LOSS)
     assert run(one, 1, [0]) == run(other, 1, [0]) == [[0]]
 
 

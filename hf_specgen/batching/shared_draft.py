@@ -4,7 +4,7 @@ Each call, of a prompt or request, has a `RowSession` in place of the strategy's
 how deep they draft, the shared session drafts for all of them at once:
 
     call A  RowSession.plan(4) --+                                        +-- RowSession.draft: tree of A
-    call B  RowSession.plan(4) --+-- BatchedDrafter.draft [4, 4, 2] ------+-- RowSession.draft: tree of B
+    call B  RowSession.plan(4) --+-- SharedDraft.draft [4, 4, 2] ---------+-- RowSession.draft: tree of B
     call C  RowSession.plan(2) --+     one session with three rows        +-- RowSession.draft: tree of C
 
 The shared session is any session of the strategy. It reads the rows through the interfaces of a `DraftBatch`:
@@ -14,15 +14,15 @@ their first draft, and leave it when they end.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from hf_specgen.candidates.base import Candidates, DraftSession, checked_draft
+from hf_specgen.candidates.base import Candidates, DraftSession, StartSession, checked_draft
 from hf_specgen.candidates.combined import CombinedCandidates
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.depth import FixedDepth, PolicySession
@@ -34,24 +34,23 @@ NO_STEP = VerificationResult([None], [[]], [0])
 """The outcome of a call that took no part in a step."""
 
 
-def batched(candidates: Candidates) -> tuple[Candidates, list[BatchedDrafter]]:
-    """A copy of a strategy whose sessions draft together, and the shared drafters behind them.
+def batched(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
+    """What begins sessions of a strategy that draft together, and the shared sessions behind them.
 
     There is one for each drafter with a forward pass, none for strategies such as n-grams, whose calls draft alone.
     """
     if candidates.negligible_draft_cost:
-        return candidates, []
-    shared: Any = copy.copy(candidates)
+        return candidates.start, []
     if isinstance(candidates, CombinedCandidates):
         members = [batched(member) for member in candidates.strategies]
-        shared.strategies = tuple(member for member, _ in members)
-        return shared, [drafter for _, drafters in members for drafter in drafters]
-    drafter = BatchedDrafter(candidates)
-    shared.start = drafter.start
-    return shared, [drafter]
+        starts = [start for start, _ in members]
+        shared_drafts = [shared_draft for _, shared_of_member in members for shared_draft in shared_of_member]
+        return partial(candidates.start_members, starts=starts), shared_drafts
+    shared_draft = SharedDraft(candidates)
+    return shared_draft.start, [shared_draft]
 
 
-class BatchedDrafter:
+class SharedDraft:
     """Drafts for several calls together, as rows of one session of a strategy.
 
     If rows cannot join and leave such a session, each call gets a session of its own.
@@ -158,37 +157,37 @@ class RowSession(DraftSession):
 
     Args:
         batch: of the call, with one row.
-        drafter: drafts for several calls.
+        shared: drafts for several calls.
 
     Attributes:
         tree: its draft.
-        result: the outcome of the last step, until `BatchedDrafter.draft` passes it on.
+        result: the outcome of the last step, until `SharedDraft.draft` passes it on.
         is_active: whether the call has not ended.
         has_joined: whether the call is a row of the shared session.
     """
 
-    def __init__(self, batch: DraftBatch, drafter: BatchedDrafter):
+    def __init__(self, batch: DraftBatch, shared: SharedDraft):
         super().__init__(batch)
-        self._drafter = drafter
+        self._shared = shared
         self.tree = DraftTree.empty(1)
         self.result: VerificationResult | None = None
         self.is_active = True
         self.has_joined = False
 
     def plan(self, max_depths: Sequence[int]) -> None:
-        self._drafter.planned[self] = max_depths[0]
+        self._shared.planned[self] = max_depths[0]
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
-        """The tree that `BatchedDrafter.draft` has made for this call, at the planned depth.
+        """The tree that `SharedDraft.draft` has made for this call, at the planned depth.
 
         A call that is decoded alone, by `DecodingLoop.decode`, still has a plan here, and is drafted for now.
         """
-        if self in self._drafter.planned:
-            self._drafter.draft()
+        if self in self._shared.planned:
+            self._shared.draft()
         return self.tree
 
     def observe(self, result: VerificationResult) -> None:
-        """Keep the outcome until `BatchedDrafter.draft` passes the outcomes of all calls on."""
+        """Keep the outcome until `SharedDraft.draft` passes the outcomes of all calls on."""
         if self.has_joined:
             self.result = result
 
@@ -264,7 +263,7 @@ class SharedTargets:
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
         """The states of each call: of the last step, or none if it took no part; of the prompt if it is new.
 
-        Called in `BatchedDrafter.draft`, whose `_observe` resets `RowSession.result` after the session has observed.
+        Called in `SharedDraft.draft`, whose `_observe` resets `RowSession.result` after the session has observed.
         """
         committed = []
         for row in self._rows:
