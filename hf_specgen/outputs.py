@@ -11,7 +11,6 @@ stopping criterion receives its scores.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -171,7 +170,7 @@ class OutputCollector:
     def _process_padding(self) -> None:
         """Cut the cache of ended rows to the output, process their padding up to the last column, add its scores."""
         state = self._state
-        target = copy.copy(self._target)  # which keeps what drafters read of the last step, in the middle of a call
+        target = self._target.copy()  # which keeps what drafters read of the last step, in the middle of a call
         ends = [len(text) + padding for text, padding in zip(state.generated, self._processed_padding, strict=True)]
         target.rewind([end - 1 for end in ends])
         missing = [max(0, self.columns - end) for end in ends]

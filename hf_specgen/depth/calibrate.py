@@ -84,7 +84,7 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
         return None
     pending = call.state.pending()
     group = lockstep_group(call.model)
-    attributes = dict(vars(target))  # a target that captures hidden states replaces them in every pass
+    target = target.copy()  # drafters read the hidden states of the prompt of the original
     target.capture_now()
     times: dict[int, float] = {}
     spent = 0.0
@@ -99,7 +99,6 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
         seconds = from_first_rank(time_pass(target, pending, q), group)
         times[q] = min(seconds, times.get(q, seconds))
         spent += seconds / times[1]
-    vars(target).update(attributes)
     times.setdefault(QUERIES[-1], times[max(times)] * QUERIES[-1] / max(times))
     delayed = memory.recall(call.model, ("delayed", *_key(call)), lambda: None) or times.__getitem__
     smallest = tuple(min(times[q], delayed(q)) for q in sorted(times))

@@ -55,6 +55,12 @@ class RowLayout:
         self.offsets: tuple[int, ...] = ()
         self._last_position = last_position
 
+    def copy(self) -> RowLayout:
+        """A layout that begins with the same rows."""
+        copied = RowLayout(0, self._last_position)
+        copied.add_rows(self)
+        return copied
+
     def place_prompt(self, slots: Sequence[int], first_positions: Sequence[int]) -> None:
         """Record how many slots each prompt fills, and the position of the first token after it."""
         self.prompt_slots = tuple(slots)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Self
 
 import torch
 
+from hf_specgen.targets.masks import StepMasks
 from hf_specgen.targets.target import Target
 
 
@@ -38,9 +38,9 @@ class RowTarget(Target):
 
     def common(self) -> Self:
         """A common target with this row as the first one; `append_rows` adds others."""
-        common = copy.copy(self)
-        common._layout = copy.copy(self._layout)
-        common._masks = copy.copy(self._masks)
+        common = self.copy()
+        common._layout = self._layout.copy()
+        common._masks = StepMasks(self.model, self._masks.visible)
         self.has_common = True
         return common
 

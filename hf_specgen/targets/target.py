@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn.functional import pad
@@ -278,6 +279,13 @@ class Target:
             visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
         others = self._inputs.others(self.cache, tokens.shape[1])
         return TreeInputs(tokens, offsets, structure, visible, self._inputs.axes, others)
+
+    def copy(self) -> Self:
+        """A target with the same cache, for passes that the drafters of a call must not notice.
+
+        What drafters read of the last step is replaced by every pass, so that the original has it unchanged.
+        """
+        return copy.copy(self)
 
     def capture_now(self) -> None:
         """Capture further shapes when they are used first, if the model has been captured in some other shape."""

@@ -54,6 +54,10 @@ class Target:
         self.passes.append(1 + tree.nodes)
         self.clock.now += self.relative(1 + tree.nodes)
 
+    def copy(self) -> "Target":
+        """Itself: it has no state that a drafter reads."""
+        return self
+
     def capture_now(self) -> None:
         """Nothing is captured."""
 
