@@ -75,12 +75,10 @@ def restricted_model(model: PreTrainedModel, ids: torch.Tensor) -> tuple[PreTrai
 def restricted_head(bound: BoundHead, ids: torch.Tensor) -> BoundHead:
     """A head that shares all modules but the output matrix."""
     head = _copied(bound.head)
-    result = copy.copy(bound)
+    rows = _rows(bound.output_matrix, ids)
     head.config = replace(bound.head.config, draft_vocab_size=len(ids), own_lm_head=True)
-    result.head = head
-    result._lm_head = _rows(bound._lm_head, ids)
-    head.draft_to_target = ids.to(result._lm_head.weight.device)
-    return result
+    head.draft_to_target = ids.to(rows.weight.device)
+    return replace(bound, head=head, output_matrix=rows)
 
 
 def _copied(module: Any) -> Any:

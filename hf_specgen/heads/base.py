@@ -10,9 +10,8 @@ Weights that a checkpoint leaves out (usually the embedding) are the target's, s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -117,16 +116,31 @@ class DraftHead(nn.Module):
 
     def bind(self, target: PreTrainedModel, aux_hidden_state_layers: Sequence[int] | None = None) -> BoundHead:
         """Check that the head can draft for `target`, and share the target's weights that the head lacks."""
-        return BoundHead(self, target, aux_hidden_state_layers)
+        return BoundHead.of(self, target, aux_hidden_state_layers)
 
 
+@dataclass(eq=False)
 class BoundHead:
-    """A head together with the target that it drafts for; see `DraftHead.bind`."""
+    """A head together with the target that it drafts for; see `DraftHead.bind`.
 
+    Args:
+        head: the head; None in a captured function, which must not keep it.
+        aux_hidden_state_layers: the `hidden_states` indices that are concatenated to features.
+        embedding, output_matrix: the head's own modules, or the target's.
+        like: a parameter of the head, for dtype and device.
+        left_out: the logit of tokens that cannot be drafted.
+    """
+
+    head: Any
     aux_hidden_state_layers: tuple[int, ...]
-    """The `hidden_states` indices that are concatenated to features."""
+    embedding: Any
+    output_matrix: Any
+    like: torch.Tensor
+    left_out: torch.Tensor
 
-    def __init__(self, head: DraftHead, target: PreTrainedModel, layers: Sequence[int] | None = None) -> None:
+    @classmethod
+    def of(cls, head: DraftHead, target: PreTrainedModel, layers: Sequence[int] | None = None) -> BoundHead:
+        """Check that the head fits the target; see `DraftHead.bind`."""
         config = target.config.get_text_config()
         own = head.config
         embed: Any = target.get_input_embeddings()
@@ -145,31 +159,33 @@ class BoundHead:
             ("an output matrix of width", not own.own_lm_head and own.hidden_size, lm_head.weight.shape[1]),
         ]
         check_target(comparisons, own.base_model)
-        self.aux_hidden_state_layers = _checked_layers(head, config.num_hidden_layers, layers)
-        self.head = head
-        self._embed: Any = head.embed_tokens or embed
-        self._lm_head: Any = head.lm_head or lm_head
-        self._like = next(head.parameters())
-        self._left_out = self._like.new_full((), -torch.inf)  # the logit of tokens that cannot be drafted
+        like = next(head.parameters())
+        return cls(
+            head,
+            _checked_layers(head, config.num_hidden_layers, layers),
+            head.embed_tokens or embed,
+            head.lm_head or lm_head,
+            like,
+            like.new_full((), -torch.inf),
+        )
 
     @property
     def weights(self) -> tuple[int, ...]:
         """Identifies the matrices that may be the target's."""
-        return id(self._embed), self._embed.weight.data_ptr(), id(self._lm_head), self._lm_head.weight.data_ptr()
+        matrices = self.embedding, self.output_matrix
+        return tuple(value for module in matrices for value in (id(module), module.weight.data_ptr()))
 
     def of_head(self, head: Any) -> BoundHead:
         """A copy with another head, or with None so that it does not keep the head."""
-        bound = copy.copy(self)
-        bound.head = head
-        return bound
+        return replace(self, head=head)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, length]` target token ids to `[batch, length, hidden]` embeddings."""
-        return self._embed(token_ids.to(self._embed.weight.device)).to(self._like)
+        return self.embedding(token_ids.to(self.embedding.weight.device)).to(self.like)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` of `HeadOutput.output` to `[..., draft_vocab_size]`; select the positions first."""
-        return self.head.scale_logits(self._lm_head(output.to(self._lm_head.weight)).to(output.device))
+        return self.head.scale_logits(self.output_matrix(output.to(self.output_matrix.weight)).to(output.device))
 
     def target_logits(self, output: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` to `[..., vocab]`; tokens that are not in the draft vocabulary get -inf."""
@@ -180,7 +196,7 @@ class BoundHead:
         head = self.head
         if head.draft_to_target is None:
             return logits
-        left_out = self._left_out.expand(*logits.shape[:-1], head.config.vocab_size)
+        left_out = self.left_out.expand(*logits.shape[:-1], head.config.vocab_size)
         return left_out.index_copy(-1, head.draft_to_target, logits)
 
 
