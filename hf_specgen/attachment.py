@@ -12,7 +12,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
@@ -103,7 +103,8 @@ def detach(model: M) -> M:
     Returns:
         `model`, the same object.
     """
-    vars(_target(model)).pop(ATTACHMENT, None)
+    with suppress(AttributeError):  # nothing is attached
+        delattr(_target(model), ATTACHMENT)
     return model
 
 
@@ -134,19 +135,24 @@ def attached_to_every_model(attachment: Attachment) -> AbstractContextManager[At
     return _block(GenerationMixin, attachment)
 
 
+def _attached_to(owner: Any) -> Attachment | None:
+    """The attachment of a model itself, or of the class of all models; not what a model has from its class."""
+    return vars(owner).get(ATTACHMENT)
+
+
 @contextmanager
 def _block(owner: Any, attachment: Attachment) -> Iterator[Attachment]:
     """Set the attachment of a model, or of the class of all models; then restore that of a block which still runs."""
     install()
     with _lock:
-        attachment.before = vars(owner).get(ATTACHMENT)
+        attachment.before = _attached_to(owner)
         setattr(owner, ATTACHMENT, attachment)
     try:
         yield attachment
     finally:
         with _lock:
             attachment.has_ended = True
-            current = vars(owner).get(ATTACHMENT)
+            current = _attached_to(owner)
             while current is not None and current.has_ended:  # blocks of several threads end in any order
                 current = current.before
                 delattr(owner, ATTACHMENT) if current is None else setattr(owner, ATTACHMENT, current)
@@ -159,7 +165,7 @@ def statistics(model: nn.Module) -> CallTotals:
         ValueError: if no strategy is attached.
     """
     target = _target(model)
-    attachment = vars(target).get(ATTACHMENT)
+    attachment = _attached_to(target)
     if attachment is None:
         raise ValueError(
             f"no strategy is attached to this {type(target).__name__}; call hf_specgen.attach(model) first"

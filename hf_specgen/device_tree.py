@@ -61,7 +61,7 @@ class Ancestors:
         """From a matrix that was computed already."""
         rows, nodes, _ = matrix.shape
         ancestors = cls(rows, nodes, matrix.device)
-        vars(ancestors)["matrix"] = matrix
+        ancestors.matrix = matrix
         return ancestors
 
     @cached_property

@@ -59,13 +59,13 @@ def prepacked(model: nn.Module) -> Iterator[None]:
         layers = [layer for group in _groups(model) for layer in _prepacked_layers(group)]
         for layer in layers:
             # An instance attribute, which hooks and `Module.__call__` use as they use the method of the class.
-            layer.module.__dict__["forward"] = layer
+            layer.module.forward = layer
     try:
         yield
     finally:
         for layer in layers:
-            if vars(layer.module).get("forward") is layer:
-                del layer.module.__dict__["forward"]
+            if layer.module.forward is layer:
+                del layer.module.forward
 
 
 class _PrepackedLayer:
@@ -101,7 +101,7 @@ def _groups(model: nn.Module) -> list[list[nn.Module]]:
         if _can_be_prepacked(module):
             weight = _matrix(module)
             groups.setdefault((*weight.shape, weight.dtype), []).append(module)
-    if not groups and not any(isinstance(vars(one).get("forward"), _PrepackedLayer) for one in model.modules()):
+    if not groups and not any(isinstance(one.forward, _PrepackedLayer) for one in model.modules()):
         logger.warning_once(  # type: ignore[attr-defined]  # of Transformers
             f"prepacked() does nothing for {type(model).__name__}: it works with linear layers on a CPU, in float32 "
             "or, with AVX-512, in bfloat16"
@@ -117,7 +117,7 @@ def _can_be_prepacked(module: nn.Module) -> bool:
     if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.layout is not torch.strided:
         return False
     # An instance `forward` belongs to somebody else, as of accelerate; in a copied model it is the class's own.
-    if vars(module).get("forward", module.forward) != type(module).forward.__get__(module):
+    if module.forward != type(module).forward.__get__(module):
         return False
     with_bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.numel() > 0 and (weight.dtype == torch.float32 or with_bfloat16)

@@ -71,7 +71,7 @@ class DraftTree:
             counts = list(map(len, tokens))
             rows = len(tokens)
             nodes = max(counts, default=0)
-            vars(self)["_lists"] = [[*row, *[0] * (nodes - len(row))] for row in tokens]
+            self._lists = [[*row, *[0] * (nodes - len(row))] for row in tokens]
         if parents is not None:
             parents = tuple(map(tuple, parents))
             _validate(parents, counts)

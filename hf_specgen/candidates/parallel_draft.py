@@ -20,6 +20,8 @@ from hf_specgen.candidates.features import FeatureQueue
 from hf_specgen.heads.checkpoint import Fields, read_linear
 from hf_specgen.heads.source import Source
 
+CONFIG_FIELDS = ("pard_token", "ptd_token_id", "pard2", "pard2_target_layers", "pard2_scale")
+"""What the config of a parallel draft model has."""
 PROJECTION_FILE = "warp_model.bin"
 """Where a PARD-2 checkpoint holds the projection of the target's hidden states."""
 
@@ -37,7 +39,7 @@ class ParallelDraft:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ParallelDraft | None:
         """None for a model that predicts one token at a time."""
-        config = Fields(vars(model.config))
+        config = Fields({name: getattr(model.config, name, None) for name in CONFIG_FIELDS})
         mask = config.optional_integer("pard_token") or config.optional_integer("ptd_token_id")
         if mask is None:
             return None

@@ -171,11 +171,13 @@ class Server(Serve):
 def _replaced(module: Any, **replacements: Any) -> Iterator[None]:
     """Replace names of a module in a `with` block."""
     originals = {name: getattr(module, name) for name in replacements}
-    vars(module).update(replacements)
     try:
+        for name, value in replacements.items():
+            setattr(module, name, value)
         yield
     finally:
-        vars(module).update(originals)
+        for name, value in originals.items():
+            setattr(module, name, value)
 
 
 @contextmanager

@@ -25,13 +25,14 @@ from hf_specgen.targets.hooks import (
     foreign_hooks,
     function_state,
     is_plain,
+    own_attributes,
     package_of,
     plain_values,
     text_of,
 )
 from hf_specgen.targets.model_parts import text_config
 
-STANDARD_ATTRIBUTES = tuple(vars(nn.Module()))
+STANDARD_ATTRIBUTES = tuple(own_attributes(nn.Module()))
 """Attributes of every module, which its constructor makes before all others: its parts and its hooks."""
 
 
@@ -49,7 +50,7 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
     visited: set[int] = set()
     while modules:
         module = modules.pop()
-        attributes = module.__dict__
+        attributes = own_attributes(module)
         children = attributes["_modules"]
         if children:
             if id(module) in visited:  # a module may be a part of several
@@ -70,7 +71,7 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
     config = text_config(model)
     implementation = compat.attention_implementation(config)
     values += (implementation, *function_state(registered_attention(implementation)))
-    values += plain_values([vars(model.config), vars(config)], limit=None)
+    values += plain_values([own_attributes(model.config), own_attributes(config)], limit=None)
     return tuple(values)
 
 
@@ -100,7 +101,7 @@ def graph_fingerprint(module: nn.Module) -> int:
 
 
 def _module_state(module: nn.Module) -> tuple[Any, ...]:
-    attributes = vars(module)
+    attributes = own_attributes(module)
     names = attributes.keys() - STANDARD_ATTRIBUTES
     plain = [(name, repr(attributes[name])) for name in sorted(names) if is_plain(attributes[name])]
     hooks = [tuple(foreign_hooks(attributes[name])) for name in ("_forward_hooks", "_forward_pre_hooks")]

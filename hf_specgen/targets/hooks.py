@@ -32,8 +32,9 @@ def changed_functions(module: nn.Module) -> Iterator[Any]:
     """The hooks of a module that are not this package's, and its `forward` if it is not that of its class."""
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         yield from foreign_hooks(getattr(module, name)).values()
-    if "forward" in vars(module):
-        yield vars(module)["forward"]
+    attributes = own_attributes(module)
+    if "forward" in attributes:
+        yield attributes["forward"]
 
 
 def foreign_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
@@ -84,9 +85,9 @@ def _variables(function: Any, depth: int = 2) -> list[Any]:
     if isinstance(function, functools.partial):
         return [*function.args, function.keywords, *_variables(function.func, depth)]
     if hasattr(function, "__func__"):
-        return [_attributes(function.__self__), *_variables(function.__func__, depth)]
+        return [own_attributes(function.__self__), *_variables(function.__func__, depth)]
     if not hasattr(function, "__code__"):
-        return [_attributes(function)]
+        return [own_attributes(function)]
     if package_of(function.__globals__.get("__name__", "")) in LIBRARIES:
         return []
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
@@ -106,8 +107,10 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _attributes(instance: Any) -> Any:
-    return getattr(instance, "__dict__", {})
+def own_attributes(instance: Any) -> dict[str, Any]:
+    """The attributes of a module, or of another object that is not this package's; not those of its class."""
+    attributes: dict[str, Any] = getattr(instance, "__dict__", {})
+    return attributes
 
 
 def plain_values(variables: Iterable[Any], limit: int | None = MAX_VALUES) -> list[Hashable]:
@@ -121,7 +124,7 @@ def plain_values(variables: Iterable[Any], limit: int | None = MAX_VALUES) -> li
             if limit is None or len(elements) <= limit:
                 values += [value if type(value) in PLAIN_TYPES else text_of(value) for value in elements]
         elif package_of(type(variable).__module__) not in LIBRARIES:
-            values += [value for value in _attributes(variable).values() if type(value) in PLAIN_TYPES]
+            values += [value for value in own_attributes(variable).values() if type(value) in PLAIN_TYPES]
     return values
 
 
@@ -157,8 +160,9 @@ class WatchedHooks:
         for module in model.modules():
             for registry in (module._forward_hooks, module._forward_pre_hooks):
                 self._watched += [(registry, number, hook) for number, hook in foreign_hooks(registry).items()]
-            if "forward" in vars(module):
-                self._watched.append((vars(module), "forward", vars(module)["forward"]))
+            attributes = own_attributes(module)
+            if "forward" in attributes:
+                self._watched.append((attributes, "forward", attributes["forward"]))
 
     def __enter__(self) -> WatchedHooks:
         for registry, key, function in self._watched:

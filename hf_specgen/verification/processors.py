@@ -12,7 +12,6 @@ Processors fall into three kinds:
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +104,7 @@ def _copied(value: Any) -> Any:
     """A copy of a container or tensor; anything else itself, as a model or tokenizer."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return copy.copy(value) if isinstance(value, list | dict | set | deque | np.ndarray) else value
+    return value.copy() if isinstance(value, list | dict | set | deque | np.ndarray) else value
 
 
 def is_users(function: Any) -> bool:
