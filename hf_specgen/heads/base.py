@@ -76,6 +76,8 @@ class DraftHead(nn.Module):
     lm_head: nn.Module | None
     reads_embeddings = True
     """Whether the head reads embeddings of tokens."""
+    keep_dtype_of: tuple[str, ...] = ("inv_freq.",)
+    """Parts of names, between dots, of tensors that are not cast with the head."""
     draft_to_target: torch.Tensor | None
     """`[draft_vocab_size]` the target's id of each draft id; None if the vocabularies are the same."""
 
@@ -90,8 +92,9 @@ class DraftHead(nn.Module):
         self.register_buffer("draft_to_target", torch.arange(config.draft_vocab_size) if reduced else None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Rotary frequencies keep their dtype: in bfloat16 they are too coarse for late positions."""
-        kept = [buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")]
+        """Some tensors keep their dtype: in bfloat16 rotary frequencies are too coarse for late positions."""
+        named = (*self.named_buffers(), *self.named_parameters())
+        kept = [tensor for name, tensor in named if any(part in f".{name}." for part in self.keep_dtype_of)]
         keep_dtype = lambda tensor: tensor.to(fn(tensor).device) if any(tensor is one for one in kept) else fn(tensor)  # noqa: E731
         return super()._apply(keep_dtype, recurse)
 

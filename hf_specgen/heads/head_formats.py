@@ -17,15 +17,13 @@ A further format is a file like `hf_specgen.heads.block`, and an entry in `FORMA
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from hf_specgen.heads import config_keys
 from hf_specgen.heads.base import DraftHead
@@ -35,8 +33,6 @@ from hf_specgen.heads.checkpoint import (
     PICKLED,
     SINGLE,
     Checkpoint,
-    Fields,
-    TensorInfo,
     base_of_adapter,
     merge_adapter,
     named_errors,
@@ -49,7 +45,8 @@ from hf_specgen.heads.gemma_assistant import is_assistant, load_assistant
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.medusa import is_medusa, load_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
-from hf_specgen.heads.source import Source, first_line
+from hf_specgen.heads.quantised import dequantised
+from hf_specgen.heads.source import Source
 
 NORM_OF_STATES = "layers.0.hidden_norm.weight"
 """Only the first layer of EAGLE-3 normalises embedding and state beside each other."""
@@ -161,73 +158,7 @@ def load_head(
         return found.load(HeadFile(checkpoint, dtype, found.keys))
 
 
-def dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with ordinary weights in place of those that a library has quantised, read by it.
-
-    Activations are not quantised, so the head is at least as accurate as in the program that it was made for.
-    """
-    config = Fields(checkpoint.config).nested("quantization_config").values
-    method = str(config.get("quant_method"))
-    end, reader = QUANTISED.get(method, ("", None))
-    modules = [name.removesuffix(end) for name in checkpoint.tensors if name.endswith(end)]
-    if reader is None or not modules:
-        return checkpoint
-    tensors = dict(checkpoint.tensors)
-    try:
-        for module in modules:
-            names = [name for name in tensors if name.startswith(f"{module}.") and name != f"{module}.bias"]
-            parts = {name.removeprefix(f"{module}."): tensors.pop(name) for name in names}
-            weight = reader(config, module, parts)
-            file = next(iter(parts.values())).file
-            tensors[f"{module}.weight"] = TensorInfo.of(f"{module}.weight", weight, file)
-    except ImportError:
-        raise ValueError(f"the head is quantised; install {method} to read it") from None
-    except Exception as error:  # whatever the library raises for what it cannot work with
-        raise ValueError(f"the quantised head cannot be read ({first_line(error)})") from None
-    return checkpoint._replace(tensors=tensors)
-
-
-def _compressed_tensors(config: Mapping[str, Any], module: str, parts: Mapping[str, TensorInfo]) -> torch.Tensor:
-    """A weight that compressed-tensors has quantised."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    settings = QuantizationConfig.model_validate(config)
-    [scheme] = settings.config_groups.values()
-    compressor = BaseCompressor.get_value_from_registry(getattr(scheme, "format", None) or settings.format)
-    scale = parts["weight_scale"].shape
-    rows = parts["weight_packed" if "weight_packed" in parts else "weight"].shape[0]
-    if len(scale) > 2 or (scale and scale[0] not in (1, rows)):
-        raise ValueError(f"{module}.weight_scale has the shape {scale}, but there are {rows} rows")
-    state = {part: info.read() for part, info in parts.items()}
-    return cast(torch.Tensor, compressor.decompress(state, scheme)["weight"])
-
-
-def _torchao(config: Mapping[str, Any], module: str, parts: Mapping[str, TensorInfo]) -> torch.Tensor:
-    """A weight that torchao has quantised, by what the file's metadata say of it."""
-    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
-
-    name = f"{module}.weight"
-    with safe_open(parts["_weight_qdata"].file, framework="pt") as file:
-        metadata = file.metadata() or {}
-    if name not in metadata:
-        raise ValueError(f"the file's metadata do not describe {name}")
-    for info in parts.values():
-        if len(info.shape) == 1:  # it would be broadcast to more numbers than the file has
-            raise ValueError(f"{info.name} has {info.shape[0]} elements, but should be a matrix")
-    state = {info.name: info.read() for info in parts.values()}
-    described = {name: metadata[name], "tensor_names": json.dumps([name])}
-    return cast(torch.Tensor, unflatten_tensor_state_dict(state, described)[0][name].dequantize())
-
-
 PACKED = re.compile(r"\._?weight_(packed|qdata)$")
-WeightReader = Callable[[Mapping[str, Any], str, Mapping[str, TensorInfo]], torch.Tensor]
-"""From the config of the quantisation, the name of a linear layer and its tensors to its weight."""
-QUANTISED: Mapping[str, tuple[str, WeightReader]] = {
-    "compressed-tensors": (".weight_scale", _compressed_tensors),
-    "torchao": ("._weight_qdata", _torchao),
-}
-"""For each library how the name of a tensor ends that every quantised layer has, and what reads the weights."""
 
 
 def head_format(checkpoint: Checkpoint) -> Format:

@@ -16,6 +16,7 @@ Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2.
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from itertools import product
 from typing import Any, cast
@@ -28,7 +29,9 @@ from transformers.cache_utils import Cache
 from hf_specgen import compat
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput, check_target
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo, named_errors, open_checkpoint
+from hf_specgen.heads.config_keys import HEAD, check_keys
 from hf_specgen.heads.head_file import check_tensor
+from hf_specgen.heads.quantised import dequantised, quantisation
 from hf_specgen.heads.source import Source, first_line
 
 LINKS = ("enorm", "hnorm", "eh_proj", "final_norm")
@@ -48,6 +51,8 @@ RENAMED = {
 FURTHER_LAYER = re.compile(r"^(?P<prefix>(?:.+\.)?layers)\.(?P<layer>\d{1,6})\.(?P<part>.+)$")
 NAMED_LAYER = re.compile(r"^(?:mtp_|(?:.+\.)?mtp\.)(?:layers\.(?P<layer>\d{1,6})\.)?(?P<part>.+)$")
 """Tensors of layers after those of the target, and of layers that are named MTP; without a number for all of them."""
+EXPERT = re.compile(r"^(.+\.experts)\.\d{1,6}\.(gate|up|down)_proj\.weight$")
+"""Matrices of one expert."""
 TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
@@ -96,19 +101,33 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
             'it is not known where the target was loaded from; name its checkpoint: MTPCandidates("org/model")'
         )
     decoder: Any = target.get_decoder()
+    _check_class(decoder)
     config = decoder.config
     first = config.num_hidden_layers
     hidden = config.hidden_size
     vocab = config.vocab_size
     checkpoint = open_checkpoint(Source(source), lambda name: _is_mtp_name(name, first))
     with named_errors(source):
+        checkpoint = dequantised(checkpoint, decoder.norm.weight.dtype)
         layers = _parts(checkpoint, first)
         blocks = _blocks(decoder, checkpoint, layers)
         links = _links(decoder, layers)
     sizes = {"hidden_size": hidden, "vocab_size": vocab, "draft_vocab_size": vocab, "target_hidden_size": hidden}
     mtp_layers = [nn.ModuleDict({**link, "block": block}) for link, block in zip(links, blocks.layers, strict=True)]
     head = MTPHead(HeadConfig(**sizes, num_target_layers=first), mtp_layers, blocks.rotary_emb)
+    head.keep_dtype_of += tuple(f".{name}." for name in blocks._keep_in_fp32_modules_strict or ())
     return head.to(device=next(decoder.layers[-1].parameters()).device).eval().requires_grad_(False)
+
+
+def _check_class(decoder: Any) -> None:
+    """Raise unless the layers of a class can be run one by one, with the same rotation in all of them."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    by_layer = rotary is None or "layer_type" in inspect.signature(rotary.forward).parameters
+    if by_layer or not hasattr(decoder, "layers") or not hasattr(decoder, "norm"):
+        raise ValueError(
+            f"MTP layers of {type(decoder).__name__} are not supported: its layers have no rotation in common, or "
+            "other names; use another strategy, such as NgramCandidates()"
+        )
 
 
 def has_mtp_layers(checkpoint: Checkpoint) -> bool:
@@ -124,6 +143,8 @@ def _further_layers(checkpoint: Checkpoint) -> str | None:
 
 
 def _is_mtp_name(name: str, first: int) -> bool:
+    if name.endswith("inv_freq"):  # derived from the config
+        return False
     further = FURTHER_LAYER.match(name)
     return NAMED_LAYER.match(name) is not None or (further is not None and int(further["layer"]) >= first)
 
@@ -180,36 +201,70 @@ def _blocks(decoder: Any, checkpoint: Checkpoint, layers: list[dict[str, TensorI
         for part, info in parts.items()
         if not part.startswith(LINKS)
     }
+    method = quantisation(checkpoint).get("quant_method")
     for name, tensor in state.items():
         if tensor.dtype.itemsize < 2:
-            raise ValueError(f"quantised MTP layers such as {name} are not supported")
-    own = checkpoint.config.get("transformer_layer_config")
+            raise ValueError(
+                f"quantised MTP layers such as {name} are not supported (quant_method {str(method)[:40]!r})"
+            )
     sparse = any(".experts." in name for name in state)
-    if own is None:
+    if checkpoint.config.get("transformer_layer_config") is None:
         config: Any = layer_config(decoder.config, len(layers), sparse)
     else:
-        config = _own_config(decoder, own, len(layers), sparse, sum(tensor.numel() for tensor in state.values()))
+        config = _own_config(decoder, checkpoint, len(layers), sparse, sum(tensor.numel() for tensor in state.values()))
     state |= {"embed_tokens.weight": torch.zeros(1, config.hidden_size), "norm.weight": torch.zeros(config.hidden_size)}
-    try:
-        blocks, report = type(decoder).from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=decoder.norm.weight.dtype,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-        )
-    except RuntimeError as error:
-        raise ValueError(f"its MTP layers do not fit this target ({first_line(error)})") from None
+    blocks, report = _load(decoder, config, state)
+    if any(name.endswith(".experts.gate_up_proj") for name in report["missing_keys"]):
+        blocks, report = _load(decoder, config, _stacked(state))
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:
-            raise ValueError(f"its MTP layers do not fit this target ({kind}: {sorted(map(str, report[kind]))[:3]})")
+            how = f", quantised by {str(method)[:40]!r}" if method else ""
+            names = sorted(map(str, report[kind]))[:3]
+            raise ValueError(f"its MTP layers{how} do not fit this target ({kind}: {names})")
     return blocks
 
 
-def _own_config(decoder: Any, own: Any, num_layers: int, sparse: bool, held: int) -> PretrainedConfig:
+def _load(decoder: Any, config: PretrainedConfig, state: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    """A model of the target's class with this state, and what Transformers reports of its names."""
+    try:
+        return cast(
+            "tuple[Any, dict[str, Any]]",
+            type(decoder).from_pretrained(
+                None,
+                config=config,
+                state_dict=dict(state),
+                dtype=decoder.norm.weight.dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+            ),
+        )
+    except RuntimeError as error:
+        raise ValueError(f"its MTP layers do not fit this target ({first_line(error)})") from None
+
+
+def _stacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state with one tensor for all experts, which Transformers makes itself of most models' files."""
+    experts: dict[str, dict[str, list[torch.Tensor]]] = {}
+    result = dict(state)
+    for name in sorted(state, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        if match := EXPERT.match(name):
+            experts.setdefault(match[1], {}).setdefault(match[2], []).append(result.pop(name))
+    for prefix, parts in experts.items():
+        if parts.keys() != {"gate", "up", "down"} or len(set(map(len, parts.values()))) > 1:
+            raise ValueError(
+                f"{prefix} has { ({part: len(found) for part, found in parts.items()}) } matrices of experts"
+            )
+        gate, up, down = (torch.stack(parts[part]) for part in ("gate", "up", "down"))
+        result |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}.down_proj": down}
+    return result
+
+
+def _own_config(decoder: Any, checkpoint: Checkpoint, num_layers: int, sparse: bool, held: int) -> PretrainedConfig:
     """The config of layers in the format of speculators: of the target's kind, and of numbers that the file holds."""
+    own = checkpoint.config["transformer_layer_config"]
     fields = Fields(own if isinstance(own, dict) else {})
+    further = type(decoder.config)().to_dict().keys()
+    check_keys(checkpoint.config, HEAD, further)
     check_target((name, fields.get(name), getattr(decoder.config, name)) for name in ("model_type", "hidden_size"))
     try:
         config = layer_config(type(decoder.config)(**fields.values), num_layers, sparse)

@@ -4,12 +4,17 @@
 """
 
 import copy
+import json
+import shutil
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_specgen import (
     AutoCandidates,
@@ -47,8 +52,8 @@ class Rounds:
 
     logits: torch.Tensor
 
-    def __init__(self, fixture: Fixture, prompts: list[str], candidates: Candidates):
-        self.target_model = fixture.target
+    def __init__(self, fixture: Fixture, prompts: list[str], candidates: Candidates, target: Any = None):
+        self.target_model = target or fixture.target
         self._texts = {number: [fixture.text(prompt, number) for prompt in prompts] for number in fixture.rounds}
         texts = [text[:-1] for text in self._texts[1]]
         call = make_call(make_state(texts), candidates=candidates, model=self.target_model)
@@ -120,20 +125,25 @@ def test_head_drafts_with_the_logits_of_its_original(head_fixture: Fixture, rows
     Would catch: hidden states of another layer, token or row, a layout of tensors read wrongly, a cache that keeps
     rejected tokens, a correction left out, logits of another vocabulary.
     """
-    tolerance = {name: head_fixture.expected["tolerance"][name] for name in ("atol", "rtol")}
     for names in [[prompt] for prompt in head_fixture.prompts] if rows == "alone" else [head_fixture.prompts]:
-        depth = len(head_fixture.drafted(names[0], 1).logits)
-        candidates = AutoCandidates.from_pretrained(head_fixture.checkpoint_folder, k=depth)
-        steps = Rounds(head_fixture, names, candidates)
-        for number in head_fixture.rounds:
-            tree = steps.draft(number, depth)
-            for row, prompt in enumerate(names):
-                drafted = head_fixture.drafted(prompt, number)
-                ours = steps.logits[row]
-                ours = ours if drafted.candidates is None else ours.gather(-1, drafted.candidates)
-                ours = ours.softmax(dim=-1) if drafted.is_normalised else ours
-                torch.testing.assert_close(ours, drafted.logits, **tolerance)
-                assert tree.tokens[row].tolist() == drafted.tokens
+        check_rounds(head_fixture, names)
+
+
+def check_rounds(fixture: Fixture, names: list[str], target: Any = None, folder: Path | None = None) -> None:
+    """Compares all rounds with these prompts, with a target and a head in other forms than in the fixture."""
+    tolerance = {name: fixture.expected["tolerance"][name] for name in ("atol", "rtol")}
+    depth = len(fixture.drafted(names[0], 1).logits)
+    candidates = AutoCandidates.from_pretrained(folder or fixture.checkpoint_folder, k=depth)
+    steps = Rounds(fixture, names, candidates, target)
+    for number in fixture.rounds:
+        tree = steps.draft(number, depth)
+        for row, prompt in enumerate(names):
+            drafted = fixture.drafted(prompt, number)
+            ours = steps.logits[row]
+            ours = ours if drafted.candidates is None else ours.gather(-1, drafted.candidates)
+            ours = ours.softmax(dim=-1) if drafted.is_normalised else ours
+            torch.testing.assert_close(ours, drafted.logits, **tolerance)
+            assert tree.tokens[row].tolist() == drafted.tokens
 
 
 # What heads read and keep in the decoding loop: each accepted token once, with the target's own hidden states
@@ -278,6 +288,32 @@ def test_mtp_rotary_frequencies_of_a_half_precision_target_are_its_own(name: str
     position_ids, like = torch.tensor([[5000, 100_001]]), torch.zeros(1, dtype=torch.float32)
     own = model.get_decoder().rotary_emb(like, position_ids)
     assert all(torch.equal(*pair) for pair in zip(head.rotary(like, position_ids), own, strict=True))
+
+
+@torch.no_grad()
+def test_mtp_layers_inside_a_class_for_images_and_text_are_those_of_the_text_class() -> None:
+    """Would catch: layers looked for in the whole model in place of its decoder, positions of several axes."""
+    fixture = FIXTURES["mtp_qwen3_5_native_wrapper"]
+    model: Any = AutoModelForImageTextToText.from_pretrained(fixture.target_folder, dtype=torch.float32).eval()
+    for names in (["a"], ["b"], fixture.prompts):
+        check_rounds(fixture, names, model)
+    candidates = MTPCandidates(fixture.target_folder, k=3)
+    assert assert_same_tokens(model, prompts(2), candidates, max_new_tokens=8).drafted > 0
+
+
+@torch.no_grad()
+def test_mtp_layers_in_several_files_are_found_by_the_index(tmp_path: Path) -> None:
+    """Would catch: scales in another file than their weights that are not found."""
+    fixture = FIXTURES["mtp_transformers_deepseek_v3_fp8"]
+    shutil.copytree(fixture.target_folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + name.endswith('_scale_inv')}-of-00002.safetensors" for name in tensors}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    check_rounds(fixture, fixture.prompts, target, tmp_path)
 
 
 class GivenFeatures:
