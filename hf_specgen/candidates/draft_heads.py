@@ -45,6 +45,7 @@ from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.eagle_drafter import EagleDrafter
 from hf_specgen.heads.gemma_assistant import AssistantDrafter, AssistantHead
 from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.lilicorr import LiLiCorrDrafter, LiLiCorrHead
 from hf_specgen.heads.medusa import MedusaDrafter, MedusaHeads
 from hf_specgen.heads.mtp import MTPHead, load_mtp
 from hf_specgen.heads.mtp_drafter import LayeredDrafter
@@ -223,11 +224,11 @@ class PEagleCandidates(HeadCandidates):
 
 
 class DFlashCandidates(HeadCandidates):
-    """Drafts with a block head (DFlash, JetSpec, DSpark, DFlash2, Domino): a whole block of tokens in one small pass.
+    """Drafts with a block head (DFlash, JetSpec, DSpark, DFlash2, Domino, LiLiCorr): a block of tokens in one pass.
 
     Args:
         head_or_path: a loaded head, or a folder or Hub id of one: DFlash and DFlash2 of z-lab, JetSpec, DSpark of
-            DeepSpec and SpecForge, Domino, and the formats `dflash`, `dflash2` and `dspark` of speculators.
+            DeepSpec and SpecForge, Domino, LiLiCorr, and the formats `dflash`, `dflash2` and `dspark` of speculators.
         k, tree, aux_hidden_state_layers, draft_window, policy: as for `HeadCandidates`; a draft is at most as long as
             the block.
 
@@ -239,7 +240,7 @@ class DFlashCandidates(HeadCandidates):
     max_depth = 16
     """Published heads have blocks of 8 to 16 tokens."""
     head_classes = (BlockHead,)
-    expected = "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino)"
+    expected = "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino, LiLiCorr)"
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         window = self.window(batch, bound)
@@ -249,7 +250,8 @@ class DFlashCandidates(HeadCandidates):
         if isinstance(head, PathHead):
             drafter: BlockDrafter = PathDrafter(bound, source, batch.state.batch, self._layout(batch, head))
         else:
-            drafter = BlockDrafter(bound, source, batch.state.batch)
+            drafter_class = LiLiCorrDrafter if isinstance(head, LiLiCorrHead) else BlockDrafter
+            drafter = drafter_class(bound, source, batch.state.batch)
         return DrafterSession(batch, drafter, k, self.tree, watches_length=window is None)
 
     def _layout(self, batch: DraftBatch, head: PathHead) -> LayoutEvidence | None:

@@ -190,10 +190,12 @@ def _attention(file: HeadFile) -> tuple[BlockAttention, ...]:
 def block_type(file: HeadFile) -> str | None:
     """What kind of block head a file holds: "dflash", or the name of its correction; None if there is none.
 
-    The name is that in the config, or else that of the class; DFlash2 has convolutions.
+    The name is that in the config, or else that of the class; DFlash2 has convolutions, LiLiCorr may have them too.
     """
     if not file.has("fc.weight", "hidden_norm.weight"):
         return None
+    if file.has("lilicorr.slot_embedding"):
+        return "lilicorr"
     if file.has("layers.0.attention_conv.base_kernel"):
         return "dflash2"
     classes = str(file.fields.get("architectures")).lower()

@@ -41,6 +41,12 @@ GEMMA = _names(
     "num_global_key_value_heads final_logit_softcapping"
 )
 """Further keys of layers of Gemma 4."""
+LATENT = _names(
+    "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim rope_interleave mla_use_output_gate "
+    # Of experts, which dense layers do not have.
+    "n_group topk_group topk_method scoring_func routed_scaling_factor first_k_dense_replace ep_size seq_aux"
+)
+"""Further keys of layers with multi-head latent attention."""
 HEAD = ANYWHERE | _names(
     "target_hidden_size draft_vocab_size trained_length num_target_layers logit_scale output_multiplier "
     "final_logit_softcapping input_embedding_scale mask_token_id pard_token "
@@ -59,6 +65,10 @@ DSPARK = BLOCK | _names(
     "dspark_block_size dspark_markov_rank dspark_markov_head_type dspark_target_layer_ids"
 )
 DFLASH2 = BLOCK | _names("conv_kernel_size conv_group_size selector_rank selector_top_k")
+LILICORR = BLOCK | _names(
+    "lilicorr_candidate_topk lilicorr_num_layers lilicorr_num_heads lilicorr_factor_dim lilicorr_mlp_ratio "
+    "lilicorr_vector_eps lilicorr_logit_scale lilicorr_hidden_size lilicorr_enabled conv_kernel_size conv_group_size"
+)
 DOMINO = BLOCK | _names("emb_dim gru_hidden_dim pure_draft_prefix_len")
 MEDUSA = _names(
     "medusa_num_heads medusa_num_layers num_heads num_layers lora_rank own_outputs reads_path reads_token acceptance "
@@ -116,11 +126,12 @@ def check_keys(config: Mapping[str, Any], head: Set[str], further: Set[str] = fr
     Args:
         config: the content of config.json.
         head: keys that the reader of the format reads beside those of its layers.
-        further: keys that it reads of its layers beside those of Llama, Qwen3 and Gemma 4.
+        further: keys that it reads of its layers beside those of Llama, Qwen3, Gemma 4 and DeepSeek.
     """
     own = next((config[name] for name in sorted(LAYER_OBJECTS) if isinstance(config.get(name), dict)), None)
     described = config if own is None else own
     layers = LAYERS | further | (GEMMA if str(described.get("model_type")).startswith("gemma4") else frozenset())
+    layers |= LATENT if described.get("kv_lora_rank") is not None else frozenset()
     _check(config, head | layers if own is None else head, layers, head)
 
 

@@ -166,7 +166,9 @@ def load_eagle1(file: HeadFile) -> Eagle1Head:
 def load_eagle3(file: HeadFile) -> Eagle3Head:
     """An EAGLE-3 or P-EAGLE head: a Llama or Qwen3 config, flat or in the format of speculators."""
     fields = file.fields
-    if not file.is_nested and fields.get("norm_output") is False:
+    # In other flat files the field says whether there is a norm before the output matrix.
+    feeds_back = file.is_nested or file.has("layers.0.self_attn.kv_b_proj.weight")
+    if not feeds_back and fields.get("norm_output") is False:
         raise ValueError("a head without a norm before its output matrix (norm_output: false) is not supported")
     projects = fields.nested("eagle_config").get("use_aux_hidden_state") is not False
     config = EagleConfig(
@@ -176,8 +178,8 @@ def load_eagle3(file: HeadFile) -> Eagle3Head:
         projection_bias=file.has("fc.bias"),
         norm_before_residual=fields.flag("norm_before_residual"),
         norm_before_fc=fields.flag("norm_before_fc") or file.has("input_norm.weight"),
-        fc_norm=fields.flag("fc_norm") or file.has("fc_norm.0.weight"),
-        norm_output=file.is_nested and fields.flag("norm_output"),
+        fc_norm=fields.flag("fc_norm") or fields.flag("use_aux_norm") or file.has("fc_norm.0.weight"),
+        norm_output=feeds_back and fields.flag("norm_output"),
         mask_token_id=file.mask_token() if file.has("mask_hidden") or fields.get("mask_token_id") else None,
     )
     return file.build(Eagle3Head, config)

@@ -70,7 +70,7 @@ def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedMod
         config = _eagle1(head, to)
     elif isinstance(head, Eagle3Head):
         config = _speculators(head) if to == "vllm" else _eagle3(head, to)
-    elif isinstance(head, BlockHead) and to != "eagle":
+    elif isinstance(head, BlockHead) and type(head) in BLOCK_NAMES and to != "eagle":
         config = _speculators(head) if to == "vllm" and _fits_speculators(head) else _zlab(head)
     else:
         raise ValueError(f"there is no layout of {type(head).__name__} for {to!r}")
@@ -100,7 +100,8 @@ def _layers(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
     """The layers as a Llama or Qwen3 config."""
     layer = head.config.layer
     some_biases = {"biases of queries, keys and values without the output's": layer.qkv_bias != layer.output_bias}
-    _refuse({"layers of Gemma 4": layer.is_gemma} | some_biases, "a Llama or Qwen3 config")
+    kinds = {"layers of Gemma 4": layer.is_gemma, "multi-head latent attention": layer.kv_lora_rank > 0}
+    _refuse(kinds | some_biases, "a Llama or Qwen3 config")
     result: Config = {name: getattr(layer, name) for name in LAYER_FIELDS} | {
         "model_type": "qwen3" if layer.qk_norm else "llama",
         "num_hidden_layers": len(head.layers),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from hf_specgen.heads.base import DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo
@@ -26,6 +26,7 @@ MODEL_TYPES: Mapping[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     **dict.fromkeys(GEMMA, Gemma4TextConfig),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), DeepseekV3Config),
 }
 LAYER_NAME = re.compile(r"^layers\.(\d{1,6})\.")
 LAYER_FIELDS = {
@@ -125,6 +126,8 @@ class HeadFile:
         The tensors say which biases there are: programs do not agree on what `attention_bias` stands for.
         """
         fields, has = self.of_layers, lambda name: self.has(f"layers.0.{name}")
+        if has("self_attn.kv_b_proj.weight"):
+            return self._latent_layer()
         query_rows, key_rows = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
         sizes = ("num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
         options: dict[str, Any] = {name: fields.integer(name) for name in sizes}
@@ -150,6 +153,43 @@ class HeadFile:
             is_gemma=is_gemma,
             values_are_keys=is_gemma and fields.flag("attention_k_eq_v"),
             rope_parameters=_rope(configured),
+        )
+
+    def _latent_layer(self) -> LayerConfig:
+        """The configuration of layers with multi-head latent attention; the tensors say how wide each part is."""
+        fields = self.of_layers
+        names = ("num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
+        options: dict[str, Any] = {name: fields.integer(name) for name in names}
+        heads = options["num_attention_heads"]
+        rows = lambda name: self.matrix(f"layers.0.self_attn.{name}.weight")[0]  # noqa: E731
+        has_query_latent = self.has("layers.0.self_attn.q_a_proj.weight")
+        latent = self.matrix("layers.0.self_attn.kv_b_proj.weight")[1]
+        rope = rows("kv_a_proj_with_mqa") - latent
+        nope = rows("q_b_proj" if has_query_latent else "q_proj") // heads - rope
+        sizes = {
+            "kv_lora_rank": latent,
+            "q_lora_rank": rows("q_a_proj") if has_query_latent else 0,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": nope,
+            "v_head_dim": rows("kv_b_proj") // heads - nope,
+        }
+        for name, size in sizes.items():
+            if (configured := self.of_layers.values.get(name)) is not None and configured != size:
+                raise ValueError(f"config.json has {name} {configured!r:.40}, but the tensors make it {size}")
+        head_dim = sizes.pop("qk_rope_head_dim")
+        interleaves = fields.values.get("rope_interleave")
+        return LayerConfig(
+            **options,
+            **sizes,
+            num_key_value_heads=heads,
+            head_dim=head_dim,
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            hidden_act=fields.text("hidden_act"),
+            output_bias=self.has("layers.0.self_attn.o_proj.bias"),
+            mlp_bias=self.has("layers.0.mlp.gate_proj.bias"),
+            rope_interleave=interleaves is None or fields.flag("rope_interleave"),
+            output_gate=Fields(fields.values).flag("mla_use_output_gate"),
+            rope_parameters=_rope(Fields(fields.values)),
         )
 
     def common(self, projects: bool = True) -> dict[str, Any]:

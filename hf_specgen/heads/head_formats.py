@@ -8,7 +8,7 @@
 | speculators `eagle3`, `peagle` | nested, with `transformer_layer_config` | `fc`, `layers.*` |
 | DFlash of z-lab, JetSpec | a Qwen3 config with `dflash_config` | `fc`, `hidden_norm`, `layers.*` |
 | speculators `dflash` | nested, with `transformer_layer_config` | the same |
-| DSpark, DFlash2, Domino | as one of the two, with further fields | the same and those of the correction |
+| DSpark, DFlash2, Domino, LiLiCorr | as one of the two, with further fields | the same and those of the correction |
 | Gemma 4 assistant | `text_config` | `model.layers.*` without keys and values |
 | MTP layers, Medusa heads | of the target; any or none | see `hf_specgen.heads.mtp` and `medusa` |
 
@@ -43,6 +43,7 @@ from hf_specgen.heads.dspark import load_domino, load_dspark
 from hf_specgen.heads.eagle import load_eagle1, load_eagle3
 from hf_specgen.heads.gemma_assistant import is_assistant, load_assistant
 from hf_specgen.heads.head_file import HeadFile
+from hf_specgen.heads.lilicorr import load_lilicorr
 from hf_specgen.heads.medusa import is_medusa, load_medusa
 from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.heads.quantised import dequantised
@@ -92,6 +93,13 @@ FORMATS = (
         lambda file: block_type(file) == "dflash2",
         "dflash2",
         config_keys.DFLASH2,
+    ),
+    Format(
+        "LiLiCorr",
+        "DFlashCandidates",
+        load_lilicorr,
+        lambda file: block_type(file) == "lilicorr",
+        keys=config_keys.LILICORR,
     ),
     Format(
         "Domino", "DFlashCandidates", load_domino, lambda file: block_type(file) == "domino", keys=config_keys.DOMINO

@@ -1,10 +1,11 @@
 """The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP.
 
-These are the layers of Llama, Qwen3 and Gemma 4, with the options that draft checkpoints use.
+These are the layers of Llama, Qwen3, Gemma 4 and DeepSeek, with the options that draft checkpoints use.
 """
 
 from __future__ import annotations
 
+from math import log
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ class LayerConfig(LlamaConfig):
     qk_norm: bool = False  # of each attention head, as in Qwen3
     is_gemma: bool = False  # norms of values and after each sublayer, attention scores that are not scaled (Gemma 4)
     values_are_keys: bool = False  # values are the projected keys before their norm (Gemma 4)
+    kv_lora_rank: int = 0  # width of the latent from which keys and values are computed (DeepSeek); 0: there is none
+    q_lora_rank: int = 0  # the same for queries
+    qk_nope_head_dim: int = 0  # channels of queries and keys that are not rotated, beside `head_dim` rotated ones
+    v_head_dim: int = 0  # channels of values
+    rope_interleave: bool = False  # whether channels 2i and 2i + 1 are rotated together (DeepSeek)
+    output_gate: bool = False  # the output of attention is multiplied by a sigmoid (Kimi K3)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -94,16 +101,92 @@ class Attention(nn.Module):
         self, states: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
         """Attend from every state to the cached and the new ones where the mask is True, `[batch, length, hidden]`."""
-        queries = rotated(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2), rotary)
         keys, values = self.keys_values(states, rotary)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_index)
         options: dict[str, Any] = {"enable_gqa": self.groups > 1, "scale": self.scale}
-        attended = scaled_dot_product_attention(queries, keys, values, attention_mask, **options)
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+        attended = scaled_dot_product_attention(self._queries(states, rotary), keys, values, attention_mask, **options)
+        return self.o_proj(self._gated(attended.transpose(1, 2).flatten(2), states))
+
+    def _queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """`[batch, length, width]` states to rotated queries, `[batch, heads, length, head_dim]`."""
+        return rotated(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2), rotary)
+
+    def _gated(self, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """What was attended to, `[batch, length, heads * head_dim]`, as the output projection reads it."""
+        return attended
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (MLA) of DeepSeek: keys and values of all heads are computed from one narrow latent.
+
+        query of a head     q_nope | rotated q_rope      both from a latent too, if there is `q_a_proj`
+        key of a head       k_nope | rotated k_rope      k_rope is the same for all heads
+
+    The cache has the keys and values of each head, as those of Transformers' targets.
+
+    Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
+    """
+
+    def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
+        nn.Module.__init__(self)
+        self.layer_index = layer_index
+        self.groups = 1
+        self._config = config
+        heads = config.num_attention_heads
+        width = input_size or config.hidden_size
+        self.head_dim = config.qk_nope_head_dim + config.head_dim
+        if config.q_lora_rank:
+            self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=config.rms_norm_eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, heads * self.head_dim, bias=False)
+        else:
+            self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(width, config.kv_lora_rank + config.head_dim, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=config.rms_norm_eps)
+        both = config.qk_nope_head_dim + config.v_head_dim
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, heads * both, bias=False)
+        if config.output_gate:
+            self.g_proj = nn.Linear(width, heads * config.v_head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=config.output_bias)
+        self.scale = self.head_dim**-0.5 * _yarn_factor(config.rope_parameters)
+
+    def keys_values(self, states: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[batch, length, width]` states to keys with a rotated part and to values, `[batch, heads, length, …]`."""
+        config = self._config
+        latent, rope = self.kv_a_proj_with_mqa(states).split((config.kv_lora_rank, config.head_dim), dim=-1)
+        parts = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (config.num_attention_heads, -1))
+        nope, values = parts.transpose(1, 2).split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)
+        rope = self._rotated(rope[:, None], rotary).expand(-1, config.num_attention_heads, -1, -1)
+        return torch.cat((nope, rope), dim=-1), values
+
+    def _queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        config = self._config
+        if config.q_lora_rank:
+            projected = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(states)))
+        else:
+            projected = self.q_proj(states)
+        queries = self._heads(projected).transpose(1, 2)
+        nope, rope = queries.split((config.qk_nope_head_dim, config.head_dim), dim=-1)
+        return torch.cat((nope, self._rotated(rope, rotary)), dim=-1)
+
+    def _gated(self, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return attended * self.g_proj(states).sigmoid() if self._config.output_gate else attended
+
+    def _rotated(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        if self._config.rope_interleave:  # products of queries and keys do not depend on the order of the channels
+            states = states.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotated(states, rotary)
+
+
+def _yarn_factor(rope: Any) -> float:
+    """What DeepSeek multiplies attention scores by for a long context, beside the scale of its rotary positions."""
+    strength = rope.get("mscale_all_dim") or 0.0
+    factor = rope.get("factor") or 1.0
+    return (0.1 * strength * log(factor) + 1.0) ** 2 if factor > 1.0 else 1.0
 
 
 class DecoderLayer(nn.Module):
@@ -115,7 +198,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: LayerConfig, layer_index: int, attention_input: int | None = None) -> None:
         super().__init__()
         self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config, layer_index, attention_input)
+        attention = LatentAttention if config.kv_lora_rank else Attention
+        self.self_attn = attention(config, layer_index, attention_input)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
         self.is_gemma = config.is_gemma

@@ -18,6 +18,7 @@ from hf_specgen.heads.dflash2 import DFlash2Config, DFlash2Head
 from hf_specgen.heads.dspark import DominoConfig, DominoHead, DSparkConfig, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig
 from hf_specgen.heads.layers import LayerConfig
+from hf_specgen.heads.lilicorr import LiLiCorrConfig, LiLiCorrHead
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification.result import TopTokens
 from tests.fuzz.cases import Case
@@ -38,6 +39,10 @@ BLOCK_SIZE = 5
 OF_RNN: dict[str, Any] = {"markov_rank": 4, "markov_head_type": "rnn", "measures_layout": True}
 OF_DFLASH2: dict[str, Any] = {"conv_group_size": 4, "selector_rank": 4, "selector_top_k": 9, "own_lm_head": True}
 OF_DOMINO: dict[str, Any] = {"emb_dim": 4, "gru_hidden_dim": 6, "max_draft_tokens": BLOCK_SIZE - 1}
+OF_LILICORR: dict[str, Any] = {"candidate_topk": 4, "lattice_size": 8, "num_layers": 1, "num_heads": 2, "factor_dim": 4}
+OF_LILICORR |= {"mlp_ratio": 2.0, "vector_eps": 1e-6, "logit_scale": 9.0, "first_proposing_position": 1}
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}
+"""Options of layers with multi-head latent attention."""
 BLOCK_HEADS: dict[str, Callable[[dict[str, Any]], BlockHead]] = {
     "DFlash": lambda sizes: BlockHead(BlockConfig(**sizes)),
     "DSpark": lambda sizes: DSparkHead(DSparkConfig(markov_rank=4, **sizes)),
@@ -46,6 +51,7 @@ BLOCK_HEADS: dict[str, Callable[[dict[str, Any]], BlockHead]] = {
         DFlash2Config(**sizes | OF_DFLASH2 | {"draft_vocab_size": sizes["vocab_size"]})
     ),
     "Domino": lambda sizes: DominoHead(DominoConfig(**OF_DOMINO, **sizes)),
+    "LiLiCorr": lambda sizes: LiLiCorrHead(LiLiCorrConfig(**sizes | OF_LILICORR)),
 }
 """The variants of block heads, with the fields that they have in common."""
 MASK_TOKEN = 3
@@ -124,6 +130,7 @@ def random_head(name: str, model: Any, random: Random) -> DraftHead:
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     width, layers = config.hidden_size, config.num_hidden_layers
     options = {"num_key_value_heads": random.choice((1, 2, 4)), "qk_norm": random.random() < 0.5}
+    options |= LATENT if random.random() < 0.2 else {}
     layer = LayerConfig(hidden_size=width, intermediate_size=48, num_attention_heads=4, head_dim=16, **options)
     aux_layers = {"eagle1": (layers,), "dflash": (1, layers)}.get(name, (0, 1, layers))
     reduced = random.random() < 0.3  # not all of the target's tokens can be proposed

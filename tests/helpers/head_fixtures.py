@@ -22,6 +22,7 @@ from tests.helpers.paths import HEAD_FIXTURES
 FAMILIES = {
     "eagle1_original": "autoregressive",
     "eagle3_original": "autoregressive",
+    "eagle3_mla": "autoregressive",
     "speculators_eagle3": "autoregressive",
     "dflash_zlab": "block",
     "jetspec": "block",
@@ -34,6 +35,7 @@ FAMILIES = {
     "speculators_dflash2": "path",
     "dflash2": "path",
     "domino": "path",
+    "lilicorr": "lattice",
     "modelopt_domino": "path",
     "speculators_mtp": "mtp_recursive",
     "mtp_transformers": "mtp",
@@ -46,6 +48,7 @@ FAMILIES = {
 
 RECORDED = {"autoregressive": "chain.", "mtp_recursive": "chain.", "path": "greedy.", "parallel_draft": "slots."}
 RECORDED |= {"parallel": "block.", "block": "block.", "assistant": "clean.", "medusa": "heads.", "mtp": ""}
+RECORDED |= {"lattice": "greedy."}
 """By family, under which prefix a fixture has the drafts of a round."""
 
 

@@ -149,7 +149,7 @@ def check_rounds(fixture: Fixture, names: list[str], target: Any = None, folder:
 # What heads read and keep in the decoding loop: each accepted token once, with the target's own hidden states
 
 ONE_OF_EACH = ["eagle1_original", "eagle3_original", "mtp_transformers_glm4_moe", "mtp_transformers_glm4_moe_2layers"]
-ONE_OF_EACH += ["dflash_zlab", "speculators_peagle_llama", "speculators_dspark_rnn"]
+ONE_OF_EACH += ["dflash_zlab", "speculators_peagle_llama", "speculators_dspark_rnn", "lilicorr", "eagle3_mla"]
 EAGLE = FIXTURES["eagle1_original"]
 
 

@@ -10,18 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Gemma4TextConfig
+from transformers import DeepseekV3Config, Gemma4TextConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hf_specgen import DFlashCandidates, MTPCandidates
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.head_text import HeadText
+from hf_specgen.heads.lilicorr import LiLiCorrDrafter
 from hf_specgen.heads.mtp import load_mtp
 from hf_specgen.heads.mtp_drafter import LayeredDrafter
 from hf_specgen.heads.path_head import PathDrafter
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.tree import DraftTree
-from tests.helpers import assert_same_tokens, prompts
+from tests.helpers import SAMPLING, assert_same_tokens, prompts
 from tests.helpers.calls import frontier_of, with_sessions
 from tests.helpers.head_fixtures import FIXTURES, Fixture, features_of
 
@@ -93,7 +95,8 @@ def strategy(fixture: Fixture, **settings: Any) -> Any:
 
 @pytest.mark.parametrize("tree", [None, 8])
 @pytest.mark.parametrize(
-    "name", ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", "dflash_zlab", LAYERED.folder.name]
+    "name",
+    ["speculators_dspark_rnn", "dflash2_zlab", "domino_specforge", "dflash_zlab", "lilicorr", LAYERED.folder.name],
 )
 def test_path_head_rejection_gives_q_of_every_node(name: str, tree: int | None) -> None:
     """q is the corrected distribution: of each node's own path, and zero where the head never proposes."""
@@ -212,6 +215,107 @@ def test_deepspec_heads_with_layers_of_gemma_have_their_outputs(name: str, tmp_p
     torch.testing.assert_close(output, model.norm(states), atol=1e-4, rtol=1e-4)
     logits = head.lm_head(output)
     torch.testing.assert_close(head.scale_logits(logits), 30 * (logits / 30).tanh())
+
+
+@torch.no_grad()
+def test_block_head_with_latent_attention_has_the_outputs_of_deepseek(tmp_path: Path) -> None:
+    """Transformers' layers are the reference. Would catch: context or block keys rotated in another layout."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 60, "num_attention_heads": 4}
+    latent = {"kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 2, "num_key_value_heads": 4}
+    config = DeepseekV3Config(**sizes, **latent, **layers, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    model: Any = DeepseekV3Model(config)
+    tensors = {name: 1 + torch.rand_like(one) if "norm" in name else one for name, one in model.state_dict().items()}
+    model.load_state_dict(tensors)
+    own = {"architectures": ["DFlashDraftModel"], "mask_token_id": 3, "block_size": 5, "target_layer_ids": [0]}
+    # A gate of one half, and weights of twice the size behind it.
+    tensors = {name: 2 * one if "o_proj" in name else one for name, one in tensors.items()}
+    tensors |= {f"layers.{layer}.self_attn.g_proj.weight": torch.zeros(40, 32) for layer in (0, 1)}
+    tensors |= {"fc.weight": torch.randn(32, 32), "hidden_norm.weight": torch.rand(32)}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | own | {"mla_use_output_gate": True}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    head: Any = load_head(tmp_path)
+    embeddings, features, cache = model.embed_tokens(torch.randint(60, (1, 5))), torch.randn(1, 7, 32), RaggedCache()
+    head.extend(features, torch.arange(7)[None], cache)
+    output = head(embeddings, torch.arange(7, 12)[None], cache, [7]).output
+    context, states = head.hidden_norm(head.fc(features)), embeddings
+    rotary = model.rotary_emb(states, torch.arange(12)[None])
+    for layer in model.layers:
+        attention = layer.self_attn
+        both = torch.cat((context, layer.input_layernorm(states)), dim=1)
+        attended = attention(both, rotary, torch.zeros(1, 1, 12, 12))[0][:, 7:]
+        states = states + attended
+        states = states + layer.mlp(layer.post_attention_layernorm(states))
+    torch.testing.assert_close(output, model.norm(states), atol=1e-4, rtol=1e-4)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | own | {"qk_rope_head_dim": 4}))
+    with pytest.raises(ValueError, match="qk_rope_head_dim 4, but the tensors make it 8"):
+        load_head(tmp_path)
+
+
+@torch.no_grad()
+def test_lilicorr_has_the_scores_of_all_pairs_of_its_original() -> None:
+    """Two texts in one batch. Would catch: candidates in another order, or the context entry of another text."""
+    fixture = FIXTURES["lilicorr"]
+    bound: Any = load_head(fixture.head_folder).bind(fixture.target)
+    texts = [states_of(fixture, bound, fixture.text(prompt, 1)) for prompt in fixture.prompts]
+    text = HeadText([features for features, _ in texts], [tokens for _, tokens in texts], [True, True])
+    scores, candidates = LiLiCorrDrafter(bound, None, 2).read_depths(text, 4)
+    for row, prompt in enumerate(fixture.prompts):
+        recorded = {name: fixture.get(f"{prompt}.round1.selector.{name}")[0] for name in LATTICE}
+        assert torch.equal(candidates[row], recorded["candidates"])
+        torch.testing.assert_close(scores[row, 0, 0], recorded["first_scores"], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(scores[row, 1:], recorded["edges"], atol=2e-4, rtol=1e-4)
+
+
+LATTICE = ("candidates", "first_scores", "edges")
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 16}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("tree", [None, 8])
+def test_lilicorr_of_the_width_of_its_block_with_convolutions_same_tokens(
+    tree: int | None, sampling: str, tmp_path: Path
+) -> None:
+    """Would catch: a head without `token_proj` refused, DFlash2's layers taken for those of DFlash."""
+    folder = FIXTURES["lilicorr"].head_folder
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"] |= CONVOLVED | {"lilicorr_hidden_size": 0}
+    tensors = load_file(folder / "model.safetensors")
+    kernels = {"base_kernel": torch.rand(2, 2, 64), "kernel_projection.weight": torch.rand(16, 64)}
+    places = ("attention_conv", "mlp_conv")
+    tensors |= {f"layers.0.{place}.{name}": one.clone() for place in places for name, one in kernels.items()}
+    del tensors["lilicorr.token_proj.weight"], tensors["lilicorr.token_proj.bias"]
+    for name, one in tensors.items():  # from width 16 to 64, the MLP from 32 to 128
+        if name.startswith("lilicorr."):
+            tensors[name] = torch.randn([4 * size if size in (16, 32, 48) else size for size in one.shape])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    target = FIXTURES["lilicorr"].target
+    drafts = DFlashCandidates(tmp_path, k=4, tree=tree)
+    assert assert_same_tokens(target, prompts(3), drafts, max_new_tokens=16, **SAMPLING[sampling]).drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lilicorr_logit_scale": None}, "lilicorr_logit_scale must be a positive number"),
+        ({"lilicorr_candidate_topk": 32}, "lilicorr_candidate_topk must be between 1 and 16, got 32"),
+        ({"lilicorr_enabled": False}, "lilicorr_enabled is false, but there are tensors"),
+        ({"lilicorr_num_heads": 3}, "lilicorr_num_heads 3 does not divide the width 16"),
+        ({"output_multiplier": 0.5}, "a LiLiCorr head with output_multiplier 0.5 is not supported"),
+        ({"sample_from_anchor": True}, "whose anchor's position proposes a token is not supported"),
+    ],
+)
+def test_lilicorr_that_would_compute_something_else_raises(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """Would catch: a head that loads and drafts as if untrained."""
+    folder = FIXTURES["lilicorr"].head_folder
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=reason):
+        load_head(tmp_path)
 
 
 def test_domino_of_early_specforge_is_the_same_head(tmp_path: Path) -> None:

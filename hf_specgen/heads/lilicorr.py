@@ -1,0 +1,239 @@
+"""LiLiCorr: a block head that scores all pairs of neighbouring candidates in one pass, and its drafter.
+
+The block (DFlash, or DFlash2's layers with convolutions) proposes the K likeliest tokens of each position. A small
+transformer reads all of these candidates side by side, and gives each of them an outgoing and an incoming vector:
+
+    position          1             2             3
+    candidates    a  b  c       d  e  f       g  h  i        one row of the transformer each
+    scores      start·in(a)   out(a)·in(d)  out(d)·in(g)     scaled cosines: [K], then [K, K] for each further position
+
+All scores exist before a token is chosen, so a tree costs no further pass. The block's logits are not added to them.
+
+Source: LiLiCorr (2026), https://arxiv.org/abs/2608.20530, as implemented by SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
+
+from hf_specgen.drafter import DepthLogits
+from hf_specgen.heads.block import BlockConfig, BlockHead, block_options
+from hf_specgen.heads.block_drafter import BlockDrafter
+from hf_specgen.heads.dflash2 import DFlash2Layer
+from hf_specgen.heads.head_file import HeadFile
+from hf_specgen.heads.head_text import HeadText
+from hf_specgen.heads.layers import DecoderLayer
+
+SIZES = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
+FACTORS = ("mlp_ratio", "vector_eps", "logit_scale")
+"""Fields of config.json after `lilicorr_`, all of which a file has to have."""
+NOT_APPLIED = ("output_multiplier", "final_logit_softcapping")
+"""Fields of DFlash2 that change the base logits, which no LiLiCorr head was trained with."""
+NUM_FEATURES = 5
+"""Of a candidate: its log-probability, probability, distance to the likeliest one, rank, and whether it is that one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiLiCorrConfig(BlockConfig):
+    """Configuration of `LiLiCorrHead`."""
+
+    candidate_topk: int  # candidates of a position
+    lattice_size: int  # width of the transformer over the candidates
+    num_layers: int
+    num_heads: int
+    factor_dim: int  # width of the vectors whose cosines are the scores
+    mlp_ratio: float
+    vector_eps: float  # least norm by which a vector is divided
+    logit_scale: float
+    conv_kernel_size: int = 0  # as for DFlash2; 0: layers without convolutions
+    conv_group_size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.candidate_topk <= min(16, self.vocab_size):
+            raise ValueError(f"lilicorr_candidate_topk must be between 1 and 16, got {self.candidate_topk}")
+        if self.first_proposing_position != 1:
+            raise ValueError("a LiLiCorr head whose anchor's position proposes a token is not supported")
+        if self.lattice_size % self.num_heads:
+            raise ValueError(f"lilicorr_num_heads {self.num_heads} does not divide the width {self.lattice_size}")
+
+
+class TwoLayers(nn.Module):
+    """Two linear layers around SiLU."""
+
+    def __init__(self, width: int, inner: int, output: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(width, inner)
+        self.down_proj = nn.Linear(inner, output)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """`[..., width]` to `[..., output]`."""
+        return self.down_proj(silu(self.up_proj(states)))
+
+
+class LatticeAttention(nn.Module):
+    """Full attention over all candidates, with the parameters of `nn.MultiheadAttention`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.in_proj_weight = nn.Parameter(torch.zeros(3 * width, width))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
+        self.out_proj = nn.Linear(width, width)
+        self._heads = heads
+
+    def forward(self, rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """`[batch, rows, width]` to the same; `bias` `[heads, rows, rows]` is added to the scores."""
+        projected = linear(rows, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self._heads, -1))
+        queries, keys, values = projected.permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
+
+
+class LatticeLayer(nn.Module):
+    """A layer of the transformer over the candidates."""
+
+    def __init__(self, config: LiLiCorrConfig) -> None:
+        super().__init__()
+        width = config.lattice_size
+        self.attn_norm = nn.RMSNorm(width, eps=config.layer.rms_norm_eps)
+        self.attn = LatticeAttention(width, config.num_heads)
+        self.mlp_norm = nn.RMSNorm(width, eps=config.layer.rms_norm_eps)
+        self.mlp = TwoLayers(width, int(width * config.mlp_ratio), width)
+
+    def forward(self, rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """`[batch, rows, width]` to the same."""
+        rows = rows + self.attn(self.attn_norm(rows), bias)
+        return rows + self.mlp(self.mlp_norm(rows))
+
+
+class CandidateLattice(nn.Module):
+    """Scores each candidate of a position after each candidate of the position before."""
+
+    def __init__(self, config: LiLiCorrConfig) -> None:
+        super().__init__()
+        self._config = config
+        block = config.block_size
+        hidden = config.hidden_size
+        width = config.lattice_size
+        eps = config.layer.rms_norm_eps
+        self.token_proj = nn.Identity() if width == hidden else nn.Linear(hidden, width)
+        self.pass_hidden_proj = nn.Linear(hidden, width)
+        self.context_proj = nn.Linear(hidden, width)
+        self.feature_norm = nn.LayerNorm(NUM_FEATURES)
+        self.feature_mlp = TwoLayers(NUM_FEATURES, width, width)
+        self.slot_embedding = nn.Parameter(torch.zeros(block - 1, 1, width))
+        self.rank_embedding = nn.Parameter(torch.zeros(config.candidate_topk, width))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(config.num_heads, 2 * block - 1))
+        self.same_slot_bias = nn.Parameter(torch.zeros(config.num_heads))
+        self.layers = nn.ModuleList(LatticeLayer(config) for _ in range(config.num_layers))
+        self.output_norm = nn.RMSNorm(width, eps=eps)
+        self.anchor_norm = nn.RMSNorm(width, eps=eps)
+        self.factor_input_proj = nn.Linear(3 * width, width)
+        self.out_head = nn.Linear(width, config.factor_dim)
+        self.in_head = nn.Linear(width, config.factor_dim)
+        self.anchor_out_head = nn.Linear(width, config.factor_dim)
+
+    def forward(
+        self, embeddings: torch.Tensor, log_probabilities: torch.Tensor, hidden: torch.Tensor, context: torch.Tensor
+    ) -> torch.Tensor:
+        """`[batch, positions, K, K]` scores of the last dimension's candidates after those of the position before.
+
+        At the first position all K rows are the scores after the anchor.
+
+        Args:
+            embeddings: `[batch, positions, K, hidden]` the target's, of the candidates, likeliest first.
+            log_probabilities: `[batch, positions, K]` over the whole vocabulary.
+            hidden: `[batch, positions, hidden]` outputs of the block.
+            context: `[batch, hidden]` the context entry of the newest position that the target has processed.
+        """
+        positions, count = log_probabilities.shape[1:]
+        rows = self.token_proj(embeddings) + self.pass_hidden_proj(hidden)[:, :, None]
+        rows = rows + self.feature_mlp(self.feature_norm(_features(log_probabilities).to(rows)))
+        rows = (rows + self.slot_embedding[:positions] + self.rank_embedding).flatten(1, 2)
+        bias = self._bias(positions, count)
+        for layer in self.layers:
+            rows = layer(rows, bias)
+        rows = self.output_norm(rows)
+        anchor = self.anchor_norm(self.context_proj(context))[:, None]
+        inputs = torch.cat((rows, anchor.expand_as(rows), rows * anchor), dim=-1)
+        factors = silu(self.factor_input_proj(inputs)).unflatten(1, (positions, count))
+        start = self.anchor_out_head(anchor)[:, None].expand(-1, -1, count, -1)
+        parts = torch.cat((start, self.out_head(factors[:, :-1])), dim=1), self.in_head(factors)
+        before, after = (normalize(part, dim=-1, eps=self._config.vector_eps) for part in parts)
+        return self._config.logit_scale * (before @ after.transpose(2, 3)).float()
+
+    def _bias(self, positions: int, count: int) -> torch.Tensor:
+        """`[heads, rows, rows]` what is added to attention scores, by the distance of two candidates' positions."""
+        place = torch.arange(positions, device=self.same_slot_bias.device).repeat_interleave(count)
+        distance = place[:, None] - place
+        bias = self.relative_slot_bias[:, distance + self._config.block_size - 1]
+        return bias + (distance == 0) * self.same_slot_bias[:, None, None]
+
+
+def _features(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """`[..., K]` log-probabilities, in descending order, to `[..., K, NUM_FEATURES]`."""
+    count = log_probabilities.shape[-1]
+    rank = torch.arange(count, device=log_probabilities.device).expand_as(log_probabilities)
+    gap = log_probabilities - log_probabilities[..., :1]
+    parts = (log_probabilities, log_probabilities.exp(), gap, rank / max(1, count - 1), (rank == 0).float())
+    return torch.stack(parts, dim=-1)
+
+
+class LiLiCorrHead(BlockHead):
+    """A LiLiCorr head."""
+
+    config: LiLiCorrConfig
+
+    def __init__(self, config: LiLiCorrConfig) -> None:
+        super().__init__(config)
+        self.lilicorr = CandidateLattice(config)
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        """A layer, with convolutions if the config has their sizes."""
+        config = self.config
+        if not config.conv_kernel_size:
+            return super().make_layer(index)
+        return DFlash2Layer(config.layer, index, config.conv_kernel_size, config.conv_group_size)
+
+
+class LiLiCorrDrafter(BlockDrafter):
+    """Drafts with a LiLiCorr head: one pass of the block, then one over the candidates of all its positions."""
+
+    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+        """Scores of the candidates of each depth after each candidate of the depth before.
+
+        All positions of the block are candidates' positions, however deep the draft is, as the head was trained.
+        """
+        head = cast(LiLiCorrHead, self.bound.head)
+        features, tokens = self._new(text)
+        hidden = self._outputs(features, tokens, self.depth)
+        values, candidates = self.bound.target_logits(hidden).float().log_softmax(-1).topk(head.config.candidate_topk)
+        # A row without new features drafts again from the same text; it is scored without a context entry.
+        last = torch.stack([row[-1] if len(row) else row.new_zeros(row.shape[1:]) for row in features])
+        context = head.hidden_norm(head.fc(last))
+        embeddings = self.bound.embed(candidates.flatten(1)).unflatten(1, candidates.shape[1:])
+        scores = head.lilicorr(embeddings, values, hidden, context)
+        return DepthLogits(self._scatter(scores)[:, :depth], self._scatter(candidates)[:, :depth])
+
+
+def load_lilicorr(file: HeadFile) -> LiLiCorrHead:
+    """A LiLiCorr head of SGLang's layout."""
+    fields = file.fields
+    if fields.get("lilicorr_enabled") is False:
+        raise ValueError("lilicorr_enabled is false, but there are tensors lilicorr.*; remove these, or the field")
+    options = block_options(file)
+    options |= {name: fields.integer(f"lilicorr_{name}") for name in SIZES}
+    options |= {name: fields.number(f"lilicorr_{name}") for name in FACTORS}
+    options["lattice_size"] = fields.integer("lilicorr_hidden_size", 0) or options["hidden_size"]
+    if changed := [name for name in NOT_APPLIED if fields.get(name) is not None]:
+        raise ValueError(f"a LiLiCorr head with {changed[0]} {fields.get(changed[0])!r:.40} is not supported")
+    if fields.get("input_embedding_scale") is not None:
+        options["input_embedding_scale"] = fields.number("input_embedding_scale")
+    if fields.get("conv_kernel_size"):
+        options |= {name: fields.integer(name) for name in ("conv_kernel_size", "conv_group_size")}
+    return file.build(LiLiCorrHead, LiLiCorrConfig(**options))
