@@ -52,11 +52,16 @@ class Run:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the package itself said that it cannot do this, by a statement `raise`."""
-        if not isinstance(self.error, REFUSALS):
-            return False
-        frame = traceback.extract_tb(self.error.__traceback__)[-1]
-        return frame.filename.startswith(PACKAGE) and (frame.line or "").startswith("raise ")
+        """Whether the package itself said that it cannot do this."""
+        return is_refusal(self.error)
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether the package itself raised an error of a type of `REFUSALS`, by a statement `raise`."""
+    if not isinstance(error, REFUSALS):
+        return False
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return frame.filename.startswith(PACKAGE) and (frame.line or "").startswith("raise ")
 
 
 def describe(error: BaseException) -> str:

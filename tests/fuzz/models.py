@@ -215,7 +215,7 @@ def tiny_model(
                 model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
             except ValueError:
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-            _randomize(model)
+            randomize(model)
         model.name_or_path = str(tokenizer_folder())
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
@@ -230,7 +230,7 @@ def _has_window(architecture: str) -> bool:
     if architecture in STATEFUL or architecture in FIXTURES:
         return False
     known = CONFIG_MAPPING[architecture]()
-    return any(_takes(known, name) for name in WINDOWS)
+    return any(takes(known, name) for name in WINDOWS)
 
 
 def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
@@ -241,7 +241,7 @@ def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
     given = ARCHITECTURES.get(architecture, Architecture())
     sizes = {**SIZES, **dict.fromkeys(DEPTHS, layers), **dict.fromkeys(POSITIONS, positions)}
     sizes |= dict.fromkeys(WINDOWS, window)
-    arguments = {name: value for name, value in sizes.items() if _takes(known, name)}
+    arguments = {name: value for name, value in sizes.items() if takes(known, name)}
     if given.layers:
         arguments["layer_types"] = [LAYER_KINDS[given.layers[i % len(given.layers)]] for i in range(layers)]
     settings = dict(given.settings)
@@ -250,7 +250,7 @@ def _config(architecture: str, layers: int, window: int, positions: int) -> Any:
     return config_class(**{**arguments, **settings})
 
 
-def _takes(config: Any, name: str) -> bool:
+def takes(config: Any, name: str) -> bool:
     try:
         value = getattr(config, name)
     except Exception:  # attributes that a configuration has only for some of its layers
@@ -263,7 +263,7 @@ def _is_read_only(config_class: type, name: str) -> bool:
     return isinstance(attribute, property) and attribute.fset is None
 
 
-def _randomize(model: nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
     """Weights with which the next token depends on the whole text: initial ones write one token again and again."""
     generator = torch.Generator().manual_seed(1)
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.checkpoints import page as checkpoints
 from tests.fuzz.models import ARCHITECTURES, tiny_model
 from tests.helpers import encoder_decoder
 from tests.helpers.comparison import assert_same_tokens
@@ -25,6 +26,15 @@ NAMES = sorted(
     | {f"{kind} (with image or audio)" for kind in MULTIMODAL}
     | {f"{kind} (encoder-decoder)" for kind in encoder_decoder.CONFIGS}
 )
+
+
+TYPES = """
+## By type
+
+Names are the `model_type` of the config, tried with the bare language model. Without an addition they mean the causal
+language model, so `bart` is `BartForCausalLM`, the decoder alone.
+"""
+"""The introduction of the lists."""
 
 
 def outcome(name: str) -> str:
@@ -57,9 +67,10 @@ def _model(kind: str, more: str, batch: int) -> tuple[Any, Any]:
 
 
 def page(results: dict[str, str]) -> str:
-    """The documentation page of these results, with the introduction that it has."""
+    """The documentation page of these results, with the introduction and the table that it has."""
     groups = {TREES: "Draft trees and batches", CHAINS: "Chains and batches", ONE_ROW: "One prompt at a time"}
-    parts = [PAGE.read_text(encoding="utf-8").split("\n## ")[0]]
+    parts = [PAGE.read_text(encoding="utf-8").split("\n| checkpoint ")[0], "\n", checkpoints.section()]
+    parts.append(TYPES)
     for status, title in groups.items():
         names = [name for name, result in results.items() if result == status]
         if names:
@@ -70,7 +81,8 @@ def page(results: dict[str, str]) -> str:
             reason = result.removesuffix("; call generate() without candidate_generator=").replace("|", "/")
             refused.setdefault(reason, []).append(f"`{name}`")
     rows = "".join(f"| {', '.join(names)} | {reason} |\n" for reason, names in refused.items())
-    return "".join(parts) + f"\n## Refused\n\n| type | reason |\n|---|---|\n{rows}"
+    parts.append(f"\n## Refused\n\n| type | reason |\n|---|---|\n{rows}")
+    return "".join(parts) + f"\n## Not tried\n\n{checkpoints.untried_section()}"
 
 
 def main() -> None:
