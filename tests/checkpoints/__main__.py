@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import transformers
 
 from tests.checkpoints.cases import CASES, CRASH, DIFFERENT, SAME, Outcome, class_name, run_all, verdict
+from tests.checkpoints.page import record, result
 from tests.checkpoints.table import CHECKPOINTS
 
 
@@ -37,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, checkpoint in enumerate(chosen, start=1):
         started = time.monotonic()
         outcomes = run_all(checkpoint, cases)
-        print(
-            f"{number} of {len(chosen)}: {checkpoint.name} ({class_name(checkpoint)}, {time.monotonic() - started:.1f} s)"
-        )
+        seconds = time.monotonic() - started
+        print(f"{number} of {len(chosen)}: {checkpoint.name} ({class_name(checkpoint)}, {seconds:.1f} s)")
+        if options.write:
+            record({checkpoint.name: result(outcomes)})
         for dtype, counter in counts.items():
             counter[_print(dtype, outcomes, options.details)] += 1
     for dtype, counter in counts.items():

@@ -144,7 +144,10 @@ def run_all(checkpoint: Checkpoint, cases: list[Case] = CASES) -> dict[str, Outc
         prompts[checkpoint.media] = lambda model, batch: inputs.with_media(checkpoint, model, batch)
     outcomes = {}
     with llama4_repaired():
-        models = {eager: build(checkpoint, eager) for eager in {case.eager for case in cases}}
+        try:
+            models = {eager: build(checkpoint, eager) for eager in {case.eager for case in cases}}
+        except ImportError as error:  # of a library that only this class needs
+            return {f"text: {case.name}": Outcome(PLAIN_FAILS, describe(error)) for case in cases}
         for kind, prompt in prompts.items():
             for case in cases:
                 outcomes[f"{kind}: {case.name}"] = run(models[case.eager], prompt, case)

@@ -83,9 +83,9 @@ def _tiles_of_size(config: Any, batch: int, random: Random) -> Inputs:
 
 
 def _patches(config: Any, batch: int, random: Random) -> Inputs:
-    """Flat patches with the position of each."""
+    """Flat patches with the position of each, which is that of merged ones in Gemma 4 12B."""
     places = torch.tensor([[x, y] for y in range(PATCHES) for x in range(PATCHES)]).expand(batch, -1, -1)
-    size = 3 * config.vision_config.patch_size**2
+    size = 3 * getattr(config.vision_config, "model_patch_size", config.vision_config.patch_size) ** 2
     return {"pixel_values": random(batch, PATCHES**2, size), "image_position_ids": places}
 
 
