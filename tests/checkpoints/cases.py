@@ -250,7 +250,6 @@ class Verdict(NamedTuple):
     status: str
     """One of the constants, or "partly refused"."""
     reason: str = ""
-    trees: bool = False
 
 
 def verdict(outcomes: list[Outcome]) -> Verdict:

@@ -59,6 +59,7 @@ QWEN4 = QWEN | MROPE | INDEXED | {"indexer_head_dim": 16, "indexer_budget": 6, "
 GLM_NEXT = {"num_key_value_heads": 4, "index_kpool": 2, "qk_rope_head_dim": 0}
 KIMI = {"projection_hidden_size": 32}
 GEMMA_VISION = of("gemma4_vision", pooling_kernel_size=2)
+UNIFIED = of("gemma4_unified_vision")
 GEMMA_E = {"layers": "sfsf", "num_kv_shared_layers": 1}
 GEMMA_DENSE = {"layers": "sf", "hidden_size_per_layer_input": 0}
 GEMMA_MOE = {**GEMMA_DENSE, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
@@ -79,7 +80,8 @@ FLORENCE: dict[str, Any] = {
     **{"depths": [1, 1], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1], "window_size": 2},
     **{"patch_prenorm": [False, True], "embed_dim": [16, 32], "num_heads": [2, 2], "num_groups": [2, 2]},
 }
-SWIN = of("donut-swin", num_heads=[2, 2], depths=[1, 1], embed_dim=16, window_size=2, patch_size=2, image_size=[16, 16])
+SWIN_HEADS = {"num_heads": [2, 2], "num_attention_heads": [2, 2]}
+SWIN = of("donut-swin", **SWIN_HEADS, depths=[1, 1], embed_dim=16, window_size=2, patch_size=2, image_size=[16, 16])
 
 CHECKPOINTS = [
     # Text alone
@@ -140,14 +142,7 @@ CHECKPOINTS = [
         heads="assistant, EAGLE-3, DFlash",
         text=GEMMA_MOE,
     ),
-    row(
-        "Gemma 4 12B (unified)",
-        "gemma4_unified",
-        "patches 4",
-        vision=of("gemma4_unified_vision"),
-        heads="assistant, DFlash",
-        text=MIXED,
-    ),
+    row("Gemma 4 12B", "gemma4_unified", "patches 16", "assistant, DFlash", text=MIXED, vision=UNIFIED),
     row("PaliGemma", "paligemma", "pixels 16"),
     row("PaliGemma 2", "paligemma", "pixels 16", text=of("gemma2", **MIXED)),
     row("Llama 4", "llama4", "pixels 4", heads="EAGLE-3, PARD", text={"layers": "cf"}, vision=LLAMA4),
