@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -126,7 +126,7 @@ class WrappedSession(DraftSession):
         self._session.end()
 
 
-def leftmost_chains(batch: DraftBatch, size: Any) -> DraftChange | None:
+def leftmost_chains(batch: DraftBatch, size: Tree) -> DraftChange | None:
     """The leftmost chain of each row, where drafts must be chains; None where they need not."""
     return (lambda tree, max_depths: tree.leftmost_chain()) if batch.verifies_chains_only else None
 
@@ -160,18 +160,20 @@ class Candidates(CandidateGenerator, ABC):
     """Whether the strategy drafts from the expected output, `generate(prediction=…)`."""
     adaptive_tree: bool = False
     """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
-    tree: Any = None
+    tree: Tree = None
     """How many draft tokens are verified, see `Tree`; None for strategies that draft chains."""
     latency_kind: str | None = None
     """Under which name a latency file has the passes of the drafter; None: that of the class."""
-    arguments: ClassVar[Mapping[str, Any]] = {"k": None, "tree": None}
+    arguments: ClassVar[Mapping[str, object]] = {"k": None, "tree": None}
     """Arguments of the constructor, kept as attributes of these names, and their defaults; without the policy."""
-    drafter: Any = None
+    drafter: object = None
     """What the strategy drafts with, if it is its first argument: a loaded module, or a name."""
     speculation: Statistics | None = None
     """The statistics of the last call that used this object."""
 
-    def __init__(self, k: Depth = "auto", policy: Policy | None = None, *, tree: Any = False, max_k: int = 16):
+    def __init__(
+        self, k: Depth = "auto", policy: Policy | None = None, *, tree: Tree | Literal[False] = False, max_k: int = 16
+    ):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Schedule({{1: 8, 4: 4, 16: 0}}), got {policy!r}")
         if not _is_size(k):
@@ -227,7 +229,7 @@ class Candidates(CandidateGenerator, ABC):
         """What the policy and monitor of a call may know of the strategy."""
         return DraftingSettings(self.k, self.profile_key(), self.negligible_draft_cost, self.adaptive_tree, repr(self))
 
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: object) -> NoReturn:
         """Transformers' interface, which has neither target nor verification.
 
         Raises:
@@ -285,7 +287,7 @@ class PretrainedCandidates(Candidates):
         return strategy(name, **settings)
 
 
-def checked_draft(draft: Any, name: str, rows: int, vocabulary: int = UNLIMITED) -> DraftTree:
+def checked_draft(draft: object, name: str, rows: int, vocabulary: int = UNLIMITED) -> DraftTree:
     """The draft of the strategy `name` for so many rows; `ValueError` if the target cannot verify it.
 
     On an accelerator, a token outside of the vocabulary would end the process.
@@ -303,14 +305,14 @@ _numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _next_number = count()
 
 
-def _identity(value: Any) -> str | int:
+def _identity(value: object) -> str | int:
     """Of a setting: a number unique to a module in this process (freed modules keep theirs), otherwise its text."""
     if isinstance(value, nn.Module):
         return _numbers.setdefault(value, next(_next_number))
     return hash(value) if isinstance(value, tuple) else str(value)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     """Whether a setting is "auto" or a positive number."""
     return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 

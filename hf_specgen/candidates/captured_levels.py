@@ -12,6 +12,7 @@ from math import log
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
@@ -19,7 +20,7 @@ from hf_specgen.candidates.growth import Grown, Growth, Shape
 from hf_specgen.device_tree import Selection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
-from hf_specgen.targets.passes import CapturablePasses
+from hf_specgen.targets.passes import CapturablePasses, Level
 from hf_specgen.tree import TreeStructure
 from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
@@ -109,7 +110,7 @@ class Drafted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CapturedLevels(Capturable):
+class CapturedLevels(Capturable[LevelInputs, Drafted]):
     """Makes `passes` passes of the drafter, each over `width` nodes of every row; equal objects share a graph.
 
     A pass over new text comes first if the inputs have text. At most `nodes` nodes are selected at the end.
@@ -122,11 +123,11 @@ class CapturedLevels(Capturable):
     width: int
     nodes: int
     proposals: Proposals
-    level: Any
+    level: Level
     constants: Any = field(compare=False)
     """Of the tree after the passes; held here, so that the tensors live as long as the graph that reads them."""
 
-    def __call__(self, module: Any, inputs: LevelInputs, cache: Any) -> Drafted:
+    def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
         tree_so_far = self.shape, inputs.last_tokens, inputs.limits, inputs.parts
         growth = Growth.of_parts(*tree_so_far, self.constants)
         states = inputs.states
@@ -149,7 +150,7 @@ class CapturedLevels(Capturable):
             self._add(growth, logits, None if noise is None else noise[number])
         return Drafted(growth.parts()[-1], growth.select(self.nodes), states, after_text)
 
-    def _read(self, module: Any, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
+    def _read(self, module: nn.Module, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
         """Process new text; returns the logits, states, … of the drafter at each row's last token `[batch, 1, …]`.
 
         The text is padded on the right. Later passes overwrite the padding in the cache.

@@ -84,6 +84,7 @@ class CombinedCandidates(Candidates):
                 raise TypeError(f"CombinedCandidates takes strategies such as NgramCandidates(), got {strategy!r}")
         super().__init__("auto", policy, tree=tree, max_k=max(strategy.k for strategy in strategies))
         self.strategies = tuple(strategies)
+        self.drafter = list(strategies)
         self.prediction = prediction
         self.uses_prediction = any(strategy.uses_prediction for strategy in strategies)
         if prediction is not None and not self.uses_prediction:
@@ -109,11 +110,6 @@ class CombinedCandidates(Candidates):
         network = next((s for s in self.strategies if not s.negligible_draft_cost), self.strategies[0])
         members = (part for s in self.strategies for part in s.profile_key())
         return (network.profile_key()[0], "combined", str(self.tree), *members)
-
-    @property
-    def drafter(self) -> list[Candidates]:
-        """The members."""
-        return list(self.strategies)
 
 
 class _CombinedSession(DraftSession):

@@ -108,6 +108,7 @@ class HeadCandidates(PretrainedCandidates):
         ValueError: if a number is out of range; at the first call, if the head does not fit the target.
     """
 
+    drafter: str | DraftHead | None
     max_depth: int
     """Maximum depth of k="auto"."""
     head_classes: tuple[type[DraftHead], ...] = (DraftHead,)
@@ -152,7 +153,7 @@ class HeadCandidates(PretrainedCandidates):
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The head, on the CPU; a copy of one that was given loaded."""
-        return load_head(self.drafter) if isinstance(self.drafter, str) else copy.deepcopy(self.drafter)
+        return copy.deepcopy(self.drafter) if isinstance(self.drafter, DraftHead) else load_head(str(self.drafter))
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         check_decoder_only(model, type(self).__name__)
@@ -303,7 +304,7 @@ class MTPCandidates(HeadCandidates):
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The layer, from the checkpoint."""
-        return load_mtp(model, self.drafter)
+        return load_mtp(model, cast(str | None, self.drafter))
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         layers = len(cast(MTPHead, bound.head).layers)

@@ -238,7 +238,7 @@ class DraftModelCandidates(PretrainedCandidates):
             options.setdefault("device_map", device)
             _check_device(options.get("device_map"))
             # Transformers initialises at random what the checkpoint lacks.
-            with source_errors(self.drafter), random_state.kept(device):
+            with source_errors(str(self.drafter)), random_state.kept(device):
                 model, info = _auto_class(target).from_pretrained(self.drafter, output_loading_info=True, **options)
             if info["unexpected_keys"] and (missing := sorted(info["missing_keys"])):
                 raise ValueError(

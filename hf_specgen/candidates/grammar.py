@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.call import Call
-from hf_specgen.candidates.base import DraftChange, vocabulary_size
+from hf_specgen.candidates.base import DraftChange, Tree, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_rows
 from hf_specgen.candidates.combined import node_children
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
@@ -50,7 +50,7 @@ def states_of_rows(batch: DraftBatch) -> list[GrammarState]:
     return []
 
 
-def grammar_drafts(batch: DraftBatch, size: Any) -> DraftChange | None:
+def grammar_drafts(batch: DraftBatch, size: Tree) -> DraftChange | None:
     """Drafts of this size that obey the grammar of the call; None if it has none, or they are switched off."""
     # An early-exit target has run its first layers on the nodes of a draft: others cannot be added to it.
     if not batch.call.settings.grammar_drafts or isinstance(batch.target, EarlyExitTarget):

@@ -8,7 +8,9 @@ from functools import lru_cache, partial
 from typing import Any, Self, cast
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
+from transformers.cache_utils import Cache
 
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier
@@ -18,7 +20,7 @@ from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import Capturable, captured_functions
-from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, NewText
+from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, LevelOutput, NewText
 
 
 @lru_cache(maxsize=16)
@@ -158,10 +160,10 @@ class EagleDrafter(HeadDrafter):
 
 
 @dataclass(frozen=True)
-class HeadPass(Capturable):
+class HeadPass(Capturable[HeadInputs, HeadOutput]):
     """`run_head` as a function that can be captured."""
 
-    def __call__(self, module: Any, inputs: HeadInputs, cache: Any) -> HeadOutput:
+    def __call__(self, module: nn.Module, inputs: HeadInputs, cache: Cache) -> HeadOutput:
         return run_head(module, inputs, cache)
 
 
@@ -177,16 +179,17 @@ class EagleLevel:
 
     def __call__(
         self,
-        head: Any,
+        module: nn.Module,
         tokens: torch.Tensor,
         layout: masks.StepLayout,
-        states: torch.Tensor,
-        offsets: None,
-        cache: Any,
+        states: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        cache: Cache,
         is_text: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        bound = self.bound.of_head(head)
+    ) -> LevelOutput:
+        bound = self.bound.of_head(module)
         positions = layout.depths[:, -tokens.shape[1] :] + layout.starts
-        states = head.combine(states) if is_text else states
-        output = run_head(head, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
-        return bound.logits(output.output), output.hidden, output.output
+        assert states is not None
+        states = bound.head.combine(states) if is_text else states
+        output = run_head(module, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
+        return LevelOutput(bound.logits(output.output), output.hidden, output.output)

@@ -20,10 +20,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from hf_specgen.call import Compile
 from hf_specgen.targets.cache import RaggedCache
@@ -39,7 +40,12 @@ MAX_GRAPHS = 64
 """Graphs that are kept for a set of buffers: each setting of a sampled call has some of its own."""
 
 
-class Capturable:
+Inputs = TypeVar("Inputs")
+Outputs = TypeVar("Outputs")
+Otherwise = TypeVar("Otherwise")
+
+
+class Capturable(Generic[Inputs, Outputs]):
     """A function that can be captured. Functions that are equal compute the same, and share their graphs.
 
     It receives a module, inputs (nested tensors and plain values, of fixed shapes: a mask has every slot of the
@@ -49,10 +55,10 @@ class Capturable:
     is_optional: ClassVar[bool] = False
     """Whether a failed capture stops captures of this function alone; else of all functions of the module."""
 
-    def __call__(self, module: Any, inputs: Any, cache: Any) -> Any:
+    def __call__(self, module: nn.Module, inputs: Inputs, cache: Cache) -> Outputs:
         raise NotImplementedError
 
-    def dry_inputs(self, inputs: Any) -> Any:
+    def dry_inputs(self, inputs: Inputs) -> Inputs | None:
         """Inputs of the same shapes with which the function changes nothing: the warm-up before a capture runs them.
 
         None for a function that can be repeated, such as a pass, which only writes the same slots again. It is captured
@@ -60,7 +66,7 @@ class Capturable:
         """
         return None
 
-    def matches(self, expected: Any, outputs: Any) -> bool:
+    def matches(self, expected: Outputs, outputs: Outputs) -> bool:
         """Whether the outputs of a new graph differ from those of an eager run (`fallback`) by rounding alone.
 
         Called once a graph; not for functions with `dry_inputs`, or where `fallback` returns None.
@@ -72,7 +78,7 @@ class _Run:
     """A run of a function that appends `slots` slots to each row of a cache; `fallback` as in `CallGraphs.run`."""
 
     def __init__(
-        self, function: Capturable, inputs: Any, cache: RaggedCache, slots: int, fallback: Callable[[], Any]
+        self, function: Capturable[Any, Any], inputs: Any, cache: RaggedCache, slots: int, fallback: Callable[[], Any]
     ) -> None:
         self.function = function
         self.cache = cache
@@ -157,7 +163,9 @@ class CapturedFunctions:
             return None
         return graph
 
-    def _capture(self, function: Capturable, module: nn.Module, inputs: Any, slots: int, buffers: BufferSet) -> Graph:
+    def _capture(
+        self, function: Capturable[Any, Any], module: nn.Module, inputs: Any, slots: int, buffers: BufferSet
+    ) -> Graph:
         """Capture a function that appends `slots` slots to each row of the buffers.
 
         `inputs` are those of the function and `[batch]` the first slot that it writes in each row. The graph outlives
@@ -231,8 +239,13 @@ class CallGraphs:
                 return 0
 
     def run(
-        self, function: Capturable, inputs: Any, cache: RaggedCache, slots: int, fallback: Callable[[], Any]
-    ) -> Any:
+        self,
+        function: Capturable[Inputs, Outputs],
+        inputs: Inputs,
+        cache: RaggedCache,
+        slots: int,
+        fallback: Callable[[], Otherwise],
+    ) -> Outputs | Otherwise:
         """The outputs of a function that appends so many slots to each row of a cache.
 
         Args:
@@ -251,7 +264,7 @@ class CallGraphs:
             graph = self.functions.find(run) or self.functions.capture_if_due(run, self)
             if graph is None:
                 return fallback()
-            outputs = graph.replay(run.inputs)
+            outputs: Outputs = graph.replay(run.inputs)
         cache.set_lengths([length + slots for length in run.lengths])
         return outputs
 

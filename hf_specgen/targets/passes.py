@@ -9,16 +9,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from transformers.cache_utils import Cache
 
 from hf_specgen import compat
 from hf_specgen.targets.attention import grouped_attention
 from hf_specgen.targets.cache import RaggedCache, padded_width
-from hf_specgen.targets.graphs import CallGraphs, Capturable
+from hf_specgen.targets.graphs import CallGraphs, Capturable, Inputs
 from hf_specgen.targets.masks import StepLayout, StepMasks
 from hf_specgen.targets.model_parts import TAKES_ONE_MASK, decoder
 from hf_specgen.targets.support import is_rounding, largest_differences
@@ -38,7 +39,7 @@ class PassOutput(NamedTuple):
     states: tuple[torch.Tensor, ...] = ()
 
 
-class CapturablePass(Capturable):
+class CapturablePass(Capturable[Inputs, PassOutput]):
     """A forward pass of a model that can be captured."""
 
     def matches(self, expected: PassOutput, outputs: PassOutput) -> bool:
@@ -50,10 +51,10 @@ class CapturablePass(Capturable):
 
 
 @dataclass(frozen=True)
-class ModelPass(CapturablePass):
+class ModelPass(CapturablePass[dict[str, Any]]):
     """One forward pass of a model, or of its decoder, whose `logits` are None; its inputs are the model's arguments."""
 
-    def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
+    def __call__(self, module: nn.Module, inputs: dict[str, Any], cache: Cache) -> PassOutput:
         with grouped_attention(), _mask_of_each_kind(module, inputs) as inputs:
             outputs = module(**{**inputs, compat.CACHE: cache, "use_cache": True, "return_dict": True})
         return PassOutput(cast(torch.Tensor, getattr(outputs, "logits", None)))
@@ -81,7 +82,7 @@ def _mask_of_each_kind(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str,
 
 
 @dataclass(frozen=True)
-class MoveSlots(Capturable):
+class MoveSlots(Capturable[torch.Tensor, None]):
     """Copies the slots of accepted nodes after the pending token, in all layers; its inputs are `cache.path_moves`."""
 
     def __call__(self, module: nn.Module, inputs: torch.Tensor, cache: Any) -> None:
@@ -116,11 +117,11 @@ class LayoutPass:
 
     def run_on(
         self,
-        model: Any,
+        model: nn.Module,
         tokens: torch.Tensor,
         layout: StepLayout,
         offsets: torch.Tensor,
-        cache: Any,
+        cache: Cache,
         last: torch.Tensor | None = None,
         **others: Any,
     ) -> PassOutput:
@@ -149,10 +150,10 @@ class TreeInputs(NamedTuple):
     others: dict[str, Any]
 
 
-class TreePass(LayoutPass, CapturablePass):
+class TreePass(LayoutPass, CapturablePass[TreeInputs]):
     """A pass of a target over draft trees that follow what is cached."""
 
-    def __call__(self, module: Any, inputs: TreeInputs, cache: Any) -> PassOutput:
+    def __call__(self, module: nn.Module, inputs: TreeInputs, cache: Any) -> PassOutput:
         batch, width = inputs.tokens.shape
         layer = cache.layers[0]
         structure = inputs.structure
@@ -163,20 +164,48 @@ class TreePass(LayoutPass, CapturablePass):
         return self.run_on(module, inputs.tokens, layout, offsets, cache, last, axes=inputs.axes, **inputs.others)
 
 
+class LevelOutput(NamedTuple):
+    """What a drafter's pass over nodes, or over new text, returns, each `[batch, new, …]`."""
+
+    logits: torch.Tensor
+    states: torch.Tensor | None = None  # which passes over the children of the nodes read
+    outputs: torch.Tensor | None = None  # which the drafter receives after new text
+
+
+class Level(Protocol):
+    """One pass of a drafter in a captured function over several levels; equal passes compute the same."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        tokens: torch.Tensor,
+        layout: StepLayout,
+        states: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        cache: Cache,
+        is_text: bool = False,
+    ) -> LevelOutput:
+        """Run on tokens `[batch, new]`: nodes, with the states of their parents; or new text, with its features.
+
+        `offsets` as in `CapturablePasses`.
+        """
+
+
 class ModelLevel(LayoutPass):
     """The `level` of `CapturablePasses` for a draft model: a pass over nodes or new text, without hidden states."""
 
     def __call__(
         self,
-        model: Any,
+        module: nn.Module,
         tokens: torch.Tensor,
         layout: StepLayout,
-        states: None,
-        offsets: torch.Tensor,
-        cache: Any,
+        states: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        cache: Cache,
         is_text: bool = False,
-    ) -> tuple[torch.Tensor, None]:
-        return self.run_on(model, tokens, layout, offsets, cache).logits, None
+    ) -> LevelOutput:
+        assert offsets is not None
+        return LevelOutput(self.run_on(module, tokens, layout, offsets, cache).logits)
 
 
 class NewText(NamedTuple):
@@ -198,10 +227,6 @@ class NewText(NamedTuple):
 class CapturablePasses(NamedTuple):
     """What a drafter provides for passes over several levels of a draft tree in one captured function.
 
-    `level` runs one pass: `level(module, tokens, layout, states, offsets, cache, is_text)`. The tokens `[batch, new]`
-    are nodes, and `states` those of their parents; or with `is_text` new text, and `states` its features. It returns
-    logits, states, and any other tensors.
-
     After the captured function, `store_text` receives what `level` returned for the last token of the new text of each
     row, except the logits. `store_levels` receives the states of the last level, `[batch, nodes, hidden]`, and how many
     nodes of each row have been expanded since the root of the tree.
@@ -209,7 +234,7 @@ class CapturablePasses(NamedTuple):
 
     graphs: CallGraphs
     cache: RaggedCache
-    level: Any
+    level: Level
     store_levels: Callable[[torch.Tensor | None, int], None]
     states: torch.Tensor | None = None  # [batch, nodes, hidden] of the nodes of the last pass
     visible: torch.Tensor | None = None  # [batch, slots] bool, False for padding

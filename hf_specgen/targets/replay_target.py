@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier
@@ -77,7 +77,7 @@ class ReplayTarget(Target):
             self._queue.cut(row, kept[row])
         self._set_lengths(self._queue.cached)
 
-    def finish(self) -> Any:
+    def finish(self) -> Cache:
         self._process_uncached()
         self._set_lengths(self._queue.cached)
         return super().finish()

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
@@ -200,7 +201,7 @@ class Target:
 
     def _run(
         self,
-        module: Any,
+        module: nn.Module,
         tree: PassTree,
         inputs: dict[str, torch.Tensor],
         active: Sequence[bool] | None,
@@ -225,7 +226,7 @@ class Target:
 
     def _eager_pass(
         self,
-        module: Any,
+        module: nn.Module,
         tree: PassTree,
         inputs: dict[str, torch.Tensor],
         active: Sequence[bool] | None,
@@ -328,7 +329,7 @@ class Target:
             self.keep_rows(indices)
             self._layout.rows = rows  # by their number in the call
 
-    def finish(self) -> Any:
+    def finish(self) -> Cache:
         """Return the cache of plain `generate`, which the contents move to: the caller's own object if it gave one."""
         cache = DynamicCache(config=self._config) if self._passed_cache is None else self._passed_cache
         self.cache.to_dynamic(cache)

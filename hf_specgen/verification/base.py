@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ INVALID = -1
 """Returned where no token can be sampled: the weights are NaN, as the softmax of NaN, inf or all -inf scores is."""
 INVALID_SCORES = "probability tensor contains either `inf`, `nan` or element < 0"
 """What `torch.multinomial` raises then."""
-Choices = tuple[dict[int, tuple[list[int], list[int]]], Any, Any]
+Rows = torch.Tensor | list[dict[int, torch.Tensor]]
+"""`[vocab]` values by row and slot: `[batch, slots, vocab]`, or of some slots of each row."""
+Choices = tuple[dict[int, tuple[list[int], list[int]]], Rows, Rows]
 """For each active row the accepted path and the tokens along it and after it; scores and logits by row and slot."""
 
 
@@ -376,7 +378,7 @@ def perturbed(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return scores[..., :vocab] - noise.log()
 
 
-def _along(values: Any, result: VerificationResult) -> list[list[torch.Tensor]]:
+def _along(values: Rows, result: VerificationResult) -> list[list[torch.Tensor]]:
     """The `[vocab]` values of each row's emitted tokens; copies, so that the step's own tensor can be freed."""
     return [
         [] if path is None else [values[row][slot].clone() for slot in (0, *(node + 1 for node in path))]
