@@ -7,6 +7,7 @@
     python -m benchmarks micro ngram-lookup           # single parts
     python -m benchmarks records                      # everything that is recorded, anew
     python -m benchmarks tables benchmarks/results    # recorded results as Markdown
+    python -m benchmarks formats --hub                # whether published heads load, without their weights
 
 `suite` writes `report.html`, `report.json`, `plots/` and the single measurements (`records-*.jsonl`) into `--out`.
 It exits with 1 if a token differs from plain decoding (in lower precision, if rounding does not explain it), and with
@@ -223,6 +224,31 @@ def tables(
             print(text)
         else:
             report.write(text, write)
+
+
+@app.command()
+def formats(
+    names: Annotated[
+        list[str], Argument(help="Folders or Hub ids of heads, HEAD or HEAD=TARGET, and of targets with MTP layers.")
+    ] = [],  # noqa: B006
+    hub: Annotated[
+        bool, Option("--hub", help="The published heads of assets/published_heads.json; needs a network.")
+    ] = False,
+) -> None:
+    """Whether heads load, by config.json and the names and shapes of their tensors; a line for each."""
+    with expected_errors():
+        from benchmarks import formats as heads
+
+        if not names and not hub:
+            raise ValueError("name folders or Hub ids of heads, or give --hub for the published ones")
+        chosen = {head: target or None for head, _, target in (name.partition("=") for name in names)}
+        chosen |= heads.published() if hub else {}
+        failed = False
+        for head, target in chosen.items():
+            row = heads.check(head, target)
+            print(row, flush=True)
+            failed |= row.result == "fails"
+    raise typer.Exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

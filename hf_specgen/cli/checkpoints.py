@@ -27,9 +27,9 @@ from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
 from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE, Strategy
-from hf_specgen.heads.checkpoint import open_checkpoint
+from hf_specgen.heads.checkpoint import open_checkpoint, without_numbers
 from hf_specgen.heads.head_formats import load_head
-from hf_specgen.heads.mtp import has_mtp_layers
+from hf_specgen.heads.mtp import load_mtp
 from hf_specgen.heads.source import Source, first_line, source_errors
 from hf_specgen.targets.support import check_model
 
@@ -131,8 +131,12 @@ def heads(candidates: Candidates, source: Source, target: PreTrainedModel) -> li
     """Whether the heads or the exit adapter of a strategy belong to the target."""
     if isinstance(candidates, LayerSkipCandidates):
         return [Finding("exit adapter", GOOD, f"drafts with the first {candidates.exit_layer} layers")]
-    if isinstance(candidates, MTPCandidates) and has_mtp_layers(open_checkpoint(source)):
-        return [Finding("heads", GOOD, "MTP layers in the target's own checkpoint")]
+    if isinstance(candidates, MTPCandidates):
+        try:
+            layers = load_mtp(target, source.local_name(), lambda *what: without_numbers(open_checkpoint(*what)))
+        except ValueError as error:
+            return [Finding("heads", BAD, "MTP layers that do not load", str(error))]
+        return [Finding("heads", GOOD, f"{len(layers.layers)} MTP layers, {_count(layers)} parameters")]
     head = load_head(source.path_or_id, revision=source.revision)
     findings = [Finding("heads", GOOD, f"{type(head).__name__}, {_count(head)} parameters")]
     try:

@@ -150,7 +150,8 @@ class BoundHead:
         lm_head: Any = target.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output matrix, which draft heads need")
-        if (ids := head.draft_to_target) is not None and not 0 <= int(ids.min()) <= int(ids.max()) < own.vocab_size:
+        ids = head.draft_to_target
+        if ids is not None and not ids.is_meta and not 0 <= int(ids.min()) <= int(ids.max()) < own.vocab_size:
             raise ValueError(f"draft_to_target of {type(head).__name__} has ids that are not below {own.vocab_size}")
         shares_embeddings = head.reads_embeddings and not own.own_embeddings
         comparisons = [

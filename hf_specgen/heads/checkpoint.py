@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -207,6 +208,15 @@ def open_checkpoint(source: Source, wanted: Callable[[str], bool] = lambda name:
             raise ValueError(f"{source}: the file {name[:120]} is missing; download it again")
         infos |= tensor_infos(path)
     return Checkpoint(source, config, {name: info for name, info in infos.items() if wanted(name)})
+
+
+def without_numbers(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with tensors on the meta device: whether it is a head that fits is seen by names and shapes."""
+    tensors = {
+        name: info._replace(read=partial(torch.empty, info.shape, dtype=info.dtype, device="meta"))
+        for name, info in checkpoint.tensors.items()
+    }
+    return checkpoint._replace(tensors=tensors)
 
 
 def load_adapter(module: nn.Module, source: Source, saved: Sequence[str] = ()) -> dict[str, torch.Tensor]:

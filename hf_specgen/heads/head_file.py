@@ -294,8 +294,8 @@ class HeadFile:
                 f"a draft vocabulary of {size} tokens needs an integer tensor {name} of that size, found {description}"
             )
         ids = info.read().long()
-        ids = ids + torch.arange(size) if name == "d2t" else ids
-        if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        ids = ids + torch.arange(size, device=ids.device) if name == "d2t" else ids
+        if not ids.is_meta and (int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size):
             raise ValueError(
                 f"{name} maps draft tokens to ids outside of the target's vocabulary of {config.vocab_size}"
             )

@@ -157,8 +157,12 @@ def load_head(
         head = load_head(base, token=token, cache_dir=cache_dir, dtype=dtype)
         merge_adapter(head, source)
         return head
-    checkpoint = open_checkpoint(source)
-    with named_errors(source):
+    return read_head(open_checkpoint(source), dtype)
+
+
+def read_head(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> DraftHead:
+    """The head that an opened checkpoint holds; on the meta device where its tensors are."""
+    with named_errors(checkpoint.source):
         checkpoint = dequantised(checkpoint)
         found = head_format(checkpoint)
         if found.load is None:

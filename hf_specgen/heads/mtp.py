@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections.abc import Callable
 from itertools import product
 from typing import Any, cast
 
@@ -88,12 +89,16 @@ class MTPHead(DraftHead):
         return HeadOutput(normed, normed)
 
 
-def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
+Opener = Callable[[Source, Callable[[str], bool]], Checkpoint]
+
+
+def load_mtp(target: PreTrainedModel, path_or_id: str | None = None, open_with: Opener = open_checkpoint) -> MTPHead:
     """Load the MTP layers of a target from its checkpoint: in its dtype, on the device of its last layer.
 
     Args:
         target: the model that is drafted for.
         path_or_id: its checkpoint; None takes where it was loaded from.
+        open_with: reads its config and its tensors; with those of `without_numbers` the head is on the meta device.
     """
     source = path_or_id or target.config.name_or_path
     if not source:
@@ -106,7 +111,7 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None) -> MTPHead:
     first = config.num_hidden_layers
     hidden = config.hidden_size
     vocab = config.vocab_size
-    checkpoint = open_checkpoint(Source(source), lambda name: _is_mtp_name(name, first))
+    checkpoint = open_with(Source(source), lambda name: _is_mtp_name(name, first))
     with named_errors(source):
         checkpoint = dequantised(checkpoint, decoder.norm.weight.dtype)
         layers = _parts(checkpoint, first)
@@ -235,6 +240,7 @@ def _load(decoder: Any, config: PretrainedConfig, state: dict[str, torch.Tensor]
                 state_dict=dict(state),
                 dtype=decoder.norm.weight.dtype,
                 attn_implementation="sdpa",
+                device_map={"": "meta"} if any(tensor.is_meta for tensor in state.values()) else None,
                 output_loading_info=True,
             ),
         )
