@@ -257,7 +257,7 @@ class DFlashCandidates(HeadCandidates):
 
     def _layout(self, batch: DraftBatch, head: PathHead) -> LayoutEvidence | None:
         """What earlier calls have inferred of the layout of a head's block; None if it is configured."""
-        if not head.config.measures_layout:
+        if not head.config.layout_undecided:
             return None
         key = "layout", batch.call.drafting.key
         model = batch.model if batch.carries_over else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ class HeadConfig:
     num_target_layers: int | None = None
     trained_length: int | None = None  # tokens of the longest texts that it was trained on
     mask_token_id: int | None = None  # input at the positions that are predicted in parallel
+    has_mask_embedding: bool = False  # whether that token has an embedding of the head's own
     input_embedding_scale: float = 1.0  # of the embeddings that the head reads
     output_multiplier: float = 1.0  # of the logits, before they are capped
     final_logit_softcapping: float | None = None
@@ -88,6 +89,7 @@ class DraftHead(nn.Module):
         self.lm_head = (
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_lm_head else None
         )
+        self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size)) if config.has_mask_embedding else None
         reduced = config.draft_vocab_size < config.vocab_size
         self.register_buffer("draft_to_target", torch.arange(config.draft_vocab_size) if reduced else None)
 
@@ -185,7 +187,11 @@ class BoundHead:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[batch, length]` target token ids to `[batch, length, hidden]` embeddings."""
-        return self.embedding(token_ids.to(self.embedding.weight.device)).to(self.like)
+        embeddings = self.embedding(token_ids.to(self.embedding.weight.device)).to(self.like)
+        if (mask := self.head.mask_embedding) is None:
+            return embeddings
+        is_mask = token_ids.to(self.like.device).eq(cast(int, self.head.config.mask_token_id))
+        return torch.where(is_mask[..., None], mask, embeddings)
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` of `HeadOutput.output` to `[..., draft_vocab_size]`; select the positions first."""

@@ -23,7 +23,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
-from hf_specgen.heads.checkpoint import Fields
+from hf_specgen.heads.checkpoint import MASK_EMBEDDING, Fields, named_errors, read_mask_embedding
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 
@@ -52,7 +52,7 @@ class BlockConfig(HeadConfig):
     block_size: int  # positions, the anchor included
     mask_token_id: int
     first_proposing_position: int = 1  # 0: position i predicts the token after it (`sample_from_anchor`)
-    measures_layout: bool = False  # whether that is not specified, but inferred from the first drafts
+    layout_undecided: bool = False  # whether that is not specified, and the first drafts decide
     max_draft_tokens: int | None = None  # that a block proposes; None: one for each proposing position
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class BlockConfig(HeadConfig):
     @property
     def depth(self) -> int:
         """How many tokens a block proposes."""
-        return self.max_draft_tokens or self.block_size - (1 if self.measures_layout else self.first_proposing_position)
+        return self.max_draft_tokens or self.block_size - self.first_proposing_position
 
 
 class BlockHead(DraftHead):
@@ -153,8 +153,15 @@ def block_options(file: HeadFile) -> dict[str, Any]:
     for name, proposes in ANCHOR_FLAGS.items():
         if fields.get(name) is not None:
             options.setdefault("first_proposing_position", 0 if fields.flag(name) == proposes else 1)
+    mask_token = file.mask_token()
+    path = file.checkpoint.source.file(MASK_EMBEDDING)
+    if path is not None:
+        with named_errors(path):
+            vector = read_mask_embedding(path, options["hidden_size"], mask_token)
+            file.add({"mask_embedding": vector.to(file.tensors["fc.weight"].dtype)})
     return options | {
-        "mask_token_id": file.mask_token(),
+        "mask_token_id": mask_token,
+        "has_mask_embedding": path is not None,
         "block_size": fields.integer("block_size", 2),
         "attention": _attention(file),
         "num_target_layers": target_layers,

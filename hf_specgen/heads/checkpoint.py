@@ -27,6 +27,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = "pytorch_model.bin"
+MASK_EMBEDDING = "mask_embedding.pt"
+"""Beside the weights of some block heads: a learnt vector for the mask token."""
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Files that only Medusa heads have; some come without a config."""
 ADAPTER_CONFIG = "adapter_config.json"
@@ -161,15 +163,42 @@ def named_errors(source: object) -> Iterator[None]:
         raise ValueError(f"{source}: {error}") from None
 
 
-def _unpickled(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors in a pickled file, by name, as views of the memory-mapped file if it is a zip archive."""
+def read_mask_embedding(path: Path, hidden_size: int, token: int) -> torch.Tensor:
+    """`[hidden_size]` the vector in a file, which stands for the mask token; alone, or in a dictionary with its id."""
     size = path.stat().st_size
+    if size > 2**20 + 8 * hidden_size:
+        raise ValueError(f"it has {size:,} bytes, more than a vector of {hidden_size} numbers; download it again")
+    try:
+        content = _loaded(path)
+    except Exception as error:  # unpickling a damaged file may raise anything
+        raise ValueError(f"it cannot be read as a vector ({first_line(error)}); download it again") from None
+    described = content if isinstance(content, dict) else {"embedding": content}
+    if described.keys() - {"mask_token_id", "embedding"} or described.get("mask_token_id", token) != token:
+        raise ValueError(
+            f"it has to hold the embedding of mask_token_id {token} alone, but has {str(list(described.items()))[:80]}"
+        )
+    vector = described.get("embedding")
+    if not isinstance(vector, torch.Tensor) or vector.shape not in ((hidden_size,), (1, hidden_size)):
+        raise ValueError(f"the embedding must be a vector of {hidden_size} numbers, got {str(vector)[:60]}")
+    if not vector.is_floating_point() or vector.layout != torch.strided or vector.is_meta:
+        raise ValueError(f"the embedding must have floating-point numbers, got {vector.dtype}")
+    return vector.reshape(hidden_size)
+
+
+def _loaded(path: Path) -> Any:
+    """What a pickled file holds; tensors are views of the memory-mapped file if it is a zip archive."""
     zipped = zipfile.is_zipfile(path)
     if zipped:
         with zipfile.ZipFile(path) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > size:
+            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
                 raise ValueError("it unpacks to more than its own size")
-    tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+
+
+def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors in a pickled file, by name, as views of the memory-mapped file if it is a zip archive."""
+    size = path.stat().st_size
+    tensors = _loaded(path)
     if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ValueError("not a dictionary of tensors")
     for name, tensor in tensors.items():

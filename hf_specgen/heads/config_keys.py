@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from hf_specgen.heads.checkpoint import Fields
+
 
 def _names(names: str) -> frozenset[str]:
     return frozenset(names.split())
@@ -116,8 +118,19 @@ NEUTRAL = re.compile(
 OPTION = re.compile(r"(use|enable|has|add|with|return|output|do|include)_.*|is_.*encoder.*|cross_attention_.*")
 """Names of options that are off where they are false."""
 ROTARY_OBJECTS = frozenset(("rope_parameters", "rope_scaling", "sliding_attention", "full_attention"))
-HEAD_OBJECTS = frozenset(("dflash_config", "dspark_config", "eagle_config"))
+HEAD_OBJECTS = ("eagle_config", "dflash_config", "dspark_config")  # later ones count more
+PREFIXED = ("dspark_block_size", "dspark_markov_rank", "dspark_markov_head_type")
 LAYER_OBJECTS = frozenset(("transformer_layer_config", "text_config"))
+
+
+def merged_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the fields of its objects for heads at its top; MiniMax-M3 has some with a prefix there."""
+    merged = dict(config)
+    for name in HEAD_OBJECTS:
+        inside = Fields(config).nested(name).values
+        merged |= {key: value for key, value in inside.items() if value is not None}
+    prefixed = {key.removeprefix("dspark_"): value for key, value in config.items() if key in PREFIXED}
+    return merged | prefixed
 
 
 def check_keys(config: Mapping[str, Any], head: Set[str], further: Set[str] = frozenset()) -> None:

@@ -125,5 +125,4 @@ def load_dflash2(file: HeadFile) -> DFlash2Head:
     sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     options = block_options(file)
     options |= {name: fields.integer(name) for name in sizes if fields.get(name) is not None}
-    options |= {name: fields.number(name) for name in FACTORS if fields.get(name) is not None}
     return file.build(DFlash2Head, DFlash2Config(**options))

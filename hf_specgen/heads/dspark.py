@@ -138,8 +138,10 @@ def _layout(file: HeadFile, block_size: int) -> dict[str, object]:
     In the wrong layout a good head is accepted as rarely as a random one, without any error.
     """
     if file.is_nested:  # before the field existed, speculators trained the other layout than its class now has
-        return {"first_proposing_position": int(file.speculative_tokens() != block_size), "measures_layout": True}
-    return {"first_proposing_position": 0, "measures_layout": "dflash_config" in file.checkpoint.config}
+        return {"first_proposing_position": int(file.speculative_tokens() != block_size), "layout_undecided": True}
+    is_lfm2 = "lfm2" in str(file.fields.get("architectures")).lower()
+    undecided = "dflash_config" in file.checkpoint.config and not is_lfm2
+    return {"first_proposing_position": 0, "layout_undecided": undecided}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,7 +170,7 @@ def load_eagle3(file: HeadFile) -> Eagle3Head:
     feeds_back = file.is_nested or file.has("layers.0.self_attn.kv_b_proj.weight")
     if not feeds_back and fields.get("norm_output") is False:
         raise ValueError("a head without a norm before its output matrix (norm_output: false) is not supported")
-    projects = fields.nested("eagle_config").get("use_aux_hidden_state") is not False
+    projects = fields.get("use_aux_hidden_state") is not False
     config = EagleConfig(
         **file.common(projects),
         num_layers=file.num_layers,

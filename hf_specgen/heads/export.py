@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
-from hf_specgen.heads.checkpoint import write_checkpoint
+from hf_specgen.heads.checkpoint import MASK_EMBEDDING, write_checkpoint
 from hf_specgen.heads.dflash2 import FACTORS, DFlash2Head
 from hf_specgen.heads.dspark import DominoHead, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig, eagle_layers
@@ -78,6 +78,7 @@ def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedMod
     first = "midlayer." if is_flat_eagle3 else "layers.0."
     tensors = {name.replace("layers.0.", first): tensor for name, tensor in head.state_dict().items()}
     ids = tensors.pop("draft_to_target", None)
+    mask = tensors.pop("mask_embedding", None)
     if ids is None and is_flat_eagle3 and to == "sglang":  # SpecForge reads a mapping even if it is the identity
         ids = torch.arange(head.config.vocab_size)
     if ids is not None:
@@ -86,7 +87,11 @@ def _written(head: DraftHead, folder: str | Path, to: str, target: PreTrainedMod
     config["dtype"] = str(next(head.parameters()).dtype).removeprefix("torch.")
     if head.config.trained_length:
         config["trained_length"] = head.config.trained_length
-    return write_checkpoint(folder, config, "model.safetensors", tensors)
+    paths = write_checkpoint(folder, config, "model.safetensors", tensors)
+    if mask is not None:
+        paths.append(Path(folder) / MASK_EMBEDDING)
+        torch.save({"mask_token_id": head.config.mask_token_id, "embedding": mask}, paths[-1])
+    return paths
 
 
 def _refuse(unsupported: Mapping[str, bool], what: str) -> None:
@@ -110,7 +115,10 @@ def _layers(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
         "vocab_size": head.config.vocab_size,
     }
     if not isinstance(head, BlockHead):
-        return result
+        scaled = head.config.input_embedding_scale != 1.0 or head.config.final_logit_softcapping is not None
+        _refuse({"attention sinks": layer.attention_sinks, "scaled embeddings or capped logits": scaled}, "its layout")
+        factor = head.config.output_multiplier
+        return result if factor == 1.0 else result | {"logit_scale": factor}
     attention = head.config.attention
     windows = {kind.window for kind in attention if kind.window is not None}
     if len(windows) > 1:
@@ -125,7 +133,7 @@ def _flat(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
     layers = _layers(head)
     rope = dict(layers.pop("rope_parameters"))
     theta = {"rope_theta": rope.pop("rope_theta")}
-    return layers | theta | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
+    return layers | theta | {"rope_scaling": None if rope == {"rope_type": "default"} else rope}
 
 
 def _layer_ids(head: DraftHead, offset: int = 0) -> list[int] | None:
@@ -180,6 +188,7 @@ def _fits_speculators(head: BlockHead) -> bool:
     sliding = set(head.config.attention) - {BlockAttention()}
     from_anchor = all(kind.window is not None and kind.window_from_anchor for kind in sliding)
     is_known = not isinstance(head, DominoHead) and not _correction(head.config).keys() & FACTORS
+    is_known = is_known and not head.config.layer.attention_sinks and not head.config.has_mask_embedding
     return is_known and from_anchor and len({kind.causal for kind in sliding}) < 2
 
 
@@ -210,6 +219,8 @@ def _zlab(head: BlockHead) -> Config:
     _refuse(unsupported, "z-lab's layout")
     ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": _layer_ids(head, offset=1)}
     dflash: Config = ids | _correction(config)
+    if config.layer.attention_sinks:
+        dflash["attention_sink_bias"] = True
     if corrects:
         dflash |= {"projector_type": name.lower(), "shift_label": from_anchor}
     if causal == {True}:

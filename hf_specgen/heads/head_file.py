@@ -16,7 +16,8 @@ from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, Pretra
 
 from hf_specgen.heads.base import DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo
-from hf_specgen.heads.config_keys import HEAD, check_keys
+from hf_specgen.heads.config_keys import HEAD, check_keys, merged_fields
+from hf_specgen.heads.layer_options import FoldedOptions, pairs_are_neighbours, rotary_parameters
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.source import first_line
 
@@ -35,6 +36,8 @@ LAYER_FIELDS = {
     "aux_hidden_state_layer_ids": 0,  # speculators (dflash)
     "dflash_config.target_layer_ids": 1,  # z-lab DFlash, JetSpec
     "target_layer_ids": 1,  # DeepSpec
+    "dspark_config.target_layer_ids": 1,
+    "dspark_target_layer_ids": 1,  # MiniMax-M3
 }
 """Fields of config.json that name layers of the target, and what to add to their numbers.
 
@@ -43,11 +46,14 @@ state after the final norm. A wrong index never changes the generated text, but 
 """
 IGNORED = re.compile(r"^(verifier_(norm|lm_head)\.weight|.*\.inv_freq)$")
 """Tensors that are derived from others, or belong to the target."""
+SINKS = "self_attn.attention_sink_bias"
 TOKEN_MAPS = {"d2t", "t2d", "token_map"}
 """Tensors that describe the draft vocabulary."""
 RENAMED = (
     (re.compile(r"^midlayer\."), "layers.0."),  # EAGLE-3
     (re.compile(r"^logit_head\."), ""),  # early block heads of SpecForge
+    (re.compile(r"^encoder\.fc\."), "fc."),  # block heads in the native layout of SGLang
+    (re.compile(r"^encoder\.output_norm_enc\."), "hidden_norm."),
     (re.compile(r"^((?:markov_w1|markov_w2|gate_proj|joint_proj)\.)"), r"markov_head.\1"),  # ModelOpt
     (re.compile(r"^confidence_proj\."), "confidence_head.proj."),  # ModelOpt
     (re.compile(r"codebook\.weight$"), "codebook"),  # DFlash2
@@ -69,7 +75,7 @@ class HeadFile:
         keys: which the loader of its format reads in the config beside those of the layers.
 
     Attributes:
-        fields: the config, with the fields in its `dflash_config`.
+        fields: the config, with the fields in its `dflash_config` and the like.
         tensors: by their names in our modules; loaders rename them, and add others.
         kind: its type in the format of speculators; None in every other one.
         is_nested: whether it describes the layers in a config of their own, as speculators does.
@@ -79,8 +85,8 @@ class HeadFile:
         self.checkpoint = checkpoint
         self._keys = keys
         self._dtype = dtype
-        of_block = Fields(checkpoint.config).nested("dflash_config").values
-        self.fields = Fields(checkpoint.config | {name: value for name, value in of_block.items() if value is not None})
+        self.fields = Fields(merged_fields(checkpoint.config))
+        self._folded: FoldedOptions | None = None
         self.kind = speculators_type(checkpoint)
         self.is_nested = "transformer_layer_config" in checkpoint.config
         self.tensors = {_our_name(name): info for name, info in checkpoint.tensors.items() if not IGNORED.match(name)}
@@ -152,8 +158,26 @@ class HeadFile:
             qk_norm=fields.values.get("model_type") == "qwen3" or has("self_attn.q_norm.weight"),
             is_gemma=is_gemma,
             values_are_keys=is_gemma and fields.flag("attention_k_eq_v"),
-            rope_parameters=_rope(configured),
+            **self._layer_options(head_dim, heads),
         )
+
+    def _layer_options(self, head_dim: int, heads: int, is_latent: bool = False) -> dict[str, Any]:
+        """The fields of `LayerConfig` that change no shape; others are folded into the weights."""
+        configured = Fields(self.of_layers.values)
+        settings = Fields({**configured.values, **self.fields.values}, {"attention_value_scale": 1.0})
+        rope = rotary_parameters(configured, self.fields, head_dim)
+        self._folded = FoldedOptions(
+            head_dim=head_dim,
+            rotated=rope.get("rope_dim", head_dim),
+            pairs_are_neighbours=pairs_are_neighbours(settings) and not is_latent,
+            norms_add_one=settings.flag("use_gemma_norm"),
+            value_scale=settings.number("attention_value_scale"),
+        )
+        has_sinks = settings.flag("attention_sink_bias") or any(name.endswith(SINKS) for name in self.tensors)
+        if has_sinks:  # layers without them have ones that change nothing
+            names = {f"layers.{index}.{SINKS}" for index in range(self.num_layers)} - self.tensors.keys()
+            self.add({name: torch.full((heads,), -torch.inf) for name in names})
+        return {"rope_parameters": rope, "attention_sinks": has_sinks}
 
     def _latent_layer(self) -> LayerConfig:
         """The configuration of layers with multi-head latent attention; the tensors say how wide each part is."""
@@ -189,7 +213,7 @@ class HeadFile:
             mlp_bias=self.has("layers.0.mlp.gate_proj.bias"),
             rope_interleave=interleaves is None or fields.flag("rope_interleave"),
             output_gate=Fields(fields.values).flag("mla_use_output_gate"),
-            rope_parameters=_rope(Fields(fields.values)),
+            **self._layer_options(head_dim, heads, is_latent=True),
         )
 
     def common(self, projects: bool = True) -> dict[str, Any]:
@@ -206,7 +230,9 @@ class HeadFile:
         if draft_vocab is None:
             draft_vocab = (*self.tensors["d2t"].shape, vocab)[0] if self.has("d2t") else vocab
         scales = layer.is_gemma and self.has("embed_tokens.weight")
-        caps = layer.is_gemma and self.of_layers.get("final_logit_softcapping") is not None
+        own = Fields(fields.values, {"output_multiplier": 1.0, "logit_scale": 1.0, "input_embedding_scale": 1.0})
+        capped = self.of_layers if layer.is_gemma else fields
+        caps = capped.get("final_logit_softcapping") is not None
         return {
             "layer": layer,
             "hidden_size": hidden,
@@ -220,8 +246,9 @@ class HeadFile:
             "speculative_tokens": self.speculative_tokens(),
             "trained_length": fields.optional_integer("trained_length", 1),
             "base_model": fields.nested("speculators_config").nested("verifier").text("name_or_path") or None,
-            "input_embedding_scale": hidden**0.5 if scales else 1.0,
-            "final_logit_softcapping": self.of_layers.number("final_logit_softcapping") if caps else None,
+            "input_embedding_scale": hidden**0.5 if scales else own.number("input_embedding_scale"),
+            "output_multiplier": own.number("output_multiplier") * own.number("logit_scale"),
+            "final_logit_softcapping": capped.number("final_logit_softcapping") if caps else None,
         }
 
     def speculative_tokens(self) -> int | None:
@@ -261,6 +288,7 @@ class HeadFile:
             shape = (*tensor.shape[:1], *info.shape[1:]) if is_whole else info.shape
             check_tensor(info.name, shape, info.dtype, tensor)
             found = info.read()[ids] if is_whole else info.read()
+            found = found if self._folded is None else self._folded.fold(name, found)
             state[name] = found.to(dtype if tensor.is_floating_point() else tensor.dtype).reshape(tensor.shape)
         head.load_state_dict(state, assign=True)
         return head.eval().requires_grad_(False)
@@ -320,19 +348,6 @@ def _gemma_fields(fields: Fields) -> Fields:
     return Fields(values, fields.defaults)
 
 
-def _rope(config: Fields) -> dict[str, Any]:
-    """Rotary parameters of a config of Transformers 4 or 5, in the form of 5; by default base 10,000, as EAGLE has."""
-    rope = {**config.nested("rope_scaling").values, **config.nested("rope_parameters").values}
-    rope_type = rope.pop("type", None)
-    rope_type = rope.get("rope_type") or rope_type or "default"
-    # The axes of "mrope" agree wherever there is only text.
-    rope["rope_type"] = "default" if rope_type == "mrope" else rope_type
-    rope["rope_theta"] = Fields({**config.values, **rope}, {"rope_theta": 10000.0}).number("rope_theta")
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0 and rope_type != "proportional":
-        raise ValueError(f"partial_rotary_factor {part!r:.40} with rope_type {rope_type!r:.60} is unknown")
-    return {name: value for name, value in rope.items() if value is not None}
-
-
 def count_layers(fields: Fields, names: Iterable[str]) -> int:
     """The number of layers among the tensors, which the config has to confirm."""
     numbers = {int(match[1]) for name in names if (match := LAYER_NAME.match(name))}
@@ -361,7 +376,7 @@ def configured_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
         ids: Any = config
         for key in name.split("."):
             ids = ids.get(key) if isinstance(ids, Mapping) else None
-        if ids is None:
+        if ids is None or (ids == [] and name.startswith("eagle_config.")):  # as ModelOpt writes the default
             continue
         # Where ids count outputs of layers, -1 is the embedding.
         if not isinstance(ids, list) or not ids or not all(type(entry) is int and entry >= -offset for entry in ids):

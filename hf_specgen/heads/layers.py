@@ -5,12 +5,13 @@ These are the layers of Llama, Qwen3, Gemma 4 and DeepSeek, with the options tha
 
 from __future__ import annotations
 
+import copy
 from math import log
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
@@ -18,13 +19,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 from hf_specgen.heads.source import first_line
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of the positions of one pass, each `[batch, length, head_dim]`."""
+"""Cosines and sines of the positions of one pass, each `[batch, length, rotated channels]`."""
 
 
 def rotated(states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """`[batch, heads, length, head_dim]` queries or keys, rotated by their positions."""
+    """`[batch, heads, length, head_dim]` queries or keys, whose first channels are rotated by their positions."""
     cos, sin = (part[:, None] for part in rotary)
-    return states * cos + rotate_half(states) * sin
+    rest = states[..., cos.shape[-1] :]
+    if rest.shape[-1] == 0:
+        return states * cos + rotate_half(states) * sin
+    states = states[..., : cos.shape[-1]]
+    return torch.cat((states * cos + rotate_half(states) * sin, rest), dim=-1)
 
 
 class LayerConfig(LlamaConfig):
@@ -35,6 +40,7 @@ class LayerConfig(LlamaConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # of each attention head, as in Qwen3
+    attention_sinks: bool = False  # a learnt score of every attention head beside those of the keys
     is_gemma: bool = False  # norms of values and after each sublayer, attention scores that are not scaled (Gemma 4)
     values_are_keys: bool = False  # values are the projected keys before their norm (Gemma 4)
     kv_lora_rank: int = 0  # width of the latent from which keys and values are computed (DeepSeek); 0: there is none
@@ -61,11 +67,22 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
     def __init__(self, config: LayerConfig) -> None:
         try:
             with torch.device("cpu"):  # computed, not loaded, so also where the head is built on "meta"
-                super().__init__(config)
+                super().__init__(_of_rotated_channels(config))
         except Exception as error:  # whatever Transformers raises for numbers that it cannot work with
             raise ValueError(
                 f"the rotary parameters {config.rope_parameters} cannot be used ({first_line(error)})"
             ) from None
+
+
+def _of_rotated_channels(config: LayerConfig) -> LayerConfig:
+    """The config of heads that have only the channels that are rotated."""
+    rope: dict[str, Any] = dict(config.rope_parameters or {})
+    if (width := rope.pop("rope_dim", None)) is None:
+        return config
+    narrow = copy.copy(config)
+    narrow.head_dim = width
+    narrow.rope_parameters = rope
+    return narrow
 
 
 class Attention(nn.Module):
@@ -88,6 +105,9 @@ class Attention(nn.Module):
         self.k_norm = norm()
         self.v_norm: nn.Module = nn.Identity()
         self.scale = 1.0 if config.is_gemma else None
+        self.attention_sink_bias = (
+            nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
+        )
         if config.is_gemma:
             self.v_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, elementwise_affine=False)
 
@@ -101,11 +121,14 @@ class Attention(nn.Module):
         self, states: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
         """Attend from every state to the cached and the new ones where the mask is True, `[batch, length, hidden]`."""
+        queries = self._queries(states, rotary)
         keys, values = self.keys_values(states, rotary)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_index)
+        if self.attention_sink_bias is not None:
+            keys, values, attention_mask = self._with_sinks(queries, keys, values, attention_mask)
         options: dict[str, Any] = {"enable_gqa": self.groups > 1, "scale": self.scale}
-        attended = scaled_dot_product_attention(self._queries(states, rotary), keys, values, attention_mask, **options)
+        attended = scaled_dot_product_attention(queries, keys, values, attention_mask, **options)
         return self.o_proj(self._gated(attended.transpose(1, 2).flatten(2), states))
 
     def _queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
@@ -115,6 +138,17 @@ class Attention(nn.Module):
     def _gated(self, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """What was attended to, `[batch, length, heads * head_dim]`, as the output projection reads it."""
         return attended
+
+    def _with_sinks(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One more key and value of zeros, whose score is the sink, and the additive mask with it."""
+        length = keys.shape[2]
+        scores = queries.new_zeros(*queries.shape[:3], length + 1)
+        if mask is not None:
+            scores[..., :length].masked_fill_(~mask, -torch.inf)
+        scores[..., length] = cast(torch.Tensor, self.attention_sink_bias)[:, None]
+        return pad(keys, (0, 0, 0, 1)), pad(values, (0, 0, 0, 1)), scores
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
@@ -135,6 +169,7 @@ class LatentAttention(Attention):
         nn.Module.__init__(self)
         self.layer_index = layer_index
         self.groups = 1
+        self.attention_sink_bias = None
         self._config = config
         heads = config.num_attention_heads
         width = input_size or config.hidden_size

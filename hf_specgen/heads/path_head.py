@@ -167,6 +167,8 @@ class PathDrafter(BlockDrafter):
             lead = self.layout.lead
             self.proposes_from = int(lead > 0) if lead else self.config.first_proposing_position
         self._hidden = block[:, self.proposes_from :]
+        if self.proposes_from > self.config.first_proposing_position:  # the block is one token shorter than configured
+            self._hidden = torch.cat((self._hidden, block[:, -1:]), dim=1)
         return block
 
     def _step(self, tokens: torch.Tensor, depth: int, states: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ CLASSES: dict[str, Any] = {
     "assistant": GemmaAssistantCandidates,
 }
 BLOCK_SIZE = 5
-OF_RNN: dict[str, Any] = {"markov_rank": 4, "markov_head_type": "rnn", "measures_layout": True}
+OF_RNN: dict[str, Any] = {"markov_rank": 4, "markov_head_type": "rnn", "layout_undecided": True}
 OF_DFLASH2: dict[str, Any] = {"conv_group_size": 4, "selector_rank": 4, "selector_top_k": 9, "own_lm_head": True}
 OF_DOMINO: dict[str, Any] = {"emb_dim": 4, "gru_hidden_dim": 6, "max_draft_tokens": BLOCK_SIZE - 1}
 OF_LILICORR: dict[str, Any] = {"candidate_topk": 4, "lattice_size": 8, "num_layers": 1, "num_heads": 2, "factor_dim": 4}

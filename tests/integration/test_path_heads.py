@@ -154,7 +154,7 @@ def test_dspark_in_the_layouts_of_other_programs(
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     head: Any = load_head(tmp_path)
-    assert (head.config.first_proposing_position, head.config.measures_layout) == layout
+    assert (head.config.first_proposing_position, head.config.layout_undecided) == layout
     original = load_head(folder).state_dict()
     assert all(torch.equal(tensor, original[key]) for key, tensor in head.state_dict().items())
 
@@ -338,7 +338,7 @@ def test_layout_that_the_file_leaves_open_is_measured(first: int) -> None:
     """The head proposes what follows only in one layout; whichever it is, the session finds it, and stays with it."""
     fixture = FIXTURES["speculators_dspark_vanilla"]
     head: Any = copy.deepcopy(load_head(fixture.head_folder))
-    head.config = dataclasses.replace(head.config, first_proposing_position=1 - first, measures_layout=True)
+    head.config = dataclasses.replace(head.config, first_proposing_position=1 - first, layout_undecided=True)
     text = fixture.target.generate(**prompts(1), max_new_tokens=24, do_sample=False)
     sessions: list[Any] = []
 
