@@ -21,7 +21,7 @@ _MODULES = {
     "attachment": "attach attached detach statistics",
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
     "EagleCandidates GemmaAssistantCandidates LayerSkipCandidates MTPCandidates MedusaCandidates NgramCandidates "
-    "NgramHistory PEagleCandidates RecyclingCandidates",
+    "NgramHistory PEagleCandidates RecyclingCandidates UnoCandidates",
     "call": "Call",
     "candidates.draft_batch": "DraftBatch",
     "call_statistics": "CallTotals Statistics StepRecord",

@@ -25,6 +25,7 @@ from hf_specgen.candidates import NgramCandidates as NgramCandidates
 from hf_specgen.candidates import NgramHistory as NgramHistory
 from hf_specgen.candidates import PEagleCandidates as PEagleCandidates
 from hf_specgen.candidates import RecyclingCandidates as RecyclingCandidates
+from hf_specgen.candidates import UnoCandidates as UnoCandidates
 from hf_specgen.candidates.draft_batch import DraftBatch as DraftBatch
 from hf_specgen.depth import AdaptiveDepth as AdaptiveDepth
 from hf_specgen.depth import FixedDepth as FixedDepth

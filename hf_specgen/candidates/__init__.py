@@ -16,3 +16,4 @@ from hf_specgen.candidates.ngram import NgramCandidates as NgramCandidates
 from hf_specgen.candidates.ngram_history import NgramHistory as NgramHistory
 from hf_specgen.candidates.recycling import RecyclingCandidates as RecyclingCandidates
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates as TransformersCandidates
+from hf_specgen.candidates.uno import UnoCandidates as UnoCandidates

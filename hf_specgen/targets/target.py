@@ -141,6 +141,17 @@ class Target:
         self.cache.erase_rejected()
         return self.forward(DraftTree.empty(len(pending)), pending, active)
 
+    def forward_and_forget(
+        self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None
+    ) -> torch.Tensor:
+        """As `forward`, but nothing is kept: for passes that draft. They are not captured."""
+        starts = self.cache.lengths
+        present, inputs = self._layout.select(tree, {"input_ids": tree.step_tokens(pending, self.device)})
+        with without_cudnn_attention(self.device):
+            logits = self._eager_pass(self.model, present, inputs, active, 0).logits
+        self.cache.set_lengths(starts)
+        return self._results(logits, tree.batch, 1 + tree.nodes)
+
     def _undo_pass(self) -> None:
         """Return to where the last pass began."""
         self.cache.set_lengths(self._starts)

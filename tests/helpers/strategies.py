@@ -21,10 +21,12 @@ from hf_specgen import (
     PEagleCandidates,
     Policy,
     RecyclingCandidates,
+    UnoCandidates,
 )
 from hf_specgen.heads import MedusaHeads
 from tests.helpers.encoder_decoder import encoder_decoder, encoder_inputs
 from tests.helpers.head_fixtures import FIXTURES, Fixture, steered
+from tests.helpers.lora import shared_lora
 from tests.helpers.medusa import fitted_heads
 from tests.helpers.models import prompts, shared_draft, tiny_model
 from tests.helpers.oracle import Oracle
@@ -126,6 +128,8 @@ PARTLY_RIGHT: dict[str, Strategy] = {
     ),
     "layer skip, tree": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, tree=8, **settings)),
     "layer skip": _on_llama(lambda k=4, **settings: LayerSkipCandidates(2, k, **settings)),
+    "Uno": _on_llama(lambda k=4, **settings: UnoCandidates(shared_lora(llama), k, **settings)),
+    "Uno, tree": _on_llama(lambda k=4, **settings: UnoCandidates(shared_lora(llama), k, tree=8, **settings)),
     "Medusa, auto": _medusa("auto"),
     "Medusa, tree": _medusa(6),
     "Hydra": _medusa(12, reads_path=True),

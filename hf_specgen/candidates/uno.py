@@ -1,0 +1,159 @@
+"""Uno: the target drafts by itself, in one pass over noise tokens to which a LoRA adapter of it is applied.
+
+    token        x(n)         noise           noise           noise       the last token, then random ones
+    weights      target       with LoRA       with LoRA       with LoRA
+    predicts     x(n+1)       x(n+2)          x(n+3)          x(n+4)
+
+Attention is causal, so the first prediction is the target's own, whatever the noise; the others are independent of each
+other. The cache entries of the pass are dropped, and the verification computes those of the draft anew.
+
+Source: Uno (2026), as implemented by SGLang (https://github.com/sgl-project/sglang/pull/37667).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree, vocabulary_size
+from hf_specgen.candidates.draft_batch import DraftBatch
+from hf_specgen.candidates.draft_heads import BoundModules
+from hf_specgen.candidates.drafter_session import DrafterSession
+from hf_specgen.depth import Policy
+from hf_specgen.drafter import DepthLogits, Drafter
+from hf_specgen.heads.checkpoint import load_adapter
+from hf_specgen.heads.source import Source
+from hf_specgen.targets.model_parts import keeps_state
+from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
+from hf_specgen.tree import DraftTree
+
+Matrices = Mapping[nn.Module, tuple[torch.Tensor, torch.Tensor]]
+"""Of linear layers of the target the matrices A `[rank, in]` and B `[out, rank]` of the adapter, B scaled."""
+
+
+class UnoCandidates(PretrainedCandidates):
+    """Drafts with the target and a LoRA adapter that was trained to predict a block of tokens from noise (Uno).
+
+    Args:
+        adapter: folder or Hub id of the adapter, in PEFT's format.
+        k, tree, policy: as for `Candidates`.
+
+    Raises:
+        ValueError: if a number is out of range; at the first call, if the adapter does not fit the target, or the
+            target has recurrent states.
+
+    Example:
+        >>> UnoCandidates("org/uno-adapter", k=8)
+        UnoCandidates('org/uno-adapter', k=8)
+    """
+
+    latency_kind = "uno"
+
+    def __init__(self, adapter: str | Path, k: Depth = "auto", *, tree: Tree = None, policy: Policy | None = None):
+        super().__init__(k, policy, tree=tree, max_k=8)
+        if not isinstance(adapter, str | Path):
+            raise TypeError(f"UnoCandidates takes a folder or a Hub id of an adapter, got {adapter!r:.80}")
+        self.drafter = str(adapter)
+        self._matrices: BoundModules[Matrices] = BoundModules()
+
+    def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
+        check_decoder_only(model, "UnoCandidates")
+        if keeps_state(model.config.get_text_config()):
+            raise ValueError(
+                f"{type(model).__name__} has layers with convolutions or recurrent states, which would read the noise "
+                "of UnoCandidates before the draft; use another candidate generator"
+            )
+        self._matrices_on(model)
+        return TargetRequirements(reads_cache=True)
+
+    def start(self, batch: DraftBatch) -> DraftSession:
+        return DrafterSession(batch, UnoDrafter(batch, self._matrices_on(batch.model)), self.k, self.tree)
+
+    def _matrices_on(self, model: PreTrainedModel) -> Matrices:
+        """The adapter for this target."""
+        return self._matrices.on(model, lambda: _load(model, self.drafter))
+
+
+def _load(model: PreTrainedModel, adapter: str) -> Matrices:
+    """The matrices of an adapter, each in the dtype of the target and where its layer is."""
+    tensors = load_adapter(model, Source(adapter))
+    matrices = {}
+    for name in tensors:
+        if name.endswith(".lora_A.weight"):
+            layer: Any = model.get_submodule(name.removesuffix(".lora_A.weight"))
+            pair = tensors[name], tensors[name.replace(".lora_A.", ".lora_B.")]
+            down, up = (matrix.to(device=layer.weight.device, dtype=model.dtype) for matrix in pair)
+            matrices[layer] = down, up
+    return matrices
+
+
+class UnoText(NamedTuple):
+    """The rows of one draft: how deep each drafts at most, and the tokens of the pass over all rows."""
+
+    depths: Sequence[int]
+    passes: Sequence[int]
+
+
+class UnoDrafter(Drafter[UnoText]):
+    """Drafts with the target of a call and an adapter.
+
+    The noise is drawn from a generator of its own: the tokens that are sampled do not depend on it.
+    """
+
+    is_one_pass = True
+
+    def __init__(self, batch: DraftBatch, matrices: Matrices):
+        super().__init__()
+        self._batch = batch
+        self._matrices = matrices
+        self._noise = torch.Generator().manual_seed(0)
+
+    def take(self, max_depths: Sequence[int]) -> UnoText | None:
+        """The depths of a draft; None if no row drafts."""
+        if not any(max_depths):
+            return None
+        return UnoText(max_depths, [sum(self._batch.active_rows()) * max(max_depths)])
+
+    def read_depths(self, text: UnoText, depth: int) -> DepthLogits:
+        """One pass of the target over each row's last token and `depth - 1` tokens of noise."""
+        batch = self._batch
+        pending = batch.state.pending()
+        size = len(pending), depth - 1
+        noise = torch.randint(vocabulary_size(batch.model), size, generator=self._noise).tolist()
+        target: Any = batch.target
+        with adapted(self._matrices, depth):
+            logits = target.forward_and_forget(DraftTree.chains(noise), pending, batch.active_rows())
+        return DepthLogits(logits.float()[:, :, None])
+
+
+@contextmanager
+def adapted(matrices: Matrices, length: int) -> Iterator[None]:
+    """Inside, passes of this thread over `length` tokens of each row add the adapter to all tokens but the first."""
+    thread = threading.get_ident()
+
+    def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+        if threading.get_ident() != thread:
+            return None
+        states = inputs[0]
+        if states.dim() != 3 or states.shape[1] != length:
+            raise ValueError(
+                f"the adapter changes a {type(layer).__name__} that reads {tuple(states.shape)} instead of {length} "
+                "tokens of each row, such as one of experts; use another candidate generator than UnoCandidates"
+            )
+        down, up = matrices[layer]
+        return torch.cat((output[:, :1], output[:, 1:] + linear(linear(states[:, 1:], down), up)), dim=1)
+
+    hooks = [layer.register_forward_hook(hook) for layer in matrices]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
