@@ -79,7 +79,7 @@ class UnoCandidates(PretrainedCandidates):
 
     def _matrices_on(self, model: PreTrainedModel) -> Matrices:
         """The adapter for this target."""
-        return self._matrices.on(model, lambda: _load(model, self.drafter))
+        return self._matrices.on(model, lambda: _load(model, str(self.drafter)))
 
 
 def _load(model: PreTrainedModel, adapter: str) -> Matrices:
