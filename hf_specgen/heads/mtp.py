@@ -54,6 +54,8 @@ NAMED_LAYER = re.compile(r"^(?:mtp_|(?:.+\.)?mtp\.)(?:layers\.(?P<layer>\d{1,6})
 """Tensors of layers after those of the target, and of layers that are named MTP; without a number for all of them."""
 EXPERT = re.compile(r"^(.+\.experts)\.\d{1,6}\.(gate|up|down)_proj\.weight$")
 """Matrices of one expert."""
+UNREAD = ("mtp_hidden_states_first", "chain_hidden_post_norm", "mtp_use_dedicated_embeddings")
+"""Keys of a target's config that change what its MTP layers compute, and are refused unless they are false."""
 TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
 
@@ -113,6 +115,7 @@ def load_mtp(target: PreTrainedModel, path_or_id: str | None = None, open_with: 
     vocab = config.vocab_size
     checkpoint = open_with(Source(source), lambda name: _is_mtp_name(name, first))
     with named_errors(source):
+        _check_options(config, checkpoint)
         checkpoint = dequantised(checkpoint, decoder.norm.weight.dtype)
         layers = _parts(checkpoint, first)
         blocks = _blocks(decoder, checkpoint, layers)
@@ -133,6 +136,15 @@ def _check_class(decoder: Any) -> None:
             f"MTP layers of {type(decoder).__name__} are not supported: its layers have no rotation in common, or "
             "other names; use another strategy, such as NgramCandidates()"
         )
+
+
+def _check_options(config: PretrainedConfig, checkpoint: Checkpoint) -> None:
+    """Raise if the config in the checkpoint, or else the target's, has an option of MTP layers that is not read."""
+    fields = Fields(checkpoint.config)
+    values = {**fields.values, **fields.nested("text_config").values}
+    for key in UNREAD:
+        if value := values.get(key, getattr(config, key, False)):
+            raise ValueError(f"config.json has {key} = {str(value)[:60]!r}, which is not read; use another strategy")
 
 
 def has_mtp_layers(checkpoint: Checkpoint) -> bool:

@@ -267,6 +267,8 @@ MTP_LAYERS: list[tuple[Damage, str]] = [
     (mtp_tensor("self_attn.o_proj.weight", torch.zeros(3, 3)), "do not fit this target"),
     (mtp_tensor("self_attn.o_proj.weight", torch.zeros(32, 16, dtype=torch.int8)), "quantised MTP layers"),
     (mtp_tensor("self_attn.extra.weight", torch.zeros(2)), "unexpected_keys: .*extra"),
+    (config(mtp_hidden_states_first=True), "config.json has mtp_hidden_states_first = 'True', which is not read"),
+    (config(text_config={"mtp_use_dedicated_embeddings": True}), "mtp_use_dedicated_embeddings = 'True'"),
 ]
 
 
