@@ -40,16 +40,17 @@ from hf_specgen.candidates.one_pass import default_size
 from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
-from hf_specgen.heads.block_drafter import BlockDrafter
+from hf_specgen.heads.block_drafter import BlockDrafter, ReadingEvidence, RotationTrial
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.eagle_drafter import EagleDrafter
 from hf_specgen.heads.gemma_assistant import AssistantDrafter, AssistantHead
 from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.layer_options import rotates_neighbours, with_neighbouring_pairs
 from hf_specgen.heads.lilicorr import LiLiCorrDrafter, LiLiCorrHead
 from hf_specgen.heads.medusa import MedusaDrafter, MedusaHeads
 from hf_specgen.heads.mtp import MTPHead, load_mtp
 from hf_specgen.heads.mtp_drafter import LayeredDrafter
-from hf_specgen.heads.path_head import LayoutEvidence, PathDrafter, PathHead
+from hf_specgen.heads.path_head import PathDrafter, PathHead
 from hf_specgen.targets.cuda_graphs import CAPTURES
 from hf_specgen.targets.model_parts import output_matrix
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
@@ -224,6 +225,13 @@ class PEagleCandidates(HeadCandidates):
     expected = "a P-EAGLE head"
 
 
+READINGS = {
+    "layout": ("the first position of a block proposes a token", "the second position is the first to propose"),
+    "rotation": ("halves of each attention head are rotated", "neighbouring channels are rotated, as in the target"),
+}
+"""What the file of a block head may leave open, with both readings."""
+
+
 class DFlashCandidates(HeadCandidates):
     """Drafts with a block head (DFlash, JetSpec, DSpark, DFlash2, Domino, LiLiCorr): a block of tokens in one pass.
 
@@ -249,21 +257,31 @@ class DFlashCandidates(HeadCandidates):
         head = cast(BlockHead, bound.head)
         k = min(self.k, head.config.depth)
         if isinstance(head, PathHead):
-            drafter: BlockDrafter = PathDrafter(bound, source, batch.state.batch, self._layout(batch, head))
+            layout = self._evidence(batch, "layout") if head.config.layout_undecided else None
+            drafter: BlockDrafter = PathDrafter(bound, source, batch.state.batch, layout)
         else:
             drafter_class = LiLiCorrDrafter if isinstance(head, LiLiCorrHead) else BlockDrafter
             drafter = drafter_class(bound, source, batch.state.batch)
+        if head.config.pairs_undecided and rotates_neighbours(batch.model):
+            drafter.rotation = RotationTrial(with_neighbouring_pairs(head), self._evidence(batch, "rotation"))
         return DrafterSession(batch, drafter, k, self.tree, watches_length=window is None)
 
-    def _layout(self, batch: DraftBatch, head: PathHead) -> LayoutEvidence | None:
-        """What earlier calls have inferred of the layout of a head's block; None if it is configured."""
-        if not head.config.layout_undecided:
-            return None
-        key = "layout", batch.call.drafting.key
+    def _evidence(self, batch: DraftBatch, question: str) -> ReadingEvidence:
+        """What earlier calls have inferred of what the file of the head leaves open."""
+        key = question, batch.call.drafting.key
         model = batch.model if batch.carries_over else None
-        evidence = memory.recall(model, key, LayoutEvidence)
+        evidence = memory.recall(model, key, ReadingEvidence)
         memory.store(model, key, evidence)  # now, so that calls side by side share it
         return evidence
+
+    def readings(self, model: PreTrainedModel) -> list[str]:
+        """What texts have decided of what the head's file leaves open, in words; for `hf-specgen doctor`."""
+        found = []
+        for question, (first, second) in READINGS.items():
+            lead = memory.recall(model, (question, self.profile_key()), ReadingEvidence).lead
+            if lead:
+                found.append(f"{second if lead > 0 else first} ({abs(lead)} more correct tokens)")
+        return found
 
 
 class MTPCandidates(HeadCandidates):

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen import __version__
 from hf_specgen.call_statistics import Statistics
-from hf_specgen.candidates import CombinedCandidates, NgramCandidates
+from hf_specgen.candidates import CombinedCandidates, DFlashCandidates, NgramCandidates
 from hf_specgen.candidates.combined import Preset, PresetCandidates
 from hf_specgen.cli import checkpoints
 from hf_specgen.cli.checkpoints import BAD, GOOD, WARNING, Finding
@@ -141,6 +141,10 @@ def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: l
     for inputs in batches * settings.rounds:
         list(measured.measure(model, inputs, generation))
     report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
+    for one in named:
+        if isinstance(one.candidates, DFlashCandidates):
+            said = "config.json leaves it open; the first texts decided"
+            report.findings += [Finding(one.name, GOOD, found, said) for found in one.candidates.readings(model)]
     about = {}
     for name, samples in measured.samples.items():
         speed = measured.speed(name)

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import MASK_EMBEDDING, Fields, named_errors, read_mask_embedding
 from hf_specgen.heads.head_file import HeadFile
+from hf_specgen.heads.layer_options import PAIR_FLAGS
 from hf_specgen.heads.layers import Attention, DecoderLayer, LayerConfig, RotaryEmbedding
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -53,6 +54,7 @@ class BlockConfig(HeadConfig):
     mask_token_id: int
     first_proposing_position: int = 1  # 0: position i predicts the token after it (`sample_from_anchor`)
     layout_undecided: bool = False  # whether that is not specified, and the first drafts decide
+    pairs_undecided: bool = False  # whether the file does not say which channels are rotated as a pair
     max_draft_tokens: int | None = None  # that a block proposes; None: one for each proposing position
 
     def __post_init__(self) -> None:
@@ -162,6 +164,7 @@ def block_options(file: HeadFile) -> dict[str, Any]:
     return options | {
         "mask_token_id": mask_token,
         "has_mask_embedding": path is not None,
+        "pairs_undecided": not {*file.of_layers.values, *fields.values} & {*PAIR_FLAGS},
         "block_size": fields.integer("block_size", 2),
         "attention": _attention(file),
         "num_target_layers": target_layers,

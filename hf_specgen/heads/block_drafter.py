@@ -3,14 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any, cast
 
 import torch
 
-from hf_specgen.heads.base import BoundHead, HeadOutput
+from hf_specgen.heads.base import BoundHead, DraftHead, HeadOutput
 from hf_specgen.heads.block import BlockConfig
 from hf_specgen.heads.drafter import HeadDrafter, padded
 from hf_specgen.heads.head_text import FeatureSource
+
+TRIAL_BLOCKS = 8
+"""Blocks of a text that both readings of a head propose."""
+CLEAR_LEAD = 4
+"""Correct tokens that one reading must have more than the other before it is chosen; a wrong one has almost none."""
+
+
+@dataclass
+class ReadingEvidence:
+    """Which of two readings of a file is right, as inferred from texts: shared by all calls with a head.
+
+    Args:
+        lead: how many more correct tokens the second reading has proposed than the first.
+    """
+
+    lead: int = 0
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no further drafts are compared."""
+        return abs(self.lead) >= CLEAR_LEAD
+
+
+@dataclass
+class RotationTrial:
+    """The second reading of a head whose file does not say which channels are a pair, and what texts say of both."""
+
+    other: DraftHead
+    evidence: ReadingEvidence
+
+    def chosen(self, bound: BoundHead, source: FeatureSource, features: torch.Tensor, tokens: list[int]) -> BoundHead:
+        """The better reading, from blocks inside a text: its features, and the token after each of them."""
+        first = cast(BlockConfig, bound.head.config).first_proposing_position
+        other = bound.of_head(self.other)
+        size = cast(BlockConfig, bound.head.config).block_size
+        ends = [] if self.evidence.is_clear else range(len(tokens) - 1, 0, -size)[:TRIAL_BLOCKS]
+        for end, (reading, sign) in product(ends, ((bound, -1), (other, 1))):
+            output = BlockDrafter(reading, source, 1).run_block([features[:end]], [tokens[:end]], size)[0, first:]
+            proposed = bound.head.target_ids(bound.logits(output).argmax(dim=-1)).tolist()
+            right = [token == known for token, known in zip(proposed, tokens[end:], strict=False)]
+            self.evidence.lead += sign * sum(right)
+        return other if self.evidence.lead > 0 else bound
 
 
 class BlockDrafter(HeadDrafter):
@@ -20,6 +64,8 @@ class BlockDrafter(HeadDrafter):
     """
 
     is_one_pass = True
+    rotation: RotationTrial | None = None
+    """For a head whose rotation is not configured, until the first text has decided."""
 
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int):
         super().__init__(bound, source, batch)
@@ -34,10 +80,13 @@ class BlockDrafter(HeadDrafter):
         # Unless all attention inside the block is causal, the mask tokens attend to each other: a whole block.
         causal = all(attention.causal for attention in self.config.attention)
         size = min(first + depth, self.config.block_size) if causal else self.config.block_size
-        return self._block(features, tokens, size)[:, first : first + depth]
+        return self.run_block(features, tokens, size)[:, first : first + depth]
 
-    def _block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]], size: int) -> torch.Tensor:
+    def run_block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]], size: int) -> torch.Tensor:
         """`[active, size, hidden]` outputs at the positions of a block after the new accepted ones."""
+        if self.rotation is not None and features and len(features[0]):
+            self.bound = self.rotation.chosen(self.bound, self._source, features[0], list(tokens[0]))
+            self.rotation = None
         head: Any = self.bound.head
         device = self._like.device
         self._anchor = torch.tensor([row[-1] if row else 0 for row in tokens], device=device)

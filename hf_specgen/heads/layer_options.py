@@ -11,11 +11,14 @@ Options that a weight can express are folded into it when it is read, so that al
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_specgen.heads.checkpoint import Fields
 
@@ -59,6 +62,27 @@ def pairs_are_neighbours(fields: Fields) -> bool:
     """Whether the config says that channels (2i, 2i + 1) are rotated as a pair; of two keys the first decides."""
     name = next((name for name in PAIR_FLAGS if fields.get(name) is not None), None)
     return name is not None and not fields.flag(name)
+
+
+def with_neighbouring_pairs(head: Any) -> Any:
+    """A copy of a head that rotates channels (2i, 2i + 1) as a pair; all other weights are shared."""
+    size = head.config.layer.head_dim
+    folded = FoldedOptions(size, 2 * len(head.rotary.inv_freq), pairs_are_neighbours=True)
+    parameters = dict(head.named_parameters())
+    shared = {id(weight): weight for name, weight in parameters.items() if not QUERIES_KEYS.search(name)}
+    other = copy.deepcopy(head, shared)
+    for name, weight in other.named_parameters():
+        weight.data = folded.fold(name, weight.data)
+    return other
+
+
+def rotates_neighbours(target: PreTrainedModel) -> bool:
+    """Whether a target rotates channels (2i, 2i + 1) as a pair, by its config or the function of its module."""
+    configured = getattr(target.config.get_text_config(), "rope_interleave", None)
+    if configured is not None:
+        return bool(configured)
+    rotate: Any = getattr(sys.modules[type(target.get_decoder()).__module__], "rotate_half", None)
+    return rotate is not None and rotate(torch.arange(4.0)).tolist() == [-1.0, 0.0, -3.0, 2.0]
 
 
 def rotary_parameters(layers: Fields, head: Fields, head_dim: int) -> dict[str, Any]:

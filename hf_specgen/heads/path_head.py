@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -24,13 +23,11 @@ from hf_specgen.device_tree import Frontier
 from hf_specgen.drafter import DepthLogits
 from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockHead
-from hf_specgen.heads.block_drafter import BlockDrafter
+from hf_specgen.heads.block_drafter import BlockDrafter, ReadingEvidence
 from hf_specgen.heads.head_text import FeatureSource, HeadText
 
 MAX_CANDIDATES = 2048
 """Tokens of a position that are corrected, as in SGLang's drafter for Domino."""
-CLEAR_LEAD = 4
-"""Correct tokens that one layout must have more than the other before it is chosen; a wrong one has almost none."""
 PAIR_CANDIDATES = 256
 PAIR_PREVIOUS = 128
 """Tokens of a depth that can be drafted, and those that can be continued, where the previous token alone corrects."""
@@ -77,22 +74,6 @@ class PathHead(BlockHead):
         return hidden.new_zeros(len(hidden), self.state_size)
 
 
-@dataclass
-class LayoutEvidence:
-    """Which position of a block proposes first, as inferred from drafts: shared by all calls with a head.
-
-    Args:
-        lead: how many more correct tokens position 1 has proposed than position 0.
-    """
-
-    lead: int = 0
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether no further drafts are compared."""
-        return abs(self.lead) >= CLEAR_LEAD
-
-
 class PathDrafter(BlockDrafter):
     """Drafts with a block head with a correction: one pass of the block, then logits after any path without another.
 
@@ -102,7 +83,7 @@ class PathDrafter(BlockDrafter):
         max_candidates: how many tokens of a position can be drafted: those with the highest base logits.
     """
 
-    def __init__(self, bound: BoundHead, source: FeatureSource, batch: int, layout: LayoutEvidence | None = None):
+    def __init__(self, bound: BoundHead, source: FeatureSource, batch: int, layout: ReadingEvidence | None = None):
         super().__init__(bound, source, batch)
         self._head = cast(PathHead, bound.head)
         self.layout = layout
@@ -160,7 +141,7 @@ class PathDrafter(BlockDrafter):
 
     def _run_block(self, features: list[torch.Tensor], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run the block after new accepted positions: `[active, block, hidden]`."""
-        block = self._block(features, tokens, self.config.block_size)
+        block = self.run_block(features, tokens, self.config.block_size)
         if self.layout is not None:
             if not self.layout.is_clear:
                 self.layout.lead += self._counted(block, tokens)

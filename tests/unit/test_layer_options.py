@@ -2,15 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_specgen import DFlashCandidates
+from hf_specgen.heads.block_drafter import BlockDrafter, ReadingEvidence, RotationTrial
 from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
+from hf_specgen.heads.layer_options import rotates_neighbours, with_neighbouring_pairs
+from tests.fuzz.heads import random_head
+from tests.helpers import assert_same_tokens, prompts, tiny_model
 from tests.helpers.head_fixtures import FIXTURES
 
 ZLAB, DEEPSPEC, EAGLE3 = "dflash_zlab", "deepspec_dspark_qwen3_vanilla", "eagle3_original"
@@ -138,3 +145,56 @@ def test_vector_of_the_mask_token_without_a_dictionary(shape: tuple[int, ...], t
     head = load_head(folder)
     assert head.mask_embedding is not None and head.mask_embedding.shape == (64,)
     assert {tensor.dtype for tensor in head.state_dict().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+@torch.no_grad()
+def test_rotation_that_a_file_leaves_open_is_decided_by_the_first_text(is_other: bool) -> None:
+    """The text after each block is what one reading proposes: would catch the other one, or a text read in halves."""
+    fixture = FIXTURES[ZLAB]
+    bound = load_head(fixture.head_folder).bind(fixture.target)
+    other = with_neighbouring_pairs(bound.head)
+    right = bound.of_head(other) if is_other else bound
+    config: Any = bound.head.config
+    features = torch.randn(1 + 4 * config.block_size, config.num_aux_hidden_states * config.target_hidden_size)
+    source: Any = None
+    tokens = list(range(1, config.block_size + 1))
+    while len(tokens) < len(features):
+        drafter = BlockDrafter(right, source, 1)
+        output = drafter.run_block([features[: len(tokens)]], [tokens], config.block_size)[0, 1:]
+        tokens = [*tokens, *bound.logits(output).argmax(dim=-1).tolist(), 5]
+    drafter = BlockDrafter(bound, source, 1)
+    evidence = ReadingEvidence()
+    drafter.rotation = RotationTrial(other, evidence)
+    drafter.run_block([features], [tokens[: len(features)]], config.block_size)
+    assert evidence.is_clear and (evidence.lead > 0) == is_other
+    assert (drafter.bound.head is other) == is_other and drafter.rotation is None
+    configured = load_head(fixture.head_folder).state_dict()
+    assert all(torch.equal(tensor, configured[name]) for name, tensor in bound.head.state_dict().items())
+
+
+def test_copy_with_neighbouring_pairs_is_what_the_field_says(tmp_path: Path) -> None:
+    """Would catch: another order of channels than that of a file which has the field, or weights in memory twice."""
+    head = load_head(FIXTURES[ZLAB].head_folder)
+    other = with_neighbouring_pairs(head)
+    read = load_head(changed(ZLAB, tmp_path / "head", {"is_neox_style": False})).state_dict()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in other.state_dict().items())
+    assert other.fc.weight is head.fc.weight
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("llama", False), ("qwen3", False), ("glm4", True), ("deepseek_v3", True)]
+)
+def test_rotation_of_targets(name: str, expected: bool) -> None:
+    """Would catch: heads of Llama or Qwen whose first prompt is read twice, or those of GLM that are not tried."""
+    assert rotates_neighbours(tiny_model(name)) is expected
+
+
+def test_head_of_a_target_with_neighbouring_pairs_same_tokens() -> None:
+    """Both readings are tried in a call, and doctor's sentence says which one stays."""
+    target = tiny_model("glm4")
+    head: Any = random_head("dflash", target, Random(1))
+    head.config = replace(head.config, pairs_undecided=True)
+    candidates = DFlashCandidates(head, k=3)
+    assert_same_tokens(target, prompts(2), candidates, max_new_tokens=8)
+    assert all("rotated" in found for found in candidates.readings(target))
