@@ -19,6 +19,7 @@ from hf_specgen import compat
 from hf_specgen.random_state import RandomOperations, global_generator
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.exact_arithmetic import HALF, ExactArithmetic
+from hf_specgen.targets.fingerprint import matmul_precision
 from hf_specgen.targets.hooks import WatchedHooks
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.support import is_rounding, largest_differences
@@ -126,12 +127,6 @@ def _decode_plainly(
     passed = model_kwargs.get(compat.CACHE)
     cache = DynamicCache(config=model.config.get_text_config()) if passed is None else copy.deepcopy(passed)
     return compat.decode_plainly(model, input_ids, config, STEPS, {**model_kwargs, compat.CACHE: cache})
-
-
-def matmul_precision(model: PreTrainedModel) -> torch.dtype:
-    """The dtype of matrix products: the model's, unless `torch.autocast` casts their inputs."""
-    device = compat.input_device(model).type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
 
 
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:

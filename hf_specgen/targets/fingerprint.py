@@ -87,6 +87,12 @@ def _plain_attributes(attributes: Iterable[Any]) -> list[Hashable]:
     return [value for value in attributes if type(value) in PLAIN_TYPES]
 
 
+def matmul_precision(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of matrix products: the model's, unless `torch.autocast` casts their inputs."""
+    device = compat.input_device(model).type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
 def graph_fingerprint(module: nn.Module) -> int:
     """A hash of what a captured pass depends on beside its inputs; not of what a hook or another object refers to.
 

@@ -26,9 +26,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
-from hf_specgen.targets.decoding_comparison import RANDOM, STEPS, UndecidedError, find_difference, matmul_precision
+from hf_specgen.targets.decoding_comparison import RANDOM, STEPS, UndecidedError, find_difference
 from hf_specgen.targets.early_exit import divisible_layers
-from hf_specgen.targets.fingerprint import computation
+from hf_specgen.targets.fingerprint import computation, matmul_precision
 from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.inputs import accompanying_inputs, without_router_loss
 from hf_specgen.targets.model_parts import is_causal_kernel, reads_encoder, text_config
