@@ -120,7 +120,7 @@ class HeadDrafter(Drafter[HeadText]):
     def _add_last(self, other: Self) -> None:
         """Use what another drafter has computed for the last rows."""
         self.lengths[len(self.lengths) - len(other.lengths) :] = other.lengths
-        self.cache.add_rows(other.cache)
+        self.cache.append_rows(other.cache)
 
     def _select(self, rows: list[int]) -> None:
         """Continue with what was computed for these rows."""

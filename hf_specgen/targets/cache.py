@@ -148,7 +148,7 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[indices], self.values[indices]
         self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
-    def add_rows(self, other: RaggedLayer) -> None:
+    def append_rows(self, other: RaggedLayer) -> None:
         """Add the rows of another layer; slots that either has dropped become zeros, which its mask hides."""
         capacity = max(self.get_seq_length(), other.get_seq_length()) + MIN_SPARE_SLOTS
 
@@ -257,10 +257,10 @@ class RaggedCache(Cache):
         for part in self._filled:
             part.batch_select_indices(indices)
 
-    def add_rows(self, other: RaggedCache) -> None:
+    def append_rows(self, other: RaggedCache) -> None:
         """Add the rows of another cache with the same layers."""
         for part, more in zip(self._filled, other._filled, strict=True):
-            part.add_rows(more)
+            part.append_rows(more)
 
     def reserve(self, slots: int) -> None:
         """Allocate at least so many slots in each layer; those of the whole call if they are at most twice as many."""

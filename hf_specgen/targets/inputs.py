@@ -58,7 +58,7 @@ class RowLayout:
     def copy(self) -> RowLayout:
         """A layout that begins with the same rows."""
         copied = RowLayout(0, self._last_position)
-        copied.add_rows(self)
+        copied.append_rows(self)
         return copied
 
     def place_prompt(self, slots: Sequence[int], first_positions: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ class RowLayout:
         self.offsets = tuple(self.offsets[index] for index in indices)
         self.prompt_slots = tuple(self.prompt_slots[index] for index in indices)
 
-    def add_rows(self, other: RowLayout) -> None:
+    def append_rows(self, other: RowLayout) -> None:
         """Add the rows of another layout after those of this one."""
         self.offsets += other.offsets
         self.prompt_slots += other.prompt_slots

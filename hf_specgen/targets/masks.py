@@ -151,11 +151,11 @@ class StepMasks:
         # Whether a model takes a mask for each type of layer, or the only mask itself.
         self._is_by_kind = hasattr(self._config, "layer_types")
 
-    def select_rows(self, rows: Sequence[int]) -> None:
+    def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
         self.visible = None if self.visible is None else self.visible[list(rows)]
 
-    def add_rows(self, rows: int, other: StepMasks, new_rows: int) -> None:
+    def append_rows(self, rows: int, other: StepMasks, new_rows: int) -> None:
         """Add the rows of another such object to those of this one."""
         if self.visible is None and other.visible is None:
             return

@@ -321,16 +321,16 @@ class Target:
     def keep_rows(self, kept: Sequence[int]) -> None:
         """Continue with these rows of the cache, in this order."""
         self._layout.keep_rows(kept)
-        self._masks.select_rows(kept)
+        self._masks.keep_rows(kept)
         self.cache.batch_select_indices(torch.tensor(kept))
         self._layout.rows = list(range(len(kept)))
 
     def append_rows(self, *new: Target) -> None:
         """Add the rows of other such targets after the present ones; all are `is_joinable`."""
         for other in new:
-            self._masks.add_rows(len(self._layout.offsets), other._masks, len(other.rows))
-            self._layout.add_rows(other._layout)
-            self.cache.add_rows(other.cache)
+            self._masks.append_rows(len(self._layout.offsets), other._masks, len(other.rows))
+            self._layout.append_rows(other._layout)
+            self.cache.append_rows(other.cache)
 
     def drop_rows(self, needed: Sequence[bool]) -> None:
         """Remove ended rows, with their part of the cache, once enough have ended; not where passes are captured."""
