@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.depth import Policy
 from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.heads.checkpoint import load_adapter
+from hf_specgen.heads.head_text import HeadText
 from hf_specgen.heads.source import Source
 from hf_specgen.targets.model_parts import keeps_state
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
@@ -86,27 +87,15 @@ def _load(model: PreTrainedModel, adapter: str) -> Matrices:
     """The matrices of an adapter, each in the dtype of the target and where its layer is."""
     tensors = load_adapter(model, Source(adapter))
     matrices = {}
-    for name in tensors:
-        if name.endswith(".lora_A.weight"):
-            layer: Any = model.get_submodule(name.removesuffix(".lora_A.weight"))
-            pair = tensors[name], tensors[name.replace(".lora_A.", ".lora_B.")]
-            down, up = (matrix.to(device=layer.weight.device, dtype=model.dtype) for matrix in pair)
-            matrices[layer] = down, up
+    for name in {key.rpartition(".lora_")[0] for key in tensors}:
+        layer: Any = model.get_submodule(name)
+        down, up = (tensors[f"{name}.lora_{part}.weight"].to(layer.weight.device, model.dtype) for part in "AB")
+        matrices[layer] = down, up
     return matrices
 
 
-class UnoText(NamedTuple):
-    """The rows of one draft: how deep each drafts at most, and the tokens of the pass over all rows."""
-
-    depths: Sequence[int]
-    passes: Sequence[int]
-
-
-class UnoDrafter(Drafter[UnoText]):
-    """Drafts with the target of a call and an adapter.
-
-    The noise is drawn from a generator of its own: the tokens that are sampled do not depend on it.
-    """
+class UnoDrafter(Drafter[HeadText]):
+    """Drafts with the target of a call and an adapter; the noise is drawn from a generator of its own."""
 
     is_one_pass = True
 
@@ -116,21 +105,21 @@ class UnoDrafter(Drafter[UnoText]):
         self._matrices = matrices
         self._noise = torch.Generator().manual_seed(0)
 
-    def take(self, max_depths: Sequence[int]) -> UnoText | None:
+    def take(self, max_depths: Sequence[int]) -> HeadText | None:
         """The depths of a draft; None if no row drafts."""
         if not any(max_depths):
             return None
-        return UnoText(max_depths, [sum(self._batch.active_rows()) * max(max_depths)])
+        active = self._batch.active_rows()
+        return HeadText([], [], active, max_depths, [sum(active) * max(max_depths)])
 
-    def read_depths(self, text: UnoText, depth: int) -> DepthLogits:
+    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
         """One pass of the target over each row's last token and `depth - 1` tokens of noise."""
-        batch = self._batch
-        pending = batch.state.pending()
-        size = len(pending), depth - 1
-        noise = torch.randint(vocabulary_size(batch.model), size, generator=self._noise).tolist()
-        target: Any = batch.target
+        target: Any = self._batch.target
+        pending = self._batch.state.pending()
+        vocab = vocabulary_size(self._batch.model)
+        noise = torch.randint(vocab, (len(pending), depth - 1), generator=self._noise).tolist()
         with adapted(self._matrices, depth):
-            logits = target.forward_and_forget(DraftTree.chains(noise), pending, batch.active_rows())
+            logits = target.forward_and_forget(DraftTree.chains(noise), pending, text.active)
         return DepthLogits(logits.float()[:, :, None])
 
 
@@ -144,10 +133,8 @@ def adapted(matrices: Matrices, length: int) -> Iterator[None]:
             return None
         states = inputs[0]
         if states.dim() != 3 or states.shape[1] != length:
-            raise ValueError(
-                f"the adapter changes a {type(layer).__name__} that reads {tuple(states.shape)} instead of {length} "
-                "tokens of each row, such as one of experts; use another candidate generator than UnoCandidates"
-            )
+            problem = f"the adapter of UnoCandidates changes a layer that reads {tuple(states.shape)}"
+            raise ValueError(f"{problem} instead of {length} tokens of each row; use another candidate generator")
         down, up = matrices[layer]
         return torch.cat((output[:, :1], output[:, 1:] + linear(linear(states[:, 1:], down), up)), dim=1)
 

@@ -67,7 +67,7 @@ DSPARK = BLOCK | _names(
     "dspark_block_size dspark_markov_rank dspark_markov_head_type dspark_target_layer_ids"
 )
 DFLASH2 = BLOCK | _names("conv_kernel_size conv_group_size selector_rank selector_top_k")
-LILICORR = BLOCK | _names(
+LILICORR = BLOCK - {"output_multiplier", "final_logit_softcapping"} | _names(
     "lilicorr_candidate_topk lilicorr_num_layers lilicorr_num_heads lilicorr_factor_dim lilicorr_mlp_ratio "
     "lilicorr_vector_eps lilicorr_logit_scale lilicorr_hidden_size lilicorr_enabled conv_kernel_size conv_group_size"
 )

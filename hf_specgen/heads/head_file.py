@@ -17,7 +17,7 @@ from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, Pretra
 from hf_specgen.heads.base import DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo
 from hf_specgen.heads.config_keys import HEAD, check_keys, merged_fields
-from hf_specgen.heads.layer_options import FoldedOptions, pairs_are_neighbours, rotary_parameters
+from hf_specgen.heads.layer_options import PAIR_FLAGS, FoldedOptions, pairs_are_neighbours, rotary_parameters
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.source import first_line
 
@@ -132,24 +132,14 @@ class HeadFile:
         The tensors say which biases there are: programs do not agree on what `attention_bias` stands for.
         """
         fields, has = self.of_layers, lambda name: self.has(f"layers.0.{name}")
-        if has("self_attn.kv_b_proj.weight"):
-            return self._latent_layer()
-        query_rows, key_rows = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
         sizes = ("num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
         options: dict[str, Any] = {name: fields.integer(name) for name in sizes}
         heads = options["num_attention_heads"]
-        configured = Fields(fields.values)
-        head_dim = query_rows // heads
-        if query_rows != options["hidden_size"]:  # else EAGLE ignores the configured size, and divides the hidden size
-            head_dim = configured.optional_integer("head_dim") or head_dim
-        if heads * head_dim != query_rows:
-            rows = f"there are {query_rows} rows"
-            raise ValueError(f"config.json has {heads} attention heads of size {head_dim}, but {rows}")
+        is_latent = has("self_attn.kv_b_proj.weight")
+        options |= self._latent_sizes(heads) if is_latent else self._grouped_sizes(heads, options["hidden_size"])
         is_gemma = fields.values.get("model_type") in GEMMA
         return LayerConfig(
             **options,
-            num_key_value_heads=configured.optional_integer("num_key_value_heads", 1) or key_rows // head_dim,
-            head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps"),
             hidden_act=fields.text("hidden_act"),
             qkv_bias=has("self_attn.q_proj.bias"),
@@ -158,14 +148,50 @@ class HeadFile:
             qk_norm=fields.values.get("model_type") == "qwen3" or has("self_attn.q_norm.weight"),
             is_gemma=is_gemma,
             values_are_keys=is_gemma and fields.flag("attention_k_eq_v"),
-            **self._layer_options(head_dim, heads),
+            **self._layer_options(options["head_dim"], heads, is_latent),
         )
 
-    def _layer_options(self, head_dim: int, heads: int, is_latent: bool = False) -> dict[str, Any]:
+    def _grouped_sizes(self, heads: int, hidden_size: int) -> dict[str, int]:
+        """The sizes of grouped-query attention."""
+        configured = Fields(self.of_layers.values)
+        query_rows, key_rows = (self.matrix(f"layers.0.self_attn.{part}_proj.weight")[0] for part in "qk")
+        head_dim = query_rows // heads
+        if query_rows != hidden_size:  # else EAGLE ignores the configured size, and divides the hidden size
+            head_dim = configured.optional_integer("head_dim") or head_dim
+        if heads * head_dim != query_rows:
+            rows = f"there are {query_rows} rows"
+            raise ValueError(f"config.json has {heads} attention heads of size {head_dim}, but {rows}")
+        kv_heads = configured.optional_integer("num_key_value_heads", 1) or key_rows // head_dim
+        return {"num_key_value_heads": kv_heads, "head_dim": head_dim}
+
+    def _latent_sizes(self, heads: int) -> dict[str, Any]:
+        """The options of multi-head latent attention: sizes by the tensors, which config.json has to confirm."""
+        shape = lambda name: self.matrix(f"layers.0.self_attn.{name}.weight")  # noqa: E731
+        has_query_latent = self.has("layers.0.self_attn.q_a_proj.weight")
+        latent = shape("kv_b_proj")[1]
+        rope = shape("kv_a_proj_with_mqa")[0] - latent
+        nope = shape("q_b_proj" if has_query_latent else "q_proj")[0] // heads - rope
+        sizes: dict[str, Any] = {
+            "kv_lora_rank": latent,
+            "q_lora_rank": shape("q_a_proj")[0] if has_query_latent else 0,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": nope,
+            "v_head_dim": shape("kv_b_proj")[0] // heads - nope,
+        }
+        fields = Fields(self.of_layers.values, {"rope_interleave": True} | sizes)
+        for name, size in sizes.items():
+            if (configured := fields.get(name)) != size:
+                raise ValueError(f"config.json has {name} {configured!r:.40}, but the tensors make it {size}")
+        options = {"rope_interleave": fields.flag("rope_interleave"), "output_gate": fields.flag("mla_use_output_gate")}
+        return sizes | options | {"num_key_value_heads": heads, "head_dim": sizes.pop("qk_rope_head_dim")}
+
+    def _layer_options(self, head_dim: int, heads: int, is_latent: bool) -> dict[str, Any]:
         """The fields of `LayerConfig` that change no shape; others are folded into the weights."""
         configured = Fields(self.of_layers.values)
         settings = Fields({**configured.values, **self.fields.values}, {"attention_value_scale": 1.0})
         rope = rotary_parameters(configured, self.fields, head_dim)
+        if is_latent and ("rope_dim" in rope or any(settings.get(name) for name in PAIR_FLAGS)):
+            raise ValueError(f"latent attention with these rotary parameters is not supported: {rope}, {PAIR_FLAGS[0]}")
         self._folded = FoldedOptions(
             head_dim=head_dim,
             rotated=rope.get("rope_dim", head_dim),
@@ -178,43 +204,6 @@ class HeadFile:
             names = {f"layers.{index}.{SINKS}" for index in range(self.num_layers)} - self.tensors.keys()
             self.add({name: torch.full((heads,), -torch.inf) for name in names})
         return {"rope_parameters": rope, "attention_sinks": has_sinks}
-
-    def _latent_layer(self) -> LayerConfig:
-        """The configuration of layers with multi-head latent attention; the tensors say how wide each part is."""
-        fields = self.of_layers
-        names = ("num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
-        options: dict[str, Any] = {name: fields.integer(name) for name in names}
-        heads = options["num_attention_heads"]
-        rows = lambda name: self.matrix(f"layers.0.self_attn.{name}.weight")[0]  # noqa: E731
-        has_query_latent = self.has("layers.0.self_attn.q_a_proj.weight")
-        latent = self.matrix("layers.0.self_attn.kv_b_proj.weight")[1]
-        rope = rows("kv_a_proj_with_mqa") - latent
-        nope = rows("q_b_proj" if has_query_latent else "q_proj") // heads - rope
-        sizes = {
-            "kv_lora_rank": latent,
-            "q_lora_rank": rows("q_a_proj") if has_query_latent else 0,
-            "qk_rope_head_dim": rope,
-            "qk_nope_head_dim": nope,
-            "v_head_dim": rows("kv_b_proj") // heads - nope,
-        }
-        for name, size in sizes.items():
-            if (configured := self.of_layers.values.get(name)) is not None and configured != size:
-                raise ValueError(f"config.json has {name} {configured!r:.40}, but the tensors make it {size}")
-        head_dim = sizes.pop("qk_rope_head_dim")
-        interleaves = fields.values.get("rope_interleave")
-        return LayerConfig(
-            **options,
-            **sizes,
-            num_key_value_heads=heads,
-            head_dim=head_dim,
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            hidden_act=fields.text("hidden_act"),
-            output_bias=self.has("layers.0.self_attn.o_proj.bias"),
-            mlp_bias=self.has("layers.0.mlp.gate_proj.bias"),
-            rope_interleave=interleaves is None or fields.flag("rope_interleave"),
-            output_gate=Fields(fields.values).flag("mla_use_output_gate"),
-            **self._layer_options(head_dim, heads, is_latent=True),
-        )
 
     def common(self, projects: bool = True) -> dict[str, Any]:
         """The configuration of the layers and the fields of `HeadConfig`.

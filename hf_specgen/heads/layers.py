@@ -104,6 +104,7 @@ class Attention(nn.Module):
         self.q_norm = norm()
         self.k_norm = norm()
         self.v_norm: nn.Module = nn.Identity()
+        self.g_proj: nn.Module | None = None
         self.scale = 1.0 if config.is_gemma else None
         self.attention_sink_bias = (
             nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
@@ -129,15 +130,12 @@ class Attention(nn.Module):
             keys, values, attention_mask = self._with_sinks(queries, keys, values, attention_mask)
         options: dict[str, Any] = {"enable_gqa": self.groups > 1, "scale": self.scale}
         attended = scaled_dot_product_attention(queries, keys, values, attention_mask, **options)
-        return self.o_proj(self._gated(attended.transpose(1, 2).flatten(2), states))
+        attended = attended.transpose(1, 2).flatten(2)
+        return self.o_proj(attended if self.g_proj is None else attended * self.g_proj(states).sigmoid())
 
     def _queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """`[batch, length, width]` states to rotated queries, `[batch, heads, length, head_dim]`."""
         return rotated(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2), rotary)
-
-    def _gated(self, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """What was attended to, `[batch, length, heads * head_dim]`, as the output projection reads it."""
-        return attended
 
     def _with_sinks(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
@@ -155,14 +153,10 @@ class Attention(nn.Module):
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention (MLA) of DeepSeek: keys and values of all heads are computed from one narrow latent.
+    """Multi-head latent attention (MLA): keys and values of all heads are computed from one narrow latent.
 
-        query of a head     q_nope | rotated q_rope      both from a latent too, if there is `q_a_proj`
-        key of a head       k_nope | rotated k_rope      k_rope is the same for all heads
-
-    The cache has the keys and values of each head, as those of Transformers' targets.
-
-    Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
+    Queries and keys have channels that are not rotated, then rotated ones, which in keys are the same for all heads.
+    The cache has the keys and values of each head. Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
     """
 
     def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
@@ -182,10 +176,9 @@ class LatentAttention(Attention):
             self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, config.kv_lora_rank + config.head_dim, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=config.rms_norm_eps)
-        both = config.qk_nope_head_dim + config.v_head_dim
-        self.kv_b_proj = nn.Linear(config.kv_lora_rank, heads * both, bias=False)
-        if config.output_gate:
-            self.g_proj = nn.Linear(width, heads * config.v_head_dim, bias=False)
+        rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, rows, bias=False)
+        self.g_proj = nn.Linear(width, heads * config.v_head_dim, bias=False) if config.output_gate else None
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=config.output_bias)
         self.scale = self.head_dim**-0.5 * _yarn_factor(config.rope_parameters)
 
@@ -200,16 +193,11 @@ class LatentAttention(Attention):
 
     def _queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         config = self._config
-        if config.q_lora_rank:
-            projected = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(states)))
-        else:
-            projected = self.q_proj(states)
-        queries = self._heads(projected).transpose(1, 2)
+        reads = self.q_b_proj if config.q_lora_rank else self.q_proj
+        states = self.q_a_layernorm(self.q_a_proj(states)) if config.q_lora_rank else states
+        queries = self._heads(reads(states)).transpose(1, 2)
         nope, rope = queries.split((config.qk_nope_head_dim, config.head_dim), dim=-1)
         return torch.cat((nope, self._rotated(rope, rotary)), dim=-1)
-
-    def _gated(self, attended: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        return attended * self.g_proj(states).sigmoid() if self._config.output_gate else attended
 
     def _rotated(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         if self._config.rope_interleave:  # products of queries and keys do not depend on the order of the channels

@@ -14,6 +14,7 @@ Source: LiLiCorr (2026), https://arxiv.org/abs/2608.20530, as implemented by SGL
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import cast
 
@@ -32,10 +33,6 @@ from hf_specgen.heads.layers import DecoderLayer
 SIZES = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
 FACTORS = ("mlp_ratio", "vector_eps", "logit_scale")
 """Fields of config.json after `lilicorr_`, all of which a file has to have."""
-NOT_APPLIED = ("output_multiplier", "final_logit_softcapping")
-"""Fields of DFlash2 that change the base logits, which no LiLiCorr head was trained with."""
-NUM_FEATURES = 5
-"""Of a candidate: its log-probability, probability, distance to the likeliest one, rank, and whether it is that one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,7 @@ class LiLiCorrConfig(BlockConfig):
     vector_eps: float  # least norm by which a vector is divided
     logit_scale: float
     conv_kernel_size: int = 0  # as for DFlash2; 0: layers without convolutions
-    conv_group_size: int = 1
+    conv_group_size: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,17 +60,9 @@ class LiLiCorrConfig(BlockConfig):
             raise ValueError(f"lilicorr_num_heads {self.num_heads} does not divide the width {self.lattice_size}")
 
 
-class TwoLayers(nn.Module):
+def two_layers(width: int, inner: int, out: int) -> nn.Module:
     """Two linear layers around SiLU."""
-
-    def __init__(self, width: int, inner: int, output: int) -> None:
-        super().__init__()
-        self.up_proj = nn.Linear(width, inner)
-        self.down_proj = nn.Linear(inner, output)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """`[..., width]` to `[..., output]`."""
-        return self.down_proj(silu(self.up_proj(states)))
+    return nn.Sequential(OrderedDict(up_proj=nn.Linear(width, inner), act=nn.SiLU(), down_proj=nn.Linear(inner, out)))
 
 
 class LatticeAttention(nn.Module):
@@ -103,7 +92,7 @@ class LatticeLayer(nn.Module):
         self.attn_norm = nn.RMSNorm(width, eps=config.layer.rms_norm_eps)
         self.attn = LatticeAttention(width, config.num_heads)
         self.mlp_norm = nn.RMSNorm(width, eps=config.layer.rms_norm_eps)
-        self.mlp = TwoLayers(width, int(width * config.mlp_ratio), width)
+        self.mlp = two_layers(width, int(width * config.mlp_ratio), width)
 
     def forward(self, rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """`[batch, rows, width]` to the same."""
@@ -117,22 +106,20 @@ class CandidateLattice(nn.Module):
     def __init__(self, config: LiLiCorrConfig) -> None:
         super().__init__()
         self._config = config
-        block = config.block_size
         hidden = config.hidden_size
         width = config.lattice_size
-        eps = config.layer.rms_norm_eps
         self.token_proj = nn.Identity() if width == hidden else nn.Linear(hidden, width)
         self.pass_hidden_proj = nn.Linear(hidden, width)
         self.context_proj = nn.Linear(hidden, width)
-        self.feature_norm = nn.LayerNorm(NUM_FEATURES)
-        self.feature_mlp = TwoLayers(NUM_FEATURES, width, width)
-        self.slot_embedding = nn.Parameter(torch.zeros(block - 1, 1, width))
+        self.feature_norm = nn.LayerNorm(5)
+        self.feature_mlp = two_layers(5, width, width)
+        self.slot_embedding = nn.Parameter(torch.zeros(config.block_size - 1, 1, width))
         self.rank_embedding = nn.Parameter(torch.zeros(config.candidate_topk, width))
-        self.relative_slot_bias = nn.Parameter(torch.zeros(config.num_heads, 2 * block - 1))
+        self.relative_slot_bias = nn.Parameter(torch.zeros(config.num_heads, 2 * config.block_size - 1))
         self.same_slot_bias = nn.Parameter(torch.zeros(config.num_heads))
         self.layers = nn.ModuleList(LatticeLayer(config) for _ in range(config.num_layers))
-        self.output_norm = nn.RMSNorm(width, eps=eps)
-        self.anchor_norm = nn.RMSNorm(width, eps=eps)
+        self.output_norm = nn.RMSNorm(width, eps=config.layer.rms_norm_eps)
+        self.anchor_norm = nn.RMSNorm(width, eps=config.layer.rms_norm_eps)
         self.factor_input_proj = nn.Linear(3 * width, width)
         self.out_head = nn.Linear(width, config.factor_dim)
         self.in_head = nn.Linear(width, config.factor_dim)
@@ -143,13 +130,9 @@ class CandidateLattice(nn.Module):
     ) -> torch.Tensor:
         """`[batch, positions, K, K]` scores of the last dimension's candidates after those of the position before.
 
-        At the first position all K rows are the scores after the anchor.
-
-        Args:
-            embeddings: `[batch, positions, K, hidden]` the target's, of the candidates, likeliest first.
-            log_probabilities: `[batch, positions, K]` over the whole vocabulary.
-            hidden: `[batch, positions, hidden]` outputs of the block.
-            context: `[batch, hidden]` the context entry of the newest position that the target has processed.
+        At the first position all K rows are the scores after the anchor. Read are the candidates' embeddings, likeliest
+        first, `[batch, positions, K, hidden]`; their log-probabilities over the whole vocabulary; outputs of the block;
+        and the context entry `[batch, hidden]` of the newest position that the target has processed.
         """
         positions, count = log_probabilities.shape[1:]
         rows = self.token_proj(embeddings) + self.pass_hidden_proj(hidden)[:, :, None]
@@ -176,7 +159,7 @@ class CandidateLattice(nn.Module):
 
 
 def _features(log_probabilities: torch.Tensor) -> torch.Tensor:
-    """`[..., K]` log-probabilities, in descending order, to `[..., K, NUM_FEATURES]`."""
+    """`[..., K, 5]` features of candidates with these log-probabilities `[..., K]`, likeliest first."""
     count = log_probabilities.shape[-1]
     rank = torch.arange(count, device=log_probabilities.device).expand_as(log_probabilities)
     gap = log_probabilities - log_probabilities[..., :1]
@@ -195,10 +178,8 @@ class LiLiCorrHead(BlockHead):
 
     def make_layer(self, index: int) -> DecoderLayer:
         """A layer, with convolutions if the config has their sizes."""
-        config = self.config
-        if not config.conv_kernel_size:
-            return super().make_layer(index)
-        return DFlash2Layer(config.layer, index, config.conv_kernel_size, config.conv_group_size)
+        sizes = self.config.conv_kernel_size, self.config.conv_group_size
+        return DFlash2Layer(self.config.layer, index, *sizes) if sizes[0] else super().make_layer(index)
 
 
 class LiLiCorrDrafter(BlockDrafter):
@@ -230,10 +211,6 @@ def load_lilicorr(file: HeadFile) -> LiLiCorrHead:
     options |= {name: fields.integer(f"lilicorr_{name}") for name in SIZES}
     options |= {name: fields.number(f"lilicorr_{name}") for name in FACTORS}
     options["lattice_size"] = fields.integer("lilicorr_hidden_size", 0) or options["hidden_size"]
-    if changed := [name for name in NOT_APPLIED if fields.get(name) is not None]:
-        raise ValueError(f"a LiLiCorr head with {changed[0]} {fields.get(changed[0])!r:.40} is not supported")
-    if fields.get("input_embedding_scale") is not None:
-        options["input_embedding_scale"] = fields.number("input_embedding_scale")
-    if fields.get("conv_kernel_size"):
-        options |= {name: fields.integer(name) for name in ("conv_kernel_size", "conv_group_size")}
+    options |= {name: fields.optional_integer(name) or 0 for name in ("conv_kernel_size", "conv_group_size")}
+    options |= {name: fields.number(name) for name in ("input_embedding_scale",) if fields.get(name) is not None}
     return file.build(LiLiCorrHead, LiLiCorrConfig(**options))

@@ -141,9 +141,7 @@ class Target:
         self.cache.erase_rejected()
         return self.forward(DraftTree.empty(len(pending)), pending, active)
 
-    def forward_and_forget(
-        self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool] | None = None
-    ) -> torch.Tensor:
+    def forward_and_forget(self, tree: DraftTree, pending: Sequence[int], active: Sequence[bool]) -> torch.Tensor:
         """As `forward`, but nothing is kept: for passes that draft. They are not captured."""
         starts = self.cache.lengths
         present, inputs = self._layout.select(tree, {"input_ids": tree.step_tokens(pending, self.device)})

@@ -251,6 +251,9 @@ def test_block_head_with_latent_attention_has_the_outputs_of_deepseek(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | own | {"qk_rope_head_dim": 4}))
     with pytest.raises(ValueError, match="qk_rope_head_dim 4, but the tensors make it 8"):
         load_head(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | own | {"is_neox_style": True}))
+    with pytest.raises(ValueError, match="latent attention with these rotary parameters is not supported"):
+        load_head(tmp_path)
 
 
 @torch.no_grad()
@@ -303,7 +306,7 @@ def test_lilicorr_of_the_width_of_its_block_with_convolutions_same_tokens(
         ({"lilicorr_candidate_topk": 32}, "lilicorr_candidate_topk must be between 1 and 16, got 32"),
         ({"lilicorr_enabled": False}, "lilicorr_enabled is false, but there are tensors"),
         ({"lilicorr_num_heads": 3}, "lilicorr_num_heads 3 does not divide the width 16"),
-        ({"output_multiplier": 0.5}, "a LiLiCorr head with output_multiplier 0.5 is not supported"),
+        ({"output_multiplier": 0.5}, "output_multiplier = '0.5', which may change"),
         ({"sample_from_anchor": True}, "whose anchor's position proposes a token is not supported"),
     ],
 )
