@@ -20,10 +20,10 @@ from hf_specgen.candidates import draft_heads
 from hf_specgen.candidates.base import Candidates
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
-from hf_specgen.heads.checkpoint import Checkpoint, Fields, base_of_adapter, open_checkpoint, read_json
+from hf_specgen.heads.checkpoint import Checkpoint, Fields, base_of_adapter, named_errors, open_checkpoint, read_json
 from hf_specgen.heads.exit_head import EXIT_CONFIG
 from hf_specgen.heads.head_file import speculators_type
-from hf_specgen.heads.head_formats import FORMATS, head_format
+from hf_specgen.heads.head_formats import FORMATS, check_supported, head_format
 from hf_specgen.heads.source import Source
 
 logger = logging.getLogger("hf_specgen")
@@ -93,6 +93,8 @@ def _strategy(source: Source) -> Build:
     if (base := base_of_adapter(source)) is not None:  # of a head or a draft model, which it is loaded with
         return _strategy(Source(base, None, source.token, None, source.cache_dir, source.trust_remote_code))
     checkpoint = open_checkpoint(source)
+    with named_errors(source):
+        check_supported(checkpoint)
     try:
         strategy: Build = getattr(draft_heads, head_format(checkpoint).strategy)
         return strategy

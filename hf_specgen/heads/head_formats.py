@@ -130,6 +130,28 @@ FORMATS = (
 """All formats, in the order in which they are tried."""
 
 
+UNSUPPORTED = {
+    "xpress": "xPress heads, whose refiner reads each block again,",
+    "dflashlaguna": "DFlash heads of Laguna, with gates of attention and norms of each hidden state,",
+    "kda1mla": "DSpark heads of Kimi K3 with recurrent layers (KDA)",
+    "mlpspeculator": "MLP speculators of IBM and Snowflake",
+    "lstmspeculator": "LSTM speculators of Snowflake",
+    "mlpvariantspeculator": "LSTM speculators of Snowflake",
+    "deepseekv4forcausallm": "the DSpark layers inside a DeepSeek-V4 checkpoint",
+}
+"""Formats that are known, but not read, by a part of what their config calls them."""
+
+
+def check_supported(checkpoint: Checkpoint) -> None:
+    """Raise a `ValueError` that names the format of a checkpoint if it is one of `UNSUPPORTED`."""
+    config = checkpoint.config
+    called = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
+    word = next((word for word in UNSUPPORTED if word in called), None)
+    has_layers = any(name.startswith("mtp.") for name in checkpoint.tensors)
+    if word is not None and (has_layers or not word.startswith("deepseek")):  # else it is a whole model
+        raise ValueError(f"{UNSUPPORTED[word]} are not supported; load a head of another format, such as EAGLE-3")
+
+
 def load_head(
     path_or_id: str | Path,
     *,
@@ -175,6 +197,7 @@ PACKED = re.compile(r"\._?weight_(packed|qdata)$")
 
 def head_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint, by its config and the names of its tensors."""
+    check_supported(checkpoint)
     plain = {PACKED.sub(".weight", name): info for name, info in checkpoint.tensors.items()}
     file = HeadFile(checkpoint._replace(tensors=plain))
     for candidate in FORMATS:

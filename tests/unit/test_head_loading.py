@@ -266,3 +266,26 @@ def test_head_with_ids_outside_of_the_target_is_refused() -> None:
     head.draft_to_target += 10**6
     with pytest.raises(ValueError, match="draft_to_target of Eagle3Head has ids that are not below"):
         head.bind(fresh_model("llama"))
+
+
+NOT_READ: list[tuple[dict[str, Any], str, str]] = [
+    ({"architectures": ["Qwen3XPressModel"]}, "fc.weight", "xPress heads, whose refiner"),
+    ({"speculators_model_type": "xpress"}, "fc.weight", "xPress heads, whose refiner"),
+    ({"architectures": ["DFlashLagunaForCausalLM"]}, "fc.weight", "DFlash heads of Laguna, with gates"),
+    ({"architectures": ["KimiK3DSpark4KDA1MLADraftModel"]}, "fc.weight", "recurrent layers"),
+    ({"architectures": "MLPSpeculatorPreTrainedModel"}, "speculator.emb.0.weight", "MLP speculators of IBM"),
+    ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "emb.weight", "LSTM speculators of Snowflake"),
+    ({"architectures": ["DeepseekV4ForCausalLM"]}, "mtp.0.attn.wq_a.weight", "DSpark layers inside a DeepSeek-V4"),
+]
+
+
+@pytest.mark.parametrize("load", [load_head, AutoCandidates.from_pretrained])
+@pytest.mark.parametrize(("config", "tensor", "reason"), NOT_READ)
+def test_known_format_that_is_not_read_is_refused_by_name(
+    config: dict[str, Any], tensor: str, reason: str, load: Any, tmp_path: Path
+) -> None:
+    """Would catch: a head that is taken for another one, or for a draft model, or a reason that names tensors only."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({tensor: torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{reason}.* not supported; load a head of another format"):
+        load(tmp_path)
