@@ -90,7 +90,7 @@ def prepared_call(model: Any, **arguments: Any) -> tuple[torch.Tensor, Generatio
 
     The encoder of an encoder-decoder model is run. No private symbol: `GenerationMixin.generate` as it was before it
     was patched, also for models that have a `generate` of their own. Settings of the model's generation config that
-    need a tokenizer are switched off.
+    need a tokenizer are switched off, and so are static caches: the model remembers the longest one for later calls.
     """
     prepared: list[tuple[torch.Tensor, GenerationConfig, dict[str, Any]]] = []
 
@@ -107,9 +107,34 @@ def prepared_call(model: Any, **arguments: Any) -> tuple[torch.Tensor, Generatio
         return input_ids
 
     generate: Any = utils.GenerationMixin.generate
-    off = {"stop_strings": None, "token_healing": False}
+    off = {"stop_strings": None, "token_healing": False, "cache_implementation": "dynamic"}
     getattr(generate, "_hf_specgen_original", generate)(model, custom_generate=keep, **{**off, **arguments})
     return prepared[0]
+
+
+def quantize(layer: Any, states: torch.Tensor, **settings: Any) -> Any:
+    """Keys or values as a layer of a `QuantizedCache` stores them. Symbol: `QuantizedLayer._quantize`."""
+    return layer._quantize(states, **settings)
+
+
+def dequantize(layer: Any, states: Any) -> torch.Tensor:
+    """What `quantize` returned, multiplied out. Symbol: `QuantizedLayer._dequantize`."""
+    return cast(torch.Tensor, layer._dequantize(states))
+
+
+def quantized_states(layer: Any) -> tuple[Any, Any]:
+    """What a layer of a `QuantizedCache` stores. Symbols: `_quantized_keys` and `_quantized_values`."""
+    return layer._quantized_keys, layer._quantized_values
+
+
+def set_quantized_states(layer: Any, keys: Any, values: Any) -> None:
+    """Replace what a layer of a `QuantizedCache` stores. Symbols as in `quantized_states`."""
+    layer._quantized_keys, layer._quantized_values = keys, values
+
+
+def mask_columns(config: GenerationConfig, mask: torch.Tensor | None) -> int | None:
+    """The columns of a call's mask. Symbol: `GenerationConfig._mask_length`, of a mask that `generate` left out."""
+    return mask.shape[1] if mask is not None else getattr(config, "_mask_length", None)
 
 
 def attention_implementation(config: Any) -> str:

@@ -339,7 +339,7 @@ def _problems(
     if mask is not None and mask.dim() == 2:
         tokens = input_ids.shape[1]
         columns = mask.shape[1]
-        cached = 0 if cache is None else cache.get_seq_length()
+        cached = 0 if cache is None else int(cache.get_seq_length())
         if columns not in (tokens, tokens + cached):  # plain `generate` takes further ones for generated tokens
             yield f"the attention mask has {columns} columns for a prompt of {tokens} tokens; give one for each token"
         if columns == tokens <= cached and not bool(mask.all()):  # plain `generate` then masks cached slots by it

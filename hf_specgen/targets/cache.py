@@ -9,159 +9,26 @@ own, which are made when a model first writes to them.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 
-from hf_specgen.compat import CACHE
+from hf_specgen.targets.cache_layer import RaggedLayer
+from hf_specgen.targets.compact_layers import OffloadedLayer, layer_like
 from hf_specgen.targets.model_parts import WITHOUT_ATTENTION
-from hf_specgen.targets.state_cache import MAX_ROLLBACK, LayerStates
+from hf_specgen.targets.state_cache import LayerStates
 
-MIN_SPARE_SLOTS = 64
-"""A buffer that grows gets so many spare slots, or a 32nd of its length: peak memory then is at most 1.05 times that of
-a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
 MAX_DRAFT_SLOTS = 64
 """Slots for draft tokens beyond the maximum length of the text."""
 
 
-class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer: buffers `[batch, heads, capacity, head_dim]` and filled slots per row, `lengths`.
-
-    `first` slots at the beginning have been dropped (sliding windows only). Later steps roll back to `committed` slots
-    at least, up to `MAX_ROLLBACK`.
-    """
-
-    keys: Any
-    values: Any
-
-    def __init__(self, window: int | None = None, has_attention: bool = True) -> None:
-        super().__init__()
-        self.window, self.is_sliding, self.has_attention = window, window is not None, has_attention
-        self.committed: int | None = None
-        self.lengths: tuple[int, ...] = ()
-        self.first = 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        batch, heads, _, head_dim = key_states.shape
-        self.keys = key_states.new_empty(batch, heads, 0, head_dim)
-        self.values = value_states.new_empty(batch, value_states.shape[1], 0, value_states.shape[3])
-        self.lengths = (0,) * batch
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `[batch, heads, new, head_dim]` states to each row; returns all slots up to the longest row."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if key_states.shape[0] != len(self.lengths):
-            raise ValueError(
-                f"the cache holds {len(self.lengths)} rows, got keys for {key_states.shape[0]}; leave {CACHE} "
-                "out, or give it to a call with as many rows as the one that returned it"
-            )
-        starts, new = tuple(length - self.first for length in self.lengths), key_states.shape[2]
-        width = max(starts) + new
-        self.reserve(width)
-        self._leave_inference_mode()
-        self.keys, key_states = _promoted(self.keys, key_states)
-        self.values, value_states = _promoted(self.values, value_states)
-        if len(set(starts)) == 1:
-            self.keys[:, :, starts[0] : width] = key_states
-            self.values[:, :, starts[0] : width] = value_states
-        else:
-            rows, slots = _slots(starts, new, self.device)
-            self.keys[rows, :, slots] = key_states.transpose(1, 2)
-            self.values[rows, :, slots] = value_states.transpose(1, 2)
-        self.lengths = tuple(length + new for length in self.lengths)
-        keys, values = self.keys[:, :, :width], self.values[:, :, :width]
-        self._drop_invisible(min(self.lengths) if self.committed is None else self.committed)
-        return keys, values
-
-    def reserve(self, width: int) -> None:
-        """Make the buffer at least `width` slots long."""
-        if width > self.keys.shape[2]:
-            capacity = width + max(MIN_SPARE_SLOTS, width // 32)
-            self.keys = _resized(self.keys, 0, capacity)
-            self.values = _resized(self.values, 0, capacity)
-
-    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffers themselves, for captured passes, which write to given slots."""
-        self._leave_inference_mode()
-        return self.keys, self.values
-
-    def _drop_invisible(self, committed: int) -> None:
-        """Drop slots outside the sliding window of every later query, if each row keeps at least `committed` slots."""
-        if self.window is None:
-            return
-        invisible = committed - MAX_ROLLBACK - self.window - self.first
-        if invisible > max(MIN_SPARE_SLOTS, self.window // 2):  # rarely true, so that copying the window is negligible
-            filled = max(self.lengths) - self.first - invisible
-            self.keys, self.values = _resized(self.keys, invisible, filled), _resized(self.values, invisible, filled)
-            self.first += invisible
-
-    def _leave_inference_mode(self) -> None:
-        """A cache made under `torch.inference_mode()` cannot be written to outside of it; a copy can."""
-        if self.keys is not None and self.keys.is_inference() and not torch.is_inference_mode_enabled():
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-
-    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy slots within rows; all three are `[moved, slots]`, on the layer's device."""
-        if self.first:
-            source, destination = source - self.first, destination - self.first
-        for states in (self.keys, self.values):
-            states[rows, :, destination] = states[rows, :, source]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length - self.first, self.first
-
-    def get_seq_length(self) -> int:
-        return max(self.lengths, default=0)
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[b]` slots of row b; the others will be overwritten. Raises if a window is gone."""
-        shortest = min(lengths, default=0)
-        if not any(lengths):
-            self.first = 0
-        elif self.first and self.first > shortest + 1 - (self.window or 0):
-            raise RuntimeError(f"{shortest} tokens cannot be kept: the sliding window before them has been dropped")
-        self.lengths, self.committed = tuple(lengths), shortest
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.keys, self.values = self.keys[indices], self.values[indices]
-        self.lengths = tuple(self.lengths[row] for row in indices.tolist())
-
-    def append_rows(self, other: RaggedLayer) -> None:
-        """Add the rows of another layer; slots that either has dropped become zeros, which its mask hides."""
-        capacity = max(self.get_seq_length(), other.get_seq_length()) + MIN_SPARE_SLOTS
-
-        def joined(states: Any, more: Any) -> torch.Tensor:
-            parts = (states, self.first), (more, other.first)
-            return torch.cat([pad(part, (0, 0, first, capacity))[:, :, :capacity] for part, first in parts])
-
-        self.keys, self.values, self.first = joined(self.keys, other.keys), joined(self.values, other.values), 0
-        self.set_lengths(self.lengths + other.lengths)
-
-
 class RaggedCache(Cache):
-    """The cache of a call, whose rows differ in length; callers of `generate` receive a `DynamicCache`.
+    """The cache of a call, whose rows differ in length; callers of `generate` receive one of Transformers.
 
     `max_slots` are those of the whole call. Layers beyond `layers` have full attention.
     """
@@ -184,7 +51,19 @@ class RaggedCache(Cache):
     @property
     def first_visible(self) -> int:
         """How many slots the sliding-window layers have dropped."""
-        return max((layer.first for layer in self.layers), default=0)
+        return max((layer.first for layer in self.layers if layer.is_sliding), default=0)
+
+    @property
+    def room(self) -> float:
+        """How many tokens of a row the next pass may add."""
+        return min((layer.room for layer in self.layers), default=math.inf)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the buffers of all layers are keys and values on the device of the layer."""
+        return all(type(layer) is RaggedLayer for layer in self.layers) and (
+            self.layer_class_to_replicate is RaggedLayer
+        )
 
     def shared_copy(self) -> RaggedCache:
         """A cache with the same contents, in the same tensors: neither overwrites what the other one holds."""
@@ -303,57 +182,59 @@ class RaggedCache(Cache):
 
     def move(self, moves: torch.Tensor) -> None:
         """Copy slots within rows, in all layers; see `path_moves`."""
-        on_device = {device: moves.to(device).unbind() for device in {part.device for part in self._filled}}
+        on_device = {device: moves.to(device).unbind() for device in {_device(part) for part in self._filled}}
         for part in self._filled:
-            part.move(*on_device[part.device])
+            part.move(*on_device[_device(part)])
 
     @classmethod
-    def from_dynamic(cls, cache: DynamicCache, max_slots: int | None = None) -> RaggedCache:
-        """Take over the contents of a `DynamicCache`, whose rows are equally long.
+    def from_dynamic(cls, cache: Cache, max_slots: int | None = None) -> RaggedCache:
+        """Take over the contents of a cache of Transformers, whose rows are equally long, see `RaggedLayer.take_over`.
 
-        Its layers then are views of our buffers, which change nothing of what they show, so that the memory is not
-        needed twice. Slots before its sliding windows count as dropped.
+        The layers are offloaded or quantized as those of that cache are.
         """
         result = cls(max_slots)
         layers: list[Any] = list(cache.layers)
-        lengths = [layer.get_seq_length() for layer in layers if isinstance(layer, DynamicLayer)]
-        slots = result._slots_for(max(lengths, default=0))
+        lengths = [0, *(int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin))]
+        slots = result._slots_for(max(lengths))
+        offloads = getattr(cache, "offloading", False)
+        if offloads:
+            cache.prefetch_stream.synchronize()
+            if not layers:
+                result.layer_class_to_replicate = OffloadedLayer
         for index, layer in enumerate(layers):
-            window = getattr(layer, "sliding_window", None)
-            result.layers.append(new := RaggedLayer(window, type(layer) is not LinearAttentionLayer))
-            if isinstance(layer, DynamicLayer) and (length := layer.get_seq_length()):
-                states: Any = layer.keys, layer.values
-                held = states[0].shape[2]
-                new.lazy_initialization(*states)
-                new.reserve(held if window else slots)
-                new.update(*states)
-                layer.keys, layer.values = new.keys[:, :, :held], new.values[:, :, :held]
-                new.lengths = (length,) * len(states[0])
-                new.first = length - held
+            is_offloaded = offloads and not (cache.only_non_sliding and getattr(layer, "is_sliding", False))
+            result.layers.append(new := layer_like(layer, is_offloaded))
+            if isinstance(layer, CacheLayerMixin):
+                new.take_over(layer, slots)
             if getattr(layer, "is_indexer_initialized", False):
                 result.update_indexer(layer.indexer_keys, index)
             if any(getattr(layer, "has_previous_state", {}).values()):
-                result._states[index] = LayerStates.of_layer(layer, max(lengths, default=0))
+                result._states[index] = LayerStates.of_layer(layer, max(lengths))
         return result
 
-    def to_dynamic(self, cache: DynamicCache) -> None:
-        """Move the contents, whose rows are equally long, to a `DynamicCache` layer by layer, and leave none here."""
+    def to_dynamic(self, cache: Cache) -> None:
+        """Move the contents, whose rows are equally long, to a cache of Transformers, and leave none here."""
         while len(cache.layers) < len(self.layers):
             cache.layers.append(DynamicLayer())
         targets: list[Any] = list(cache.layers)
+        offloaded = [index for index, layer in enumerate(self.layers) if isinstance(layer, OffloadedLayer)]
         for index, (layer, source) in enumerate(zip(targets, self.layers, strict=False)):
-            layer.reset()
+            if not source.is_initialized:
+                layer.reset()
+            else:
+                source.hand_over(layer)
+                self.layers[index] = RaggedLayer(source.window, source.has_attention)
             if (states := self._states.pop(index, None)) is not None:
                 states.to_layer(layer)
-            if source.is_initialized:
-                length = source.get_seq_length()
-                start = max(0, length - source.first - getattr(layer, "sliding_window", length))
-                layer.update(*(states[:, :, start : length - source.first] for states in (source.keys, source.values)))
-                if isinstance(layer, DynamicSlidingWindowLayer):
-                    layer.cumulative_length = length
-                self.layers[index] = RaggedLayer(source.window, source.has_attention)
             if (indexer := self._indexers.pop(index, None)) is not None:
                 layer.update_indexer(indexer.keys[:, 0, : indexer.get_seq_length()])
+        if offloaded:  # plain decoding expects that the first of them is on its device already
+            targets[offloaded[0]].prefetch()
+
+
+def _device(part: Any) -> torch.device:
+    """Where the buffers of a part of the cache are."""
+    return part.keys.device if isinstance(part, RaggedLayer) else part.device
 
 
 def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> torch.Tensor:
@@ -375,26 +256,3 @@ def path_moves(starts: Sequence[int], paths: Sequence[Sequence[int] | None]) -> 
 def padded_width(tokens: int) -> int:
     """The number of tokens that a captured pass over so many tokens is padded to: 1, 4, 8, 16, …"""
     return 1 if tokens == 1 else max(4, 1 << (tokens - 1).bit_length())
-
-
-def _resized(buffer: torch.Tensor, dropped: int, capacity: int) -> torch.Tensor:
-    """The slots of a buffer from `dropped` on, in a new buffer of `capacity` slots."""
-    batch, heads, slots, head_dim = buffer.shape
-    kept = min(slots - dropped, capacity)
-    # Zeros: unwritten slots are masked, but a weight of 0 times NaN is NaN.
-    resized = buffer.new_zeros(batch, heads, capacity, head_dim)
-    resized[:, :, :kept] = buffer[:, :, dropped : dropped + kept]
-    return resized
-
-
-def _promoted(buffer: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in the dtype that a `DynamicCache` has after joining them; they differ where autocast begins or ends."""
-    dtype = torch.promote_types(buffer.dtype, states.dtype)
-    return buffer.to(dtype), states.to(dtype)
-
-
-@lru_cache(maxsize=8)
-def _slots(starts: tuple[int, ...], new: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Index tensors `[batch, 1]` and `[batch, new]` of the slots after each row; shared by all layers of a step."""
-    slots = torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)
-    return torch.arange(len(starts), device=device)[:, None], slots

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.random_state import RandomOperations, global_generator
@@ -109,7 +109,7 @@ def compare(
             generator.set_state(random_state)
             return f"in training mode {RANDOM}" if model.training else RANDOM
     requirements = TargetRequirements(exit_layer=exit_layer)
-    kwargs = {**model_kwargs, compat.CACHE: copy.deepcopy(model_kwargs.get(compat.CACHE))}
+    kwargs = {**model_kwargs, compat.CACHE: _copied_cache(model_kwargs)}
     target = make_target(requirements, model, input_ids, config, kwargs)
     drafted = [logits.to(plain[0]) for logits in _decode_drafts(target, tokens)]
     if not all(logits.amax(dim=-1).isfinite().all() for logits in plain):
@@ -124,9 +124,16 @@ def _decode_plainly(
     model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Any:
     """The output of plain decoding with a cache of its own."""
-    passed = model_kwargs.get(compat.CACHE)
-    cache = DynamicCache(config=model.config.get_text_config()) if passed is None else copy.deepcopy(passed)
+    copied = _copied_cache(model_kwargs)
+    cache = DynamicCache(config=model.config.get_text_config()) if copied is None else copied
     return compat.decode_plainly(model, input_ids, config, STEPS, {**model_kwargs, compat.CACHE: cache})
+
+
+def _copied_cache(model_kwargs: dict[str, Any]) -> Any:
+    """A copy of the cache that a call goes on from; of an empty one, whatever its kind, a new one does as well."""
+    given = model_kwargs.get(compat.CACHE)
+    goes_on = isinstance(given, EncoderDecoderCache) or (given is not None and int(given.get_seq_length()) > 0)
+    return copy.deepcopy(given) if goes_on else None
 
 
 def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:

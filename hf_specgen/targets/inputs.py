@@ -7,12 +7,14 @@ Rotary positions may have several axes: after the prompt all advance by one with
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.cache_utils import Cache, QuantizedLayer, StaticLayer
 
 from hf_specgen import compat
 from hf_specgen.device_tree import DeviceTree, Frontier, PassTree
@@ -208,8 +210,8 @@ class CallInputs:
         return self._axes is None and not accompanying_inputs(self.others(cache, 1))
 
     def rows_can_change(self, cache: Any) -> bool:
-        """Whether rows can be dropped and joined: nothing but the text belongs to a row."""
-        return self.is_text(cache) and self._treats_rows_alike
+        """Whether rows can be dropped and joined: nothing but the text and its keys belongs to a row."""
+        return cache.is_plain and self.is_text(cache) and self._treats_rows_alike
 
     @cached_property
     def _treats_rows_alike(self) -> bool:
@@ -295,32 +297,66 @@ def check_step_arguments(model: PreTrainedModel, input_ids: torch.Tensor, model_
         )
 
 
-def call_cache(given: Any, config: Any, generation_config: GenerationConfig, keeps_all: bool) -> RaggedCache:
-    """The cache of a call; with the contents of one that the caller gave, which keeps them until `to_dynamic`.
+def call_cache(
+    given: Any, config: Any, generation_config: GenerationConfig, input_ids: torch.Tensor, mask: Any, keeps_all: bool
+) -> RaggedCache:
+    """The cache of a call, of the same kind as the given one, which keeps its contents until `to_dynamic`.
 
     With `keeps_all` sliding-window layers keep the slots outside of their window, as captured passes need.
     """
     length = generation_config.max_length
-    user_owned = compat.is_user_defined(given)
     slots = None if length is None else int(length) + MAX_DRAFT_SLOTS
-    is_offloaded = getattr(given, "offloading", False)
-    if given is not None and (type(given) is not DynamicCache or is_offloaded):
-        kind = f"an offloaded {type(given).__name__}" if is_offloaded else type(given).__name__
-        remedy = f"leave {compat.CACHE} out" if user_owned else 'give cache_implementation="dynamic"'
-        raise ValueError(
-            f"candidate_generator= works with a DynamicCache that is not offloaded, not with {kind}; {remedy}"
-        )
-    if user_owned and given is not None:
-        if has_special_layers(config) and _layer_types(given) != _layer_types(DynamicCache(config=config)):
+    user_owned = given is not None and compat.is_user_defined(given)
+    if given is not None and (user_owned or type(given) is not DynamicCache or given.offloading):
+        if type(given) not in (DynamicCache, StaticCache, QuantizedCache):
+            remedy = f"leave {compat.CACHE} out" if user_owned else 'give cache_implementation="dynamic"'
             raise ValueError(
-                f"the layers of {compat.CACHE}= are not those that this model writes convolutions, recurrent states or "
-                "an indexer's keys to; give DynamicCache(config=model.config), or what an earlier call returned"
+                "candidate_generator= works with a DynamicCache, StaticCache or QuantizedCache, not with "
+                f"{type(given).__name__}; {remedy}"
             )
+        if problem := _cache_problem(given, config, generation_config, input_ids, mask):
+            raise ValueError(problem)
         return RaggedCache.from_dynamic(given, slots)
     if keeps_all:
         return RaggedCache(None if slots is None else slots + 128)  # for the padding of captured passes
     return RaggedCache.for_model(config, slots)
 
 
-def _layer_types(cache: DynamicCache) -> list[type]:
+def _cache_problem(
+    given: Cache, config: Any, generation_config: GenerationConfig, input_ids: torch.Tensor, mask: Any
+) -> str | None:
+    """Why a call cannot go on from a cache that `generate` was given, or has made for `cache_implementation`."""
+    layers: list[Any] = given.layers
+    if has_special_layers(config) and _layer_types(given) != _layer_types(DynamicCache(config=config)):
+        return (
+            f"the layers of this {type(given).__name__} are not those that this model writes convolutions, recurrent "
+            "states or an indexer's keys to while drafts are rolled back; give DynamicCache(config=model.config), what "
+            'an earlier call returned, or cache_implementation="dynamic"'
+        )
+    rows, columns = input_ids.shape
+    new = math.inf if generation_config.max_length is None else int(generation_config.max_length) - columns
+    # The text so far: a cache may hold its beginning, and `input_ids` be the rest.
+    text = compat.mask_columns(generation_config, mask) or int(given.get_seq_length()) + columns
+    limits = [layer.max_cache_len for layer in layers if isinstance(layer, StaticLayer) and _is_limited(layer)]
+    if limits and text + new - 1 > min(limits):
+        return (
+            f"the StaticCache has {min(limits)} slots, and a text of {text} tokens with {new} new ones may need "
+            f"{text + new - 1}; give a longer cache or less max_new_tokens"
+        )
+    kept = min((layer.residual_length for layer in layers if isinstance(layer, QuantizedLayer)), default=math.inf)
+    if rows > 1 and new > kept - int(given.get_seq_length() > 0) * kept:
+        return (
+            f"this QuantizedCache quantizes the keys of all rows together after every {kept} tokens, which rows that "
+            f"differ in length do not reach at the same time; give one row, a new cache and at most {kept} new tokens, "
+            'or cache_config={"backend": "fp8"}'
+        )
+    return None
+
+
+def _is_limited(layer: StaticLayer) -> bool:
+    """Whether a layer holds a number of tokens, not the window before any number of them."""
+    return not layer.is_sliding or layer.is_croppable
+
+
+def _layer_types(cache: Cache) -> list[type]:
     return [type(layer) for layer in cache.layers]

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, QuantizedCache
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
@@ -91,6 +91,11 @@ def make_target(
     call = model, input_ids, config, model_kwargs
     if "encoder_outputs" in model_kwargs and (requirements.aux_hidden_state_layers or requirements.exit_layer):
         check_decoder_only(model, "this strategy")
+    if requirements.reads_cache and _is_compact(model_kwargs.get(compat.CACHE)):
+        raise ValueError(
+            "this strategy reads the target's keys and values, which an offloaded or quantized cache does not hold as "
+            'they are; give cache_implementation="dynamic"'
+        )
     if requirements.exit_layer is not None:
         return EarlyExitTarget(*call, requirements.exit_layer)
     of_text: type[Target] = Target
@@ -104,6 +109,11 @@ def make_target(
     if aux_layers := requirements.aux_hidden_state_layers:
         return of_states(*call, aux_layers, graphs)
     return of_text(*call, graphs)
+
+
+def _is_compact(cache: Any) -> bool:
+    """Whether a cache of Transformers is offloaded or quantized."""
+    return bool(getattr(cache, "offloading", False)) or isinstance(cache, QuantizedCache)
 
 
 def _capture_problem(
@@ -139,6 +149,7 @@ def _capture_problem(
         "was given a cache without the slots outside of sliding windows, which captured passes need": (
             compat.is_user_defined(given) and any(getattr(given, "is_sliding", ()))
         ),
+        "keeps its cache offloaded or quantized, and captured passes write keys and values": (_is_compact(given)),
         "has sliding windows, whose layers would keep all of a long text": mode == "auto" and window > 0 and is_long,
     }
     return first_problem(model, problems)

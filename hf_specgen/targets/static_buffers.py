@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from hf_specgen.targets.cache import RaggedCache, RaggedLayer
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.cache_layer import RaggedLayer
 
 CAPACITY_BLOCK = 1024
 """Capacities of buffers, in slots, are multiples of it, so that calls of similar lengths share graphs; from 8,192 on

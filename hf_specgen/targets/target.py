@@ -45,8 +45,6 @@ class Target:
 
     reuses_drafter_states: bool = False
     """Whether a step starts from hidden states that drafting has computed for its tokens."""
-    max_draft_tokens: float = float("inf")
-    """How many draft tokens of a row a pass can take, as some experts have a limited capacity."""
     max_row_skew: float = float("inf")
     """How many tokens a row may be ahead of the slowest row."""
     has_recurrent_state: bool = False
@@ -71,8 +69,8 @@ class Target:
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
-        self.max_draft_tokens = pass_capacity(model) - 1 - MAX_ROW_SKEW
-        self._make_cache(generation_config, model_kwargs)
+        self._pass_capacity = pass_capacity(model) - MAX_ROW_SKEW
+        self._make_cache(generation_config, model_kwargs, input_ids)
         self._layout = RowLayout(self.batch, self.last_position)
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
         # Captured passes receive the padding as an input.
@@ -80,14 +78,17 @@ class Target:
         self._starts: tuple[int, ...] = ()
         """The slot of each row at which the last pass, or the tree that grows, began."""
 
-    def _make_cache(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    def _make_cache(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], input_ids: torch.Tensor
+    ) -> None:
         """Make the cache of the call, which takes over the contents of the cache that `generate` passes on."""
         passed: Any = model_kwargs.get(compat.CACHE)
         self.returns_cache = compat.is_user_defined(passed)
         """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
         reads_encoder = "encoder_outputs" in model_kwargs
         self._passed_cache = passed.self_attention_cache if reads_encoder else passed
-        self.cache = call_cache(self._passed_cache, self._config, generation_config, keeps_all=bool(self._graphs))
+        call = self._config, generation_config, input_ids, model_kwargs.get("attention_mask")
+        self.cache = call_cache(self._passed_cache, *call, keeps_all=bool(self._graphs))
         self._model_cache: Any = self.cache
         if reads_encoder:
             self._model_cache = EncoderDecoderCache(self.cache, passed.cross_attention_cache)
@@ -101,6 +102,11 @@ class Target:
     def padding(self) -> tuple[int, ...]:
         """How many slots of each row of the cache, at its beginning, are padding."""
         return tuple(max(0, -offset) for offset in self._layout.offsets)
+
+    @property
+    def max_draft_tokens(self) -> float:
+        """How many draft tokens of a row the next pass can take: experts, or groups of a cache, may have a limit."""
+        return min(self._pass_capacity, self.cache.room) - 1
 
     @property
     def is_joinable(self) -> bool:

@@ -125,7 +125,7 @@ class Case:
     inference_mode: bool = False
 
     cache: str = "none"
-    """ "none", or "dynamic": the caller gives a `DynamicCache`."""
+    """ "none", "static_setting" (`cache_implementation`), or what the caller gives: "dynamic", "static" or "float8"."""
     turns: int = 1
     """Calls that go on from the cache of the one before."""
     swap_caches: bool = False
@@ -225,7 +225,7 @@ WEIGHTS: dict[str, dict[Any, float]] = {
     "streamer": {True: 1, False: 4},
     "config_object": SELDOM,
     "inference_mode": RARELY,
-    "cache": {"none": 5, "dynamic": 1},
+    "cache": {"none": 20, "dynamic": 4, "static": 1, "static_setting": 1, "float8": 1},
     "turns": {1: 6, 2: 2, 3: 1},
     "swap_caches": {True: 3, False: 7},
 }
@@ -307,7 +307,7 @@ def _consistent(case: Case) -> Case:
         changes["return_dict"] = True
     if reads_scores:
         changes["output_scores"] = True
-    if case.turns > 1 and case.cache == "none":
+    if case.turns > 1 and case.cache in ("none", "static_setting"):
         changes["return_dict"] = True
     if case.turns > 1 and case.num_return_sequences > 1:
         changes["turns"] = 1

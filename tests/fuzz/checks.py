@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import hf_specgen
 from tests.fuzz.cases import Case
@@ -205,19 +205,22 @@ def _same_caches(plain: Any, ours: Any, visible: torch.Tensor) -> Iterator[Diffe
         return
     if length != expected_length:
         yield Difference("cache", f"holds {length} slots, that of plain generate {expected_length}")
-    elif type(plain) is DynamicCache:
+    elif type(ours) is not type(plain):
+        yield Difference("cache", f"is a {type(ours).__name__}, that of plain generate a {type(plain).__name__}")
+    elif type(plain) in (DynamicCache, StaticCache):
         for index, (mine, expected) in enumerate(zip(ours.layers, plain.layers, strict=False)):
             for name in ("keys", "values"):
                 got, wanted = getattr(mine, name, None), getattr(expected, name, None)
                 if wanted is None or wanted.dim() != 4 or len(wanted) != len(visible):  # a row for each beam
                     continue
-                held = wanted.shape[2]  # a window holds the last columns only
+                held = min(length, wanted.shape[2])  # a window holds the last columns only
                 if got is None or got.shape != wanted.shape:
                     shape = None if got is None else tuple(got.shape)
                     yield Difference("cache", f"{name} of layer {index}: shape {shape}, not {tuple(wanted.shape)}")
                     return
                 seen = visible[:, length - held : length]
-                if not torch.allclose(got.transpose(1, 2)[seen], wanted.transpose(1, 2)[seen], **TOLERANCE):
+                states = [each[:, :, :held].transpose(1, 2)[seen] for each in (got, wanted)]
+                if not torch.allclose(*states, **TOLERANCE):
                     yield Difference("cache", f"{name} of layer {index} are other ones")
                     return
 

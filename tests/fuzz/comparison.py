@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessorList
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache, LogitsProcessorList, QuantizedCache, StaticCache
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from hf_specgen import Statistics
 from hf_specgen.compat import CACHE
@@ -135,7 +135,11 @@ class Comparison:
     def _used_caches(self, plain: Any, ours: Any) -> Caches:
         """The caches after they were saved, copied or taken apart, if plain `generate`'s can be."""
         name = self.case.cache_use
-        if not name or (name in OF_KEYS and any(type(layer) is not DynamicLayer for layer in plain.layers)):
+        if (
+            not name
+            or plain is None
+            or (name in OF_KEYS and any(type(layer) is not DynamicLayer for layer in plain.layers))
+        ):
             return plain, ours
         try:
             return CACHE_USES[name](plain), CACHE_USES[name](ours)
@@ -250,7 +254,14 @@ class Comparison:
             self.model.generate(prompts, max_new_tokens=1, candidate_generator=self.candidates)
 
     def _new_cache(self) -> Any:
-        return DynamicCache(config=self.model.config) if self.case.cache == "dynamic" else None
+        config = self.model.config.get_text_config(decoder=True)
+        if self.case.cache == "static":
+            return StaticCache(config, max_cache_len=POSITIONS)
+        kinds = {*get_layer_types_and_kwargs(config)[0]}
+        # Under autocast float8 numbers cannot be joined.
+        if self.case.cache == "float8" and kinds == {"full_attention"} and self.case.intervention not in HALF:
+            return QuantizedCache("fp8", config)
+        return None if self.case.cache in ("none", "static_setting") else DynamicCache(config=config)
 
     def _generate(
         self,

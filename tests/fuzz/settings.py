@@ -200,6 +200,8 @@ def _settings(case: Case, ends: Ends) -> dict[str, Any]:
     settings: dict[str, Any] = {n: getattr(case, n) for n in names if getattr(case, n) != getattr(given, n)}
     settings |= {"max_new_tokens": case.max_new_tokens, "pad_token_id": case.pad_id, "do_sample": case.do_sample}
     settings["return_dict_in_generate"] = case.return_dict
+    if case.cache == "static_setting":
+        settings["cache_implementation"] = "static"
     if case.do_sample:
         settings |= {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p}
         settings |= {"min_p": case.min_p} if case.min_p else {}

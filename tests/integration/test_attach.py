@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from datasets.fingerprint import Hasher
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import LogitsProcessor
 
@@ -255,7 +255,7 @@ def test_unsupported_cache_falls_back_and_streams_the_prompt_once(model: Any) ->
 
     def run() -> tuple[Any, RecordingStreamer]:
         streamer = RecordingStreamer()
-        cache = StaticCache(config=model.config, max_cache_len=40)
+        cache = type("OwnCache", (DynamicCache,), {})(config=model.config)
         return generate(model, 1, **{CACHE: cache}, streamer=streamer), streamer
 
     expected, seen = run()

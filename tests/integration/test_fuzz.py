@@ -17,7 +17,8 @@ from hf_specgen.call import GenerationState
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.device_tree import NO_NODE
 from hf_specgen.targets import self_check
-from hf_specgen.targets.cache import RaggedCache, RaggedLayer
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.cache_layer import RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
 from hf_specgen.targets.inputs import RowLayout
 from hf_specgen.verification import base as verification

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_specgen.targets.cache import MAX_ROLLBACK, MIN_SPARE_SLOTS, RaggedCache, RaggedLayer
+from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.cache_layer import MAX_ROLLBACK, MIN_SPARE_SLOTS, RaggedLayer
 from hf_specgen.targets.static_buffers import CAPACITY_BLOCK, GraphBuffers
 from tests.helpers import reference
 
