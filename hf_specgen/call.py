@@ -59,7 +59,9 @@ class GenerationState:
         pad_id: int | None = None,
     ):
         self.batch, self.prompt_length = input_ids.shape
-        is_text = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -self.prompt_length :]
+        is_text = torch.ones_like(input_ids)
+        if attention_mask is not None:
+            is_text = attention_mask[:, attention_mask.shape[1] - self.prompt_length :]
         rows = zip(input_ids.cpu(), is_text.bool().cpu(), strict=True)
         self.prompts = [ids[mask].tolist() for ids, mask in rows]
         self.generated: list[list[int]] = [[] for _ in range(self.batch)]
@@ -93,9 +95,11 @@ class GenerationState:
         return [self.last_token(row) for row in range(self.batch)]
 
     def last_token(self, row: int) -> int:
-        """The last token of a row's text; the padding token for a prompt that is nothing but padding."""
+        """The last token of a row's text; the padding token for a prompt that is nothing but padding, or has no ids."""
         text = self.generated[row] or self.prompts[row]
-        return text[-1] if text else int(self._columns[row, self.prompt_length - 1])
+        if text or not self.prompt_length:
+            return text[-1] if text else self._padding
+        return int(self._columns[row, self.prompt_length - 1])
 
     def has_ended(self, row: int) -> bool:
         """Whether the row takes no further tokens: EOS, maximum length, or a stopping criterion.
@@ -297,6 +301,14 @@ class Call:
     def context_length(self) -> int:
         """Tokens in the longest row so far, prompt included."""
         return self.state.context_length
+
+    def check_prompt_ids(self, strategy: str) -> None:
+        """Raise a `ValueError` if the prompt was given as `inputs_embeds` alone, to a strategy that reads its ids."""
+        if not self.state.prompt_length:
+            raise ValueError(
+                f"{strategy} reads the token ids of the prompt, and this call has inputs_embeds alone; give input_ids "
+                "beside them, or use NgramCandidates, RecyclingCandidates or LayerSkipCandidates"
+            )
 
     def encoder_texts(self) -> list[list[int]]:
         """The token ids that the target's encoder read, by row and without padding, within the decoder's vocabulary.

@@ -202,7 +202,8 @@ class DecodingSteps:
         """How many draft tokens each row can use before its last token, the last position and the last cache slot."""
         state = self.state
         target = self.target
-        columns = state.prompt_length + max(map(len, state.generated))
+        # A prompt of embeddings has no columns in the text.
+        columns = max(state.prompt_length, *target.first_positions) + max(map(len, state.generated))
         if columns + MAX_DRAFT_SLOTS > target.slot_limit:
             return [0] * state.batch
         limits = []

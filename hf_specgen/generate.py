@@ -26,7 +26,13 @@ from hf_specgen.libraries import adapter_hooks_removed
 from hf_specgen.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.settings import Settings, Verification, settings_in
-from hf_specgen.targets.inputs import ROUTER_LOGITS, check_cache, check_step_arguments, without_router_loss
+from hf_specgen.targets.inputs import (
+    ROUTER_LOGITS,
+    check_cache,
+    check_step_arguments,
+    prompt_columns,
+    without_router_loss,
+)
 from hf_specgen.targets.model_parts import decoder_argument
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
@@ -120,6 +126,8 @@ class Speculation:
         )
         with compat.without_compilation(model), ExitStack() as stack:
             requirements = candidates.target_requirements(model)
+            if requirements.aux_hidden_state_layers:
+                call.check_prompt_ids("a draft head")
             check_computation(model, requirements, input_ids, config, model_kwargs)
             target = make_target(requirements, model, input_ids, config, model_kwargs, settings.compile, self.is_row)
             check_length(model, target.first_positions, call.max_new_tokens)
@@ -306,11 +314,13 @@ def _problems(
     model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Iterator[str]:
     """Why a call cannot speculate: what would otherwise be ignored, or go wrong later."""
-    embeddings = "decoder_inputs_embeds" if model.config.is_encoder_decoder else "inputs_embeds"
-    if model_kwargs.get(embeddings) is not None:
-        yield "candidate_generator= needs the prompt as input_ids, not as " + embeddings
-    if input_ids.numel() == 0:
+    if model_kwargs.get("decoder_inputs_embeds") is not None:
+        yield "candidate_generator= needs the decoder's prompt as input_ids, not as decoder_inputs_embeds"
+    tokens = prompt_columns(input_ids, model_kwargs)
+    if len(input_ids) * tokens == 0:
         yield f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
+    if input_ids.shape[1] not in (0, tokens):
+        yield f"inputs_embeds has {tokens} columns, and input_ids {input_ids.shape[1]}; give one id for each, or no ids"
     if config.prompt_lookup_num_tokens is not None:
         saved = _saved(model, config, "prompt_lookup_num_tokens")
         yield f"both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out{saved}"
@@ -337,7 +347,6 @@ def _problems(
         yield "output_router_logits=True fails for padded prompts, in plain generate() too; give False"
     cache = model_kwargs.get(compat.CACHE)
     if mask is not None and mask.dim() == 2:
-        tokens = input_ids.shape[1]
         columns = mask.shape[1]
         cached = 0 if cache is None else int(cache.get_seq_length())
         if columns not in (tokens, tokens + cached):  # plain `generate` takes further ones for generated tokens

@@ -156,6 +156,7 @@ class DraftModelCandidates(PretrainedCandidates):
         return TargetRequirements(parallel.layers_of(model) if parallel is not None and parallel.layers else ())
 
     def start(self, batch: DraftBatch) -> DraftSession:
+        batch.call.check_prompt_ids("a draft model")
         draft = self._load(batch.model)
         check_pair(draft, batch.model)
         check_model(draft)

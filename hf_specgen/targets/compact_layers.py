@@ -159,9 +159,9 @@ class GroupedLayer(RaggedLayer):
         if not self.is_initialized:
             self._like.lazy_initialization(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
-            self._quantize(key_states, value_states)
+            self._store(key_states, value_states)
             return key_states, value_states
-        self._quantize_if_due()
+        self._store_if_due()
         return self._joined(*super().update(key_states, value_states))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -173,7 +173,7 @@ class GroupedLayer(RaggedLayer):
         joined_keys, joined_values = map(torch.cat, zip(before, (keys, values), strict=True), (-2, -2))
         return joined_keys, joined_values
 
-    def _quantize(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Keep these as all slots of the cache."""
         pairs = zip((keys, values), (self._like.axis_key, self._like.axis_value), strict=True)
         quantized = [compat.quantize(self._like, states.contiguous(), axis=axis) for states, axis in pairs]
@@ -181,9 +181,9 @@ class GroupedLayer(RaggedLayer):
         self.first = keys.shape[2]
         self.lengths = (self.first,) * len(keys)
 
-    def _quantize_if_due(self) -> None:
+    def _store_if_due(self) -> None:
         if (count := self._unquantized) >= self._residual:
-            self._quantize(*self._joined(self.keys[:, :, :count], self.values[:, :, :count]))
+            self._store(*self._joined(self.keys[:, :, :count], self.values[:, :, :count]))
 
     def take_over(self, layer: Any, slots: int) -> None:
         if not (length := layer.get_seq_length()):
@@ -196,7 +196,7 @@ class GroupedLayer(RaggedLayer):
             super().update(layer.keys, layer.values)
 
     def hand_over(self, layer: Any) -> None:
-        self._quantize_if_due()
+        self._store_if_due()
         vars(layer).update(vars(self._like), cumulative_length=self.get_seq_length())
         if count := self._unquantized:
             layer.keys, layer.values = self.keys[:, :, :count].clone(), self.values[:, :, :count].clone()

@@ -196,7 +196,7 @@ class CallInputs:
     def prefill(self, cache: Any) -> torch.Tensor:
         """The logits of a pass over the prompt; raises if it caches more positions than the prompt has, or none."""
         before = cache.get_seq_length()
-        tokens = self._input_ids.shape[1]
+        tokens = prompt_columns(self._input_ids, self._kwargs)
         outputs = compat.prefill(self._model, self._input_ids, self._config, {**self._kwargs, compat.CACHE: cache})
         if not 0 < (positions := cache.get_seq_length() - before) <= tokens:
             raise ValueError(
@@ -245,11 +245,18 @@ class CallInputs:
                 kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
             kwargs[compat.CACHE] = cache
             prepare = cast(Any, self._model).prepare_inputs_for_generation
-            prepared = prepare(self._input_ids[:, -1:], next_sequence_length=1, **kwargs)
+            last = self._input_ids.new_zeros(len(self._input_ids), 1)
+            prepared = prepare(last, next_sequence_length=1, **kwargs)
             self._extra = {name: value for name, value in prepared.items() if name not in own and value is not None}
             self._extra |= without_router_loss(self._model)
         types = {name: self._extra[name].expand(-1, tokens) for name in TOKEN_TYPES.keys() & self._extra.keys()}
         return {**self._extra, **types}
+
+
+def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
+    """The columns of the prompt, which may be given as embeddings alone."""
+    embeddings = model_kwargs.get("inputs_embeds")
+    return int((input_ids if embeddings is None else embeddings).shape[1])
 
 
 def without_router_loss(model: PreTrainedModel) -> dict[str, bool]:

@@ -16,6 +16,7 @@ from transformers import (
     PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
 )
+from transformers.cache_utils import Fp8QuantizedLayer, QuantizedLayer
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -28,6 +29,7 @@ from hf_specgen import compat
 from hf_specgen.batching import transformers_batching
 from hf_specgen.compat import CACHE
 from tests.helpers import prompts, tiny_model
+from tests.helpers.models import PROMPT_LENGTH
 
 PACKAGE = Path(hf_specgen.__file__).parent
 FILES = {PACKAGE / "compat.py", PACKAGE / "batching" / "transformers_batching.py"}
@@ -45,9 +47,13 @@ METHODS = [
     (ModelRunner, "compute_batch", "self model batch_data"),
     (ModelRunner, "_sample", "self scores output_ids"),
     (GenerationConfig, "_get_default_generation_params", ""),
+    (QuantizedLayer, "_quantize", "self tensor axis"),
+    (Fp8QuantizedLayer, "_quantize", "self tensor"),
+    (Fp8QuantizedLayer, "_dequantize", "self qtensor"),
 ]
 SET_BY_GENERATE = {
     "GenerationConfig._pad_token_tensor": lambda seen: int(seen["generation_config"]._pad_token_tensor) == 0,
+    "GenerationConfig._mask_length": lambda seen: seen["generation_config"]._mask_length == PROMPT_LENGTH,
     "Cache._is_user_defined": lambda seen: seen[CACHE]._is_user_defined is True,
 }
 PRIVATE = {
@@ -55,7 +61,7 @@ PRIVATE = {
     *(symbol.split(".")[1] for symbol in SET_BY_GENERATE),
     *("_attn_implementation", "_bulk_input_tensor", "_cached_continuous_batching_manager", "_eos_token_ids"),
     *("_get_torch_distributed_world_size", "_is_stateful", "_kv_token_views", "_true_initial_tokens"),
-    "_prefix_allowed_tokens_fn",
+    *("_prefix_allowed_tokens_fn", "_quantized_keys", "_quantized_values"),
 }
 """Of Transformers."""
 OF_OTHER_LIBRARIES = {
