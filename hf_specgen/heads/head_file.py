@@ -199,11 +199,11 @@ class HeadFile:
             norms_add_one=settings.flag("use_gemma_norm"),
             value_scale=settings.number("attention_value_scale"),
         )
-        has_sinks = settings.flag("attention_sink_bias") or any(name.endswith(SINKS) for name in self.tensors)
-        if has_sinks:  # layers without them have ones that change nothing
+        in_tensors = any(name.endswith(SINKS) for name in self.tensors)
+        if in_tensors:  # layers without them have ones that change nothing
             names = {f"layers.{index}.{SINKS}" for index in range(self.num_layers)} - self.tensors.keys()
             self.add({name: torch.full((heads,), -torch.inf) for name in names})
-        return {"rope_parameters": rope, "attention_sinks": has_sinks}
+        return {"rope_parameters": rope, "attention_sinks": in_tensors or settings.flag("attention_sink_bias")}
 
     def common(self, projects: bool = True) -> dict[str, Any]:
         """The configuration of the layers and the fields of `HeadConfig`.

@@ -131,10 +131,10 @@ def _rotated_channels(rope: Fields, layers: Fields, head: Fields, head_dim: int)
         copied = inside or rope.get("mrope_section") is not None
         counts = is_scaled or is_mimo or (head.get("dflash_config") is not None and not copied)
         factor = 1.0
-        if is_scaled and inside and not is_mimo:
-            factor = rope.number("partial_rotary_factor")
-        elif counts and top.get("partial_rotary_factor") is not None:
+        if counts and top.get("partial_rotary_factor") is not None and (is_mimo or not inside):
             factor = top.number("partial_rotary_factor")
+        elif is_scaled and inside:
+            factor = rope.number("partial_rotary_factor")
         width = int(head_dim * factor)
     if width % 2 or not 2 <= width <= head_dim:
         raise ValueError(f"{width} of {head_dim} channels of a head cannot be rotated; it has to be an even number")

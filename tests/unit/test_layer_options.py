@@ -55,6 +55,8 @@ WIDTHS: list[tuple[str, dict[str, Any], float]] = [
     (ZLAB, {"partial_rotary_factor": 0.25, "rope_scaling": COPIED}, 1.0),
     (ZLAB, {"partial_rotary_factor": 0.5}, 0.5),
     (ZLAB, {"partial_rotary_factor": 0.5, "dflash_config.attention_value_scale": 0.5}, 0.5),
+    (ZLAB, {"rope_scaling": LINEAR, "dflash_config.attention_value_scale": 0.5}, 0.5),
+    (ZLAB, {"rope_scaling": COPIED, "dflash_config.attention_value_scale": 0.5}, 1.0),
     (EAGLE3, {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 0.5),
     (EAGLE3, {"rope_parameters": {"full_attention": COPIED, "sliding_attention": LINEAR}}, 0.5),
     (ZLAB, {"rope_scaling": {"sliding_attention": COPIED, "full_attention": LINEAR}}, 1.0),
@@ -95,6 +97,12 @@ def test_weights_that_other_options_describe_are_the_same_head(name: str, place:
     assert head.keys() == original.keys()
     for key, tensor in head.items():
         torch.testing.assert_close(tensor, original[key])
+
+
+def test_sinks_that_are_configured_and_missing_raise(tmp_path: Path) -> None:
+    """Would catch: a damaged file that loads with sinks which change nothing."""
+    with pytest.raises(ValueError, match=r"tensors are missing, such as layers.0.self_attn.attention_sink_bias"):
+        load_head(changed(ZLAB, tmp_path / "head", {"dflash_config.attention_sink_bias": True}))
 
 
 def test_head_with_sinks_is_exported_with_them(tmp_path: Path) -> None:
