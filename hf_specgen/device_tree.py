@@ -161,11 +161,9 @@ class DeviceTree(DraftTree):
         tokens: `[batch, 1 + nodes]` the plane `TOKEN` of the values as integers.
         structure: None for chains.
         drafting_rows: how many rows have a draft.
+        host: the copy of the values; left out, one that is not read yet, without rejected nodes.
         q: as for `DraftTree`.
-        includes_rejected: whether entries with path probability 0, which can never be accepted, keep their node index
-            in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
         selection: a selection that begins with the nodes of this tree; `padded` takes further nodes from it.
-        read: `values` in the host's memory, if the host has read them already.
     """
 
     def __init__(
@@ -174,20 +172,19 @@ class DeviceTree(DraftTree):
         tokens: torch.Tensor,
         structure: TreeStructure | None,
         drafting_rows: int,
+        host: HostCopy | None = None,
         q: torch.Tensor | None = None,
-        includes_rejected: bool = False,
         selection: Selection | None = None,
-        read: NDArray[np.floating[Any]] | None = None,
     ):
         super().__init__(tokens[:, 1:], None, q)
         self.is_chain = structure is None
-        self.includes_rejected = includes_rejected
+        self._host = HostCopy(values, self.is_chain) if host is None else host
+        self.includes_rejected = self._host.includes_rejected
         self._drafting_rows = drafting_rows
         self._structure = structure
         self._values = values
         self._inputs = tokens
         self._selection = selection
-        self._host = HostCopy(values, structure is None, includes_rejected, read)
 
     @property
     def parents(self) -> tuple[Parents, ...]:
@@ -226,7 +223,7 @@ class DeviceTree(DraftTree):
     def with_q(self, q: torch.Tensor) -> DeviceTree:
         """The same trees with the draft probabilities of their nodes."""
         return DeviceTree(
-            self._values, self._inputs, self._structure, self.drafting_rows, q, self.includes_rejected, self._selection
+            self._values, self._inputs, self._structure, self.drafting_rows, self._host, q, self._selection
         )
 
     def select(self, rows: Sequence[int]) -> DeviceTree:
@@ -234,13 +231,7 @@ class DeviceTree(DraftTree):
             return self
         index = torch.tensor(list(rows), device=self.tokens.device)
         structure = self._structure and TreeStructure(*(tensor[index] for tensor in self._structure))
-        return DeviceTree(
-            self._values[index],
-            self._inputs[index],
-            structure,
-            self.drafting_rows,
-            includes_rejected=self.includes_rejected,
-        )
+        return self._with(self._values[index], self._inputs[index], structure)
 
     def padded(self, nodes: int) -> DeviceTree:
         extra = nodes - self.nodes
@@ -255,7 +246,12 @@ class DeviceTree(DraftTree):
         values = pad(self._values, (0, extra), value=-2)  # as of nodes that were not expanded; the parent is no node
         values[:, PATH, -extra:].fill_(NO_NODE)
         tokens = pad(self._inputs, (0, extra))
-        return DeviceTree(values, tokens, structure, self.drafting_rows, includes_rejected=self.includes_rejected)
+        return self._with(values, tokens, structure)
+
+    def _with(self, values: torch.Tensor, tokens: torch.Tensor, structure: TreeStructure | None) -> DeviceTree:
+        """Other values, which the host reads anew."""
+        host = HostCopy(values, self.is_chain, self.includes_rejected)
+        return DeviceTree(values, tokens, structure, self.drafting_rows, host)
 
     def checked(self, vocabulary: int) -> DeviceTree:
         return self  # its tokens are indices into a drafter's logits, so that the host need not read them here
@@ -310,23 +306,30 @@ class Selection(NamedTuple):
         if structure is not None:
             structure = TreeStructure(structure.depths[:, :width], structure.ancestors[:, :width, :width])
         on_device = self.split(self.read)[0][:, :, :width]
-        read = None if values is None else values[:, :, :width]
-        return DeviceTree(on_device, self.tokens[:, :width], structure, drafting_rows, selection=self, read=read)
+        host = HostCopy(on_device, structure is None, read=None if values is None else values[:, :, :width])
+        return DeviceTree(on_device, self.tokens[:, :width], structure, drafting_rows, host, selection=self)
 
 
 class HostCopy:
-    """The values of a `DeviceTree` in the memory of the host, to which they are copied at most once."""
+    """The values of a `DeviceTree` in the memory of the host, to which they are copied at most once.
+
+    Args:
+        values, is_chain: of the tree.
+        includes_rejected: whether entries with path probability 0, which can never be accepted, keep their node index
+            in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
+        read: `values` in the host's memory, if the host has read them already.
+    """
 
     def __init__(
         self,
         values: torch.Tensor,
         is_chain: bool,
-        includes_rejected: bool,
+        includes_rejected: bool = False,
         read: NDArray[np.floating[Any]] | None = None,
     ):
+        self.includes_rejected = includes_rejected
         self._values = values
         self._is_chain = is_chain
-        self._includes_rejected = includes_rejected
         self._read = read
         self._tree: HostTree | None = None
         self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a copy, and when it is complete
@@ -356,7 +359,7 @@ class HostCopy:
                 packed = (flat if chosen is None else torch.cat([flat, chosen], dim=1)).cpu().numpy()
                 values = packed[:, : flat.shape[1]].reshape(self._values.shape)
                 tokens = packed[:, flat.shape[1] :].astype(int).tolist()
-            self._tree = HostTree.of(values, tokens, self._is_chain, self._includes_rejected)
+            self._tree = HostTree.of(values, tokens, self._is_chain, self.includes_rejected)
         return self._tree
 
 

@@ -171,7 +171,7 @@ def _variants(draft: PreTrainedModel, name: str, mode: Any, k: Any = "auto") -> 
     """Strategies with eager or with captured passes."""
 
     def small() -> Candidates:
-        return DraftModelCandidates(draft, k=k, compile=mode)
+        return DraftModelCandidates(draft, k=k)
 
     strategies: dict[str, Candidates] = {
         "no drafts": NgramCandidates(policy=FixedDepth(0)),

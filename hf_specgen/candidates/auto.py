@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_specgen.candidates import draft_heads
-from hf_specgen.candidates.base import Candidates
+from hf_specgen.candidates.base import Candidates, source_of
 from hf_specgen.candidates.draft_model import DraftModelCandidates
 from hf_specgen.candidates.layer_skip import LayerSkipCandidates
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, base_of_adapter, named_errors, open_checkpoint, read_json
@@ -44,11 +43,6 @@ class AutoCandidates:
         cls,
         name_or_path: str | Path,
         *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        subfolder: str | None = None,
-        cache_dir: str | Path | None = None,
-        trust_remote_code: bool = False,
         tokenizer: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
@@ -57,11 +51,11 @@ class AutoCandidates:
 
         Args:
             name_or_path: a folder, or a repository of the Hub.
-            revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
-            trust_remote_code: run the code of a draft model's repository; heads have none.
             tokenizer, chat_template_kwargs: with which prompts are written; a warning says if the drafter was trained
                 with another chat template, or in another mode such as `{"enable_thinking": False}`.
-            settings: of the strategy, such as `k=4` or `tree=16`.
+            settings: of the strategy, such as `k=4` or `tree=16`; and where the checkpoint lies, as for
+                `from_pretrained` of Transformers: `revision`, `token`, `subfolder`, `cache_dir`; `trust_remote_code`
+                runs the code of a draft model's repository, heads have none.
 
         Returns:
             `EagleCandidates`, `PEagleCandidates`, `DFlashCandidates`, `MTPCandidates` (for a target's own checkpoint),
@@ -76,12 +70,11 @@ class AutoCandidates:
             >>> AutoCandidates.from_pretrained("benchmarks/assets/draft-lm", k=4)
             DraftModelCandidates('benchmarks/assets/draft-lm', k=4)
         """
-        cache = None if cache_dir is None else str(cache_dir)
-        source = Source(os.path.expanduser(name_or_path), revision, token, subfolder, cache, trust_remote_code)
+        source = source_of(name_or_path, settings)
         build = _strategy(source)
         if tokenizer is not None and (warning := other_chat_format(source, tokenizer, chat_template_kwargs or {})):
             logger.warning("%s: %s", source, warning)
-        if trust_remote_code and build is DraftModelCandidates:
+        if source.trust_remote_code and build is DraftModelCandidates:
             settings["trust_remote_code"] = True
         return build(source.local_name(), **settings)
 

@@ -34,6 +34,8 @@ Depth = int | Literal["auto"]
 """Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
 Tree = int | Literal["auto"] | None
 """Number of draft tokens to verify; "auto" for the fastest tree of each step; None: "auto" if k is, else chains."""
+PLACES = ("revision", "token", "subfolder", "cache_dir", "trust_remote_code")
+"""Arguments of `from_pretrained` that say where a checkpoint lies, and whether its code is run."""
 
 
 class DraftSession(ABC):
@@ -256,27 +258,17 @@ class PretrainedCandidates(Candidates):
     """Whether the checkpoint may be a model with code of its own."""
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | Path,
-        *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        subfolder: str | None = None,
-        cache_dir: str | Path | None = None,
-        trust_remote_code: bool = False,
-        **settings: Any,
-    ) -> Self:
+    def from_pretrained(cls, name_or_path: str | Path, **settings: Any) -> Self:
         """The strategy with a checkpoint of the Hub or of a folder, named as in Transformers.
 
         Args:
             name_or_path: a folder, or a repository of the Hub.
-            revision, token, subfolder, cache_dir: as for `from_pretrained` of Transformers.
-            trust_remote_code: run the code of a draft model's repository; heads and adapters have none.
-            settings: of the strategy, such as `k=4`.
+            settings: of the strategy, such as `k=4`; and where the checkpoint lies, as for `from_pretrained` of
+                Transformers: `revision`, `token`, `subfolder`, `cache_dir`; `trust_remote_code` runs the code of a
+                draft model's repository, heads and adapters have none.
         """
-        source = Source(os.path.expanduser(name_or_path), revision, token, subfolder, cache_dir, trust_remote_code)
-        if trust_remote_code and cls.may_have_code:
+        source = source_of(name_or_path, settings)
+        if source.trust_remote_code and cls.may_have_code:
             settings["trust_remote_code"] = True
         return cls.of_checkpoint(source.local_name(), **settings)
 
@@ -285,6 +277,12 @@ class PretrainedCandidates(Candidates):
         """The strategy with the checkpoint in a folder, or of a repository in the cache."""
         strategy: Any = cls
         return strategy(name, **settings)
+
+
+def source_of(name_or_path: str | Path, settings: dict[str, Any]) -> Source:
+    """Where a checkpoint lies, by a name and by those of the settings that say where, which are removed."""
+    places = {name: settings.pop(name) for name in PLACES if name in settings}
+    return Source(os.path.expanduser(name_or_path), **places)
 
 
 def checked_draft(draft: object, name: str, rows: int, vocabulary: int = UNLIMITED) -> DraftTree:

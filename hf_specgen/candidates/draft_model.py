@@ -12,7 +12,7 @@ import logging
 import os
 from functools import lru_cache
 from numbers import Real
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from transformers import (
@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from hf_specgen import compat, random_state
-from hf_specgen.call import Compile
 from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, retokenized_texts
 from hf_specgen.candidates.draft_batch import DraftBatch
@@ -54,6 +53,23 @@ MAX_PARALLEL_DEPTH = 16
 nearly certain is accepted to a greater depth. A draft in one pass takes longer with every level, accepted or not."""
 
 
+class Loading(TypedDict, total=False):
+    """How to load a draft model that is given by name.
+
+    Args:
+        dtype: by default that of its checkpoint.
+        device: by default the target's.
+        quantization_config: as in Transformers; for int8 its `TorchAoConfig` around torchao's `Int8WeightOnlyConfig()`,
+            which a copy of the target takes too.
+        trust_remote_code: run the model's own code from its repository, as in Transformers.
+    """
+
+    dtype: torch.dtype | str
+    device: torch.device | str | None
+    quantization_config: Any
+    trust_remote_code: bool
+
+
 class DraftModelCandidates(PretrainedCandidates):
     """Drafts with a small model.
 
@@ -65,23 +81,16 @@ class DraftModelCandidates(PretrainedCandidates):
             copy of the target, which shares with it all weights but those of its linear layers.
         k, tree, policy: as for `Candidates`.
         confidence_threshold: do not draft after a token with a lower probability; 0 never stops.
-        dtype, device, quantization_config: how to load a draft that is given by name; by default in the dtype of its
-            checkpoint, on the target's device. int8: Transformers' `TorchAoConfig` around torchao's
-            `Int8WeightOnlyConfig()`, which "self" takes too.
-        trust_remote_code: run the model's own code from its repository, as in Transformers.
-        share_encoder: with an encoder-decoder target, whether the draft's decoder reads what the target's encoder
-            returned, as Distil-Whisper does; otherwise the draft runs its own encoder, once for each call. Left out,
-            the encoder is shared if both have the same weights.
         draft_window: how much of a long text the draft reads: a number of recent tokens, or a pair of first and recent
             ones; its cache holds up to twice as many. "auto": as many recent ones as it was trained on (the
             `trained_length` of its config), or half of its positions; None: all of it. For decoder-only drafts with the
             target's tokenizer.
         draft_vocabulary: which tokens the draft proposes: ids, or "frequent" for a quarter of the vocabulary, tokens of
             the first call's prompts and those of the lowest ids. Its output matrix, a copy, is smaller by as much.
-        compile: whether the draft's forward passes are captured as CUDA graphs, as for `speculate`.
+        loading: how to load a draft that is given by name, see `Loading`.
 
     Raises:
-        TypeError: if model_or_id is neither a model nor a name.
+        TypeError: if model_or_id is neither a model nor a name, or for an unknown argument.
         ValueError: if a number is out of range, or loading options are given for a model that is loaded already; at
             the first call, if the draft cannot go with the target.
 
@@ -95,10 +104,8 @@ class DraftModelCandidates(PretrainedCandidates):
     arguments = {
         **PretrainedCandidates.arguments,
         "confidence_threshold": 0.0,
-        "share_encoder": None,
         "draft_window": "auto",
         "draft_vocabulary": None,
-        "compile": "auto",
     }
 
     def __init__(
@@ -108,46 +115,23 @@ class DraftModelCandidates(PretrainedCandidates):
         *,
         tree: Tree = None,
         confidence_threshold: float = 0.0,
-        dtype: torch.dtype | str = "auto",
-        device: torch.device | str | None = None,
-        quantization_config: Any = None,
-        trust_remote_code: bool = False,
-        share_encoder: bool | None = None,
         draft_window: DraftWindowSetting = "auto",
         draft_vocabulary: DraftVocabulary = None,
-        compile: Compile = "auto",
         policy: Policy | None = None,
+        **loading: Unpack[Loading],
     ):
         super().__init__(k, policy, tree=tree, max_k=MAX_DEPTH)
         if not isinstance(cast(Any, confidence_threshold), Real) or not 0 <= confidence_threshold < 1:
             raise ValueError(f"confidence_threshold must be at least 0 and below 1, got {confidence_threshold!r}")
         loaded = not isinstance(model_or_id, str | os.PathLike)
         self.drafter = drafter = _without_wrapper(model_or_id) if loaded else os.path.expanduser(cast(Any, model_or_id))
-        if loaded and (dtype != "auto" or device is not None or quantization_config is not None):
-            raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
-        self._copies: BoundModules[PreTrainedModel] | None = None
-        if drafter == "self":
-            if quantization_config is None or dtype != "auto" or device is not None:
-                raise ValueError(
-                    'DraftModelCandidates("self") takes quantization_config=, such as '
-                    "TorchAoConfig(Int8WeightOnlyConfig()), and neither dtype nor device; those are the target's"
-                )
-            self._copies = BoundModules()
+        self._loading = _loading_arguments(drafter, loading)
+        self._copies: BoundModules[PreTrainedModel] | None = BoundModules() if drafter == "self" else None
         self.confidence_threshold = confidence_threshold
-        self.share_encoder = share_encoder
         self.draft_window = check_window(draft_window)
         self.draft_vocabulary = check_vocabulary(draft_vocabulary)
         self._restricted: BoundModules[tuple[PreTrainedModel, torch.Tensor]] = BoundModules()
-        if compile not in ("auto", "graphs", False, None):
-            raise ValueError(f'compile must be "auto", "graphs" or False, got {compile!r}')
-        self.compile = compile
         self._model = cast(PreTrainedModel, drafter) if loaded else None
-        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
-        if name not in ("", "auto") and not isinstance(getattr(torch, name, None), torch.dtype):
-            raise ValueError(f'dtype must be "auto" or a dtype such as torch.bfloat16, got {dtype!r}')
-        self._loading = {"dtype": dtype, "device_map": device, "quantization_config": quantization_config}
-        if trust_remote_code:
-            self._loading["trust_remote_code"] = True
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         """The hidden states that a PARD-2 draft reads."""
@@ -194,8 +178,8 @@ class DraftModelCandidates(PretrainedCandidates):
             ids = vocabulary_ids(vocabulary, prompts, min(size, vocabulary_size(full)))
             draft, token_ids = self._restricted.on(full, lambda: restricted_model(full, ids))
         # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
-        compile = False if reads_target or batch.state.drafts_together else self.compile
-        loaded = LoadedDraft(draft, texts, window, self.share_encoder, compile)
+        compile = False if reads_target or batch.state.drafts_together else batch.call.settings.compile
+        loaded = LoadedDraft(draft, texts, window, compile)
         watches_length = takes_window and window is None
         k = min(self.k, MAX_PARALLEL_DEPTH) if parallel is not None and self.adaptive_tree else self.k
         drafter = DraftModelDrafter(
@@ -248,6 +232,27 @@ class DraftModelCandidates(PretrainedCandidates):
                 )
             self._model = model
         return self._model
+
+
+def _loading_arguments(drafter: PreTrainedModel | str, loading: Loading) -> dict[str, Any]:
+    """The arguments for Transformers' `from_pretrained` of a draft; `ValueError` if they do not fit it."""
+    if unknown := sorted(set(loading) - set(Loading.__annotations__)):
+        raise TypeError(f"DraftModelCandidates got an unexpected keyword argument {unknown[0]!r}")
+    dtype = loading.get("dtype", "auto")
+    device = loading.get("device")
+    quantization = loading.get("quantization_config")
+    if not isinstance(drafter, str) and (dtype != "auto" or device is not None or quantization is not None):
+        raise ValueError("dtype, device and quantization_config are for a draft given by name; this one is loaded")
+    if drafter == "self" and (quantization is None or dtype != "auto" or device is not None):
+        raise ValueError(
+            'DraftModelCandidates("self") takes quantization_config=, such as TorchAoConfig(Int8WeightOnlyConfig()), '
+            "and neither dtype nor device; those are the target's"
+        )
+    name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+    if name not in ("", "auto") and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f'dtype must be "auto" or a dtype such as torch.bfloat16, got {dtype!r}')
+    arguments = {"dtype": dtype, "device_map": device, "quantization_config": quantization}
+    return {**arguments, "trust_remote_code": True} if loading.get("trust_remote_code") else arguments
 
 
 def _check_device(device: Any) -> None:

@@ -45,13 +45,12 @@ class LoadedDraft:
         model: the draft model.
         texts: the prompts in its tokens.
         window: the part of the texts that it reads; None: all of it.
-        share_encoder, compile: as for `DraftModelCandidates`.
+        compile: whether its passes are captured as CUDA graphs, as for `speculate`.
     """
 
     model: PreTrainedModel
     texts: Sequence[DraftText]
     window: DraftWindow | None
-    share_encoder: bool | None
     compile: Compile
 
 
@@ -244,7 +243,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
             )
         known = [self._known(tokens) for tokens in prompts]
         model = self._draft.model
-        prompt = draft_prompt(model, self._batch, known, self._draft.share_encoder)
+        prompt = draft_prompt(model, self._batch, known)
         try:
             check_computation(model, TargetRequirements(), *prompt)
         except ValueError as error:

@@ -30,13 +30,11 @@ def check_pair(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
 
 def draft_prompt(
-    draft: PreTrainedModel, batch: DraftBatch, prompts: list[list[int]], share_encoder: bool | None
+    draft: PreTrainedModel, batch: DraftBatch, prompts: list[list[int]]
 ) -> tuple[torch.Tensor, GenerationConfig, dict[str, Any]]:
     """The prompts as `generate` of the draft would prepare them."""
     call = batch.call
     if not reads_encoder(draft):
-        if share_encoder is not None:
-            raise ValueError(f"share_encoder={share_encoder} is for encoder-decoder models; leave it out")
         chunk = call.config.prefill_chunk_size
         input_ids, config, arguments = decoder_prompt(draft, prompts, batch.state.max_new_tokens, chunk)
         if compat.supports_logits_to_keep(draft):
@@ -50,14 +48,19 @@ def draft_prompt(
             "encoder_outputs"
         )
     if not draft.config.is_encoder_decoder:
-        _check_hidden_size(draft.config.hidden_size, read)
+        size = read.outputs.last_hidden_state.shape[-1]
+        if size != draft.config.hidden_size:
+            raise ValueError(
+                f"the draft's decoder reads encoder outputs of size {draft.config.hidden_size}, those of the target "
+                f"have {size}; use a draft with an encoder of its own"
+            )
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         config = GenerationConfig(pad_token_id=0)
         shared = {"encoder_outputs": _moved(read.outputs, draft), compat.CACHE: cache, "use_cache": True}
         return input_ids, config, {"attention_mask": mask, **shared}
     start = int(input_ids[0, 0])
     settings = {"max_new_tokens": 1, "num_beams": 1, "num_return_sequences": 1, "decoder_start_token_id": start}
-    given = _encoder_arguments(draft, call, read, share_encoder)
+    given = _encoder_arguments(draft, call, read)
     if not bool(mask.all()):
         given["decoder_attention_mask"] = mask
     moved = {name: _moved(value, draft) for name, value in given.items()}
@@ -84,18 +87,12 @@ def decoder_prompt(
     return input_ids, GenerationConfig(prefill_chunk_size=chunk, max_length=max_length), arguments
 
 
-def _encoder_arguments(
-    draft: PreTrainedModel, call: Call, read: EncoderInput, share_encoder: bool | None
-) -> dict[str, Any]:
-    """What `generate` of the draft receives for its encoder: its input, or the outputs of the target's encoder."""
-    if share_encoder is None:
-        share_encoder = have_same_encoder(draft, cast(PreTrainedModel, call.model))
-    if not share_encoder:
+def _encoder_arguments(draft: PreTrainedModel, call: Call, read: EncoderInput) -> dict[str, Any]:
+    """What `generate` of the draft receives for its encoder: its input, or the outputs of an equal encoder."""
+    if not have_same_encoder(draft, cast(PreTrainedModel, call.model)):
         if draft.main_input_name == "input_ids" and read.values.is_floating_point():
             raise ValueError("the draft's encoder reads token ids; give input_ids to generate(), not inputs_embeds")
         return {**read.arguments, draft.main_input_name: read.values}
-    encoder_config = cast(Any, draft).get_encoder().config.get_text_config()  # beside that of images
-    _check_hidden_size(encoder_config.hidden_size, read)
     return {**read.arguments, "encoder_outputs": read.outputs}
 
 
@@ -105,15 +102,6 @@ def _moved(value: Any, draft: PreTrainedModel) -> Any:
 
     device = compat.input_device(draft)
     return recursively_apply(lambda one: one.to(device, draft.dtype if one.is_floating_point() else one.dtype), value)
-
-
-def _check_hidden_size(size: int, read: EncoderInput) -> None:
-    given = read.outputs.last_hidden_state.shape[-1]
-    if size != given:
-        raise ValueError(
-            f"the draft's decoder reads encoder outputs of size {size}, those of the target have {given}; use a draft "
-            "with an encoder of its own, and leave share_encoder out"
-        )
 
 
 def have_same_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:

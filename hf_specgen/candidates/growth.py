@@ -42,6 +42,7 @@ from hf_specgen.device_tree import (
     Ancestors,
     DeviceTree,
     Frontier,
+    HostCopy,
     Selection,
     probability_of,
 )
@@ -298,7 +299,8 @@ class Growth:
         if self.children > 1:
             is_parent = integers[:, PARENT, :, None] == integers[:, NUMBER, None]
             structure = TreeStructure(integers[:, DEPTH], ancestors_of(is_parent))
-        tree = DeviceTree(values, integers[:, TOKEN], structure, self.rows, includes_rejected=expanded_first)
+        host = HostCopy(values, structure is None, includes_rejected=expanded_first)
+        tree = DeviceTree(values, integers[:, TOKEN], structure, self.rows, host)
         return tree, integers[:, PARENT, 1:]
 
     def _expanded_ids(self) -> Tensor | None:

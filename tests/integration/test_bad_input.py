@@ -97,6 +97,7 @@ CONSTRUCTORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: CombinedCandidates([]), ValueError, "at least one strategy"),
     (lambda: CombinedCandidates([5]), TypeError, "takes strategies"),
     (lambda: CombinedCandidates(NgramCandidates()), TypeError, "takes a list of strategies, got NgramCandidates("),
+    (lambda: DraftModelCandidates("org/d", kk=4), TypeError, "unexpected keyword argument 'kk'"),  # type: ignore[call-arg]
     (lambda: DraftModelCandidates("org/d", dtype="float23"), ValueError, 'dtype must be "auto" or a dtype such as'),
     (lambda: CombinedCandidates([MTPCandidates()], prediction=[1]), ValueError, "needs n-grams among the strategies"),
     *((partial(DraftModelCandidates, "org/draft", draft_window=one), ValueError, WINDOW) for one in NO_WINDOWS),

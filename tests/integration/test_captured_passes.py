@@ -100,7 +100,7 @@ def test_model_that_cannot_be_captured_refused(make: Any, reason: str, monkeypat
 def test_captured_target_and_draft_same_tokens(captures: list[Any], batch: int, sampling: str) -> None:
     """Would catch: inputs, slots or masks of another step in a replayed pass."""
     model = small(layers=2)
-    draft = DraftModelCandidates(perturbed_copy(model, 0.02), k=4, tree=8, compile="graphs")
+    draft = DraftModelCandidates(perturbed_copy(model, 0.02), k=4, tree=8)
     for length in (9, 14):
         same_tokens(model, prompts(batch, length=length), draft, **SAMPLING[sampling])
         graphs = len(captures)
@@ -263,7 +263,7 @@ def test_captured_levels_same_drafts(
             candidates: Any = EagleCandidates(head, **shape)
         else:
             draft = perturbed_copy(target, 0.02)
-            candidates = DraftModelCandidates(draft, compile=mode, **shape)
+            candidates = DraftModelCandidates(draft, **shape)
             runs.append(captured_passes(draft))
         torch.manual_seed(11)
         arguments = {"max_new_tokens": 20, "return_dict_in_generate": True, **SAMPLING[sampling]}
@@ -349,9 +349,7 @@ def test_processors_that_read_scores_keep_levels_from_being_captured(
     target = small(layers=2)
     draft = perturbed_copy(target, 0.02)
     runs = captured_passes(draft)
-    same_tokens(
-        target, prompts(1), DraftModelCandidates(draft, k=3, compile="graphs"), **SAMPLING["sampled"], **setting
-    )
+    same_tokens(target, prompts(1), DraftModelCandidates(draft, k=3), **SAMPLING["sampled"], **setting)
     assert runs and all(len(passes) == 1 for passes in runs)
     assert "cannot be captured" not in caplog.text
 

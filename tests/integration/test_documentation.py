@@ -24,6 +24,7 @@ import hf_specgen
 from benchmarks.records import RECORDS
 from benchmarks.report.tables import BEGIN, END, collect
 from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates, NgramCandidates
+from hf_specgen.candidates.draft_model import Loading
 from hf_specgen.cli.__main__ import app
 from hf_specgen.depth import FixedDepth, LatencyModel
 from hf_specgen.heads import load_head
@@ -52,7 +53,7 @@ PLACEHOLDERS |= {"ID": "org/model"}
 OTHER_PROGRAMS = ("hf", "transformers", "cat", "mkdir", "git", "import", "def", "with", "return", "END")
 INPUTS = {"_", "adapter", "checkpoint", "exit_layer", "head_or_path", "max_k", "model_or_id", "settings", "strategies"}
 """Arguments of strategies that name what they draft with, or are not for users."""
-INPUTS |= {"self", "kwargs"}
+INPUTS |= {"self", "kwargs", "loading"}
 INTERNAL = {"_from_model_config", "is_assistant", "transformers_version"}
 """Fields of a `GenerationConfig` that nobody sets."""
 MODEL = re.compile(r'^name = "[^"]+"', flags=re.M)
@@ -239,6 +240,7 @@ def test_page_of_keywords_names_every_setting() -> None:
     page = (ROOT / "docs" / "keywords.md").read_text(encoding="utf-8")
     strategies = [getattr(hf_specgen, name) for name in hf_specgen.__all__ if name.endswith("Candidates")]
     settings = {name for one in strategies for name in inspect.signature(one).parameters if one is not Candidates}
+    settings |= Loading.__annotations__.keys()
     settings |= set(KEYWORDS) | set(inspect.signature(inspect.unwrap(GenerationMixin.generate)).parameters)
     settings |= set(GenerationConfig().to_dict()) - INTERNAL
     for name in settings - INPUTS:

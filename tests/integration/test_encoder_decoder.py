@@ -186,22 +186,38 @@ def test_draft_with_the_weights_of_the_targets_encoder_shares_it(kind: str) -> N
     assert assert_same(kind, encoder_inputs(kind, 2), DraftModelCandidates(draft, k=3), max_new_tokens=12).accepted > 5
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_draft_may_have_another_dtype(share: bool) -> None:
+def decoder_alone() -> WhisperForCausalLM:
+    """A draft for the tiny Whisper."""
+    model = encoder_decoder("whisper")
+    draft = WhisperForCausalLM(copy.deepcopy(model.config)).eval()
+    draft.model.decoder.load_state_dict(shared_draft(model).model.decoder.state_dict())
+    draft.proj_out.load_state_dict(model.proj_out.state_dict())
+    return draft
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_draft_may_have_another_dtype(is_shared: bool) -> None:
     """Would catch: features or encoder outputs that reach the draft in the target's dtype."""
-    draft = copy.deepcopy(encoder_decoder("whisper")).to(torch.bfloat16)
-    candidates = DraftModelCandidates(draft, k=3, share_encoder=share)
+    draft = decoder_alone() if is_shared else copy.deepcopy(encoder_decoder("whisper"))
+    candidates = DraftModelCandidates(draft.to(torch.bfloat16), k=3)
     assert assert_same("whisper", encoder_inputs("whisper", 1), candidates, max_new_tokens=10).accepted > 0
+
+
+def test_decoder_alone_of_another_size_is_refused() -> None:
+    """Would catch: a matrix product that fails in the draft's cross attention."""
+    model = encoder_decoder("whisper")
+    config = copy.deepcopy(model.config)
+    config.d_model //= 2
+    draft = WhisperForCausalLM(config).eval()
+    inputs = encoder_inputs("whisper", 1)
+    with pytest.raises(ValueError, match=f"outputs of size {config.d_model}, those of the target have .*of its own"):
+        model.generate(**inputs, max_new_tokens=4, candidate_generator=DraftModelCandidates(draft))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
     """Distil-Whisper's use: `AutoModelForCausalLM` loads its decoder alone."""
-    model = encoder_decoder("whisper")
-    draft = WhisperForCausalLM(copy.deepcopy(model.config)).eval()
-    draft.model.decoder.load_state_dict(shared_draft(model).model.decoder.state_dict())
-    draft.proj_out.load_state_dict(model.proj_out.state_dict())
-    candidates = DraftModelCandidates(draft, k=4)
+    candidates = DraftModelCandidates(decoder_alone(), k=4)
     assert assert_same("whisper", encoder_inputs("whisper", batch), candidates, max_new_tokens=16).accepted > 5
 
 
@@ -216,10 +232,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "layers": (lambda: drafting(LayerSkipCandidates(1, k=2)), "does not work with BartFor.*decoder-only models"),
     "heads": (lambda: drafting(MedusaCandidates(HEADS)), "does not work with BartFor.*for decoder-only models"),
     "embeddings": (lambda: {"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),
-    "another size": (
-        lambda: drafting(DraftModelCandidates(encoder_decoder("bart", d_model=16), share_encoder=True)),
-        "encoder outputs of size 16, those of the target have 32",
-    ),
     "decoder alone": (
         lambda: drafting(DraftModelCandidates(tiny_model("llama"), k=2)),
         "is an encoder-decoder and the draft LlamaForCausalLM a decoder-only model",
