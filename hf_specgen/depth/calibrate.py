@@ -26,6 +26,7 @@ from hf_specgen.call import Call, CallSettings, GenerationState, memory
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.latency import ANY_DRAFTER, Bucket, CostCurve, DraftLatency, LatencyModel
 from hf_specgen.targets.graphs import is_captured
+from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -58,7 +59,7 @@ def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     tokens = tokens.to(compat.input_device(model))
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None].expand(len(tokens), -1)
     arguments = {"attention_mask": torch.ones_like(tokens), "position_ids": positions, "use_cache": True}
-    target = Target(model, tokens, GenerationConfig(), arguments)
+    target = Target(PreparedCall(model, tokens, GenerationConfig(), arguments))
     target.prefill()
     return target
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specgen.device_tree import PassTree
+from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import decoder, decoder_layers, keeps_state
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
@@ -36,16 +37,9 @@ class EarlyExitTarget(Target):
 
     reuses_drafter_states = True
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        exit_layer: int,
-    ):
-        self._layers = divisible_layers(model, exit_layer)
-        super().__init__(model, input_ids, generation_config, model_kwargs)
+    def __init__(self, prepared: PreparedCall, exit_layer: int):
+        self._layers = divisible_layers(prepared.model, exit_layer)
+        super().__init__(prepared)
         self._first = range(exit_layer)
         self._last = range(exit_layer, len(self._layers))
         self._replaceable = ReplaceableLayers(self._layers)

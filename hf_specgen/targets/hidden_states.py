@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
+from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix
 from hf_specgen.targets.passes import ModelPass, PassOutput
 from hf_specgen.targets.replay_target import ReplayTarget
@@ -97,18 +98,10 @@ class StepStates:
 class HiddenStateTarget(Target):
     """A `Target` that captures auxiliary hidden states, those of `aux_layers` (as in `TargetRequirements`)."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        aux_layers: Sequence[int],
-        graphs: Compile = False,
-    ):
+    def __init__(self, prepared: PreparedCall, aux_layers: Sequence[int], graphs: Compile = False):
         for index in aux_layers:
-            _hook_point(model, index)  # raises if there is none
-        super().__init__(model, input_ids, generation_config, model_kwargs, graphs)
+            _hook_point(prepared.model, index)  # raises if there is none
+        super().__init__(prepared, graphs)
         self.step_states = StepStates(tuple(aux_layers))
         self._pass = HookedPass(self.step_states.layers)
 

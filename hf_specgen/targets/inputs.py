@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache, StaticCache
@@ -148,12 +148,20 @@ def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.
     return result
 
 
-class CallInputs:
-    """Makes the arguments of the forward passes of a call, from what `generate` prepared for the prompt."""
+class PreparedCall(NamedTuple):
+    """What `generate` has prepared for its decoding method; `input_ids` are the prompt, `[batch, tokens]`."""
 
-    def __init__(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-    ):
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+
+
+class CallInputs:
+    """Makes the arguments of the forward passes of a call."""
+
+    def __init__(self, prepared: PreparedCall):
+        model, input_ids, config, model_kwargs = prepared
         self._model = model
         self._input_ids = input_ids
         self._config = config

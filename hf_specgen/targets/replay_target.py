@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier
-from hf_specgen.targets.inputs import takes_positions
+from hf_specgen.targets.inputs import PreparedCall, takes_positions
 from hf_specgen.targets.model_parts import decoder_config, may_have_recurrent_state
 from hf_specgen.targets.replay_queue import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.target import Target
@@ -23,16 +23,9 @@ from hf_specgen.tree import DraftTree
 class ReplayTarget(Target):
     """A `Target` whose passes begin with accepted tokens that the cache does not include yet."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        graphs: Compile = False,
-    ):
-        super().__init__(model, input_ids, generation_config, model_kwargs, graphs)
-        common_start = counts_slots(model, model_kwargs)
+    def __init__(self, prepared: PreparedCall, graphs: Compile = False):
+        super().__init__(prepared, graphs)
+        common_start = counts_slots(prepared.model, prepared.model_kwargs)
         if common_start:
             self.max_row_skew = MAX_ROW_SKEW
         self._queue = ReplayQueue(self.batch, common_start)

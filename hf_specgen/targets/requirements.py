@@ -15,7 +15,7 @@ from hf_specgen.call import Compile
 from hf_specgen.targets.cuda_graphs import CAPTURES
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.hidden_states import HiddenStateReplayTarget, HiddenStateRowTarget, HiddenStateTarget
-from hf_specgen.targets.inputs import accompanying_inputs
+from hf_specgen.targets.inputs import PreparedCall, accompanying_inputs
 from hf_specgen.targets.model_parts import has_special_layers, layer_kinds, text_config
 from hf_specgen.targets.replay_target import ReplayTarget, needs_replay
 from hf_specgen.targets.row_target import RowTarget
@@ -88,7 +88,7 @@ def make_target(
             logger.info("no CUDA graphs: %s", problem)
             logged.add(problem)
         graphs = False
-    call = model, input_ids, config, model_kwargs
+    call = PreparedCall(model, input_ids, config, model_kwargs)
     if "encoder_outputs" in model_kwargs and (requirements.aux_hidden_state_layers or requirements.exit_layer):
         check_decoder_only(model, "this strategy")
     if requirements.reads_cache and _is_compact(model_kwargs.get(compat.CACHE)):
@@ -97,7 +97,7 @@ def make_target(
             'they are; give cache_implementation="dynamic"'
         )
     if requirements.exit_layer is not None:
-        return EarlyExitTarget(*call, requirements.exit_layer)
+        return EarlyExitTarget(call, requirements.exit_layer)
     of_text: type[Target] = Target
     of_states = HiddenStateTarget
     if needs_replay(model, model_kwargs):
@@ -107,8 +107,8 @@ def make_target(
         of_text = RowTarget
         of_states = HiddenStateRowTarget
     if aux_layers := requirements.aux_hidden_state_layers:
-        return of_states(*call, aux_layers, graphs)
-    return of_text(*call, graphs)
+        return of_states(call, aux_layers, graphs)
+    return of_text(call, graphs)
 
 
 def _is_compact(cache: Any) -> bool:

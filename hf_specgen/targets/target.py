@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from hf_specgen import compat
 from hf_specgen.call import Compile
@@ -19,7 +19,7 @@ from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import CallGraphs, captured_functions, is_captured
-from hf_specgen.targets.inputs import CallInputs, RowLayout, call_cache
+from hf_specgen.targets.inputs import CallInputs, PreparedCall, RowLayout, call_cache
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import decoder_config, keeps_state
 from hf_specgen.targets.passes import (
@@ -50,27 +50,21 @@ class Target:
     has_recurrent_state: bool = False
     """Whether the model has a recurrent state; valid after the prefill."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        graphs: Compile = False,
-    ):
+    def __init__(self, prepared: PreparedCall, graphs: Compile = False):
+        model = prepared.model
         self.model = model
         self.device = compat.input_device(model)
-        self.batch = len(input_ids)
+        self.batch = len(prepared.input_ids)
         self._graphs = captured_functions(model, graphs) if graphs else None
         self._pass = ModelPass()
         self._config = decoder_config(model)
-        self._inputs = CallInputs(model, input_ids, generation_config, model_kwargs)
+        self._inputs = CallInputs(prepared)
         self.first_positions = self._inputs.first_positions
         """The position of each row's first generated token."""
         self.last_position = last_position(self._config, self.first_positions)
         self.slot_limit = slot_limit(model)
         self._pass_capacity = pass_capacity(model) - MAX_ROW_SKEW
-        self._make_cache(generation_config, model_kwargs, input_ids)
+        self._make_cache(prepared.config, prepared.model_kwargs, prepared.input_ids)
         self._layout = RowLayout(self.batch, self.last_position)
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
         # Captured passes receive the padding as an input.

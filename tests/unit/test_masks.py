@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Mi
 from hf_specgen import DraftTree, compat
 from hf_specgen.device_tree import Ancestors, Frontier
 from hf_specgen.targets.attention import without_cudnn_attention
+from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.masks import StepLayout, StepMasks, additive, chunked_mask, full_mask, sliding_mask
 from hf_specgen.targets.target import Target
 from tests.helpers import reference, tiny_model
@@ -124,7 +125,7 @@ def prefilled(model: torch.nn.Module) -> tuple[Target, torch.Tensor, torch.Tenso
     mask[1, :3] = 0
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-    target = Target(model, ids, GenerationConfig(), kwargs)
+    target = Target(PreparedCall(model, ids, GenerationConfig(), kwargs))
     target.prefill()
     return target, ids, mask
 
