@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from dataclasses import replace
 from functools import lru_cache
 from numbers import Real
 from typing import Any, TypedDict, Unpack, cast
@@ -38,7 +39,7 @@ from hf_specgen.candidates.draft_vocabulary import (
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.candidates.encoder_draft import check_pair
-from hf_specgen.candidates.parallel_draft import ParallelDraft, TargetFeatures
+from hf_specgen.candidates.parallel_draft import ParallelDraft
 from hf_specgen.depth import Policy
 from hf_specgen.heads.source import first_line, source_errors
 from hf_specgen.libraries import prompt_learning, unwrapped_model
@@ -142,63 +143,42 @@ class DraftModelCandidates(PretrainedCandidates):
     def start(self, batch: DraftBatch) -> DraftSession:
         batch.call.check_prompt_ids("a draft model")
         draft = self._load(batch.model)
-        check_pair(draft, batch.model)
-        check_model(draft)
-        if keeps_state(text_config(draft)):
-            raise ValueError(
-                f"{type(draft).__name__} keeps a state that draft trees cannot branch from; use a draft model with "
-                "attention layers only"
-            )
-        implementation = compat.attention_implementation(text_config(draft))
-        if is_causal_kernel(implementation):
-            raise ValueError(
-                f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
-                "lengths; load the draft with attn_implementation='sdpa'"
-            )
-        prompts = batch.state.prompts
-        size = vocabulary_size(batch.model)
-        encodes = reads_encoder(draft)
-        other = self._has_other_tokenizer(draft, batch.model)
-        texts = [DraftText(prompt) for prompt in prompts]
-        shared = None
-        if other:
-            texts, shared = retokenized_texts(batch, draft)
-        parallel = None if other or encodes else ParallelDraft.of(draft)
-        reads_target = parallel is not None and bool(parallel.layers)
-        takes_window = not (other or encodes or reads_target)
-        window = None  # the target's states are of the whole text
-        if takes_window:
-            window = draft_window(self.draft_window, text_config(draft), batch.state)
-        token_ids = None
-        if (vocabulary := self.draft_vocabulary) is not None:
-            if other or parallel is not None:
-                kind = "of another tokenizer" if other else "that drafts all tokens in one pass (PARD)"
-                raise ValueError(f"draft_vocabulary cannot be used with a draft model {kind}; leave it out")
-            full = draft
-            ids = vocabulary_ids(vocabulary, prompts, min(size, vocabulary_size(full)))
-            draft, token_ids = self._restricted.on(full, lambda: restricted_model(full, ids))
-        # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
-        compile = False if reads_target or batch.state.drafts_together else batch.call.settings.compile
-        loaded = LoadedDraft(draft, texts, window, compile)
-        watches_length = takes_window and window is None
-        k = min(self.k, MAX_PARALLEL_DEPTH) if parallel is not None and self.adaptive_tree else self.k
-        drafter = DraftModelDrafter(
-            batch,
-            loaded,
-            k=k,
-            shared=shared,
-            token_ids=token_ids,
-            mask_token=None if parallel is None else parallel.mask_token,
-            features=TargetFeatures(batch, draft, parallel) if parallel is not None and parallel.layers else None,
-        )
+        _check_draft(draft, batch.model)
+        loaded = self._in_call(batch, draft)
+        k = self.k
+        if loaded.parallel is not None and self.adaptive_tree:
+            k = min(k, MAX_PARALLEL_DEPTH)
+        drafter = DraftModelDrafter(batch, loaded, k)
+        drafts_chains = loaded.parallel is None and drafter.reader.verifies_chains_only
         return DrafterSession(
             batch,
             drafter,
             k,
-            None if drafter.reader.verifies_chains_only and parallel is None else self.tree,
+            None if drafts_chains else self.tree,
             confidence_threshold=self.confidence_threshold,
-            watches_length=watches_length,
+            watches_length=loaded.takes_window and loaded.window is None,
         )
+
+    def _in_call(self, batch: DraftBatch, draft: PreTrainedModel) -> LoadedDraft:
+        """The draft model with what it reads and proposes in a call."""
+        prompts = batch.state.prompts
+        loaded = LoadedDraft(draft, [DraftText(prompt) for prompt in prompts], batch.call.settings.compile)
+        if self._has_other_tokenizer(draft, batch.model):
+            texts, shared = retokenized_texts(batch, draft)
+            loaded = replace(loaded, texts=texts, shared=shared)
+        elif not reads_encoder(draft):
+            loaded = replace(loaded, parallel=ParallelDraft.of(draft))
+        if loaded.takes_window:
+            loaded = replace(loaded, window=draft_window(self.draft_window, text_config(draft), batch.state))
+        if (vocabulary := self.draft_vocabulary) is not None:
+            if loaded.shared is not None or loaded.parallel is not None:
+                kind = "that drafts all tokens in one pass (PARD)" if loaded.parallel else "of another tokenizer"
+                raise ValueError(f"draft_vocabulary cannot be used with a draft model {kind}; leave it out")
+            ids = vocabulary_ids(vocabulary, prompts, min(vocabulary_size(batch.model), vocabulary_size(draft)))
+            model, token_ids = self._restricted.on(draft, lambda: restricted_model(draft, ids))
+            loaded = replace(loaded, model=model, token_ids=token_ids)
+        # Captured passes run without the hook that adds the target's hidden states, and with the same rows.
+        return replace(loaded, compile=False) if loaded.reads_target or batch.state.drafts_together else loaded
 
     def _has_other_tokenizer(self, draft: PreTrainedModel, target: PreTrainedModel) -> bool:
         if have_same_vocabulary(draft, target):
@@ -232,6 +212,23 @@ class DraftModelCandidates(PretrainedCandidates):
                 )
             self._model = model
         return self._model
+
+
+def _check_draft(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Raise a `ValueError` for a model that cannot draft for this target."""
+    check_pair(draft, target)
+    check_model(draft)
+    if keeps_state(text_config(draft)):
+        raise ValueError(
+            f"{type(draft).__name__} keeps a state that draft trees cannot branch from; use a draft model with "
+            "attention layers only"
+        )
+    implementation = compat.attention_implementation(text_config(draft))
+    if is_causal_kernel(implementation):
+        raise ValueError(
+            f"the draft model uses {implementation!r}, which takes no mask for draft trees and rows of different "
+            "lengths; load the draft with attn_implementation='sdpa'"
+        )
 
 
 def _loading_arguments(drafter: PreTrainedModel | str, loading: Loading) -> dict[str, Any]:

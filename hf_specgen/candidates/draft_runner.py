@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -24,11 +24,11 @@ from hf_specgen.candidates.cross_tokenizer import DraftText, SharedVocabulary
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_window import DraftWindow
 from hf_specgen.candidates.encoder_draft import draft_prompt, embedding_size
-from hf_specgen.candidates.parallel_draft import TargetFeatures
+from hf_specgen.candidates.parallel_draft import ParallelDraft, TargetFeatures
 from hf_specgen.device_tree import Frontier
 from hf_specgen.drafter import DepthLogits, Drafter
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
-from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.model_parts import reads_encoder, text_config
 from hf_specgen.targets.passes import MAX_CAPTURED, CapturablePasses, NewText
 from hf_specgen.targets.requirements import TargetRequirements, make_target
 from hf_specgen.targets.self_check import check_computation
@@ -44,14 +44,30 @@ class LoadedDraft:
     Args:
         model: the draft model.
         texts: the prompts in its tokens.
-        window: the part of the texts that it reads; None: all of it.
         compile: whether its passes are captured as CUDA graphs, as for `speculate`.
+        window: the part of the texts that it reads; None: all of it.
+        shared: the tokens that both vocabularies have, of a draft model with another tokenizer.
+        parallel: how it drafts in one pass; None: a pass for each level.
+        token_ids: `[draft vocab]` the target's ids of a restricted draft vocabulary.
     """
 
     model: PreTrainedModel
     texts: Sequence[DraftText]
-    window: DraftWindow | None
     compile: Compile
+    window: DraftWindow | None = None
+    shared: SharedVocabulary | None = None
+    parallel: ParallelDraft | None = None
+    token_ids: torch.Tensor | None = None
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it reads hidden states of the target (PARD-2)."""
+        return self.parallel is not None and bool(self.parallel.layers)
+
+    @property
+    def takes_window(self) -> bool:
+        """Whether it can read a part of the texts: an encoder, and the target's states, are of the whole text."""
+        return self.shared is None and not reads_encoder(self.model) and not self.reads_target
 
 
 @dataclass
@@ -103,38 +119,28 @@ class DraftModelDrafter(Drafter[UncachedText]):
 
     Args:
         batch: the rows.
-        draft: the model, and what it reads.
+        draft: the model, and what it reads and proposes.
         k: maximum depth of a draft.
-        shared: the tokens that both vocabularies have, of a draft model with another tokenizer.
-        token_ids: `[draft vocab]` the target's ids of a restricted draft vocabulary.
-        mask_token: of a model that drafts all tokens in one pass (PARD, PARD-2).
-        features: adds the target's hidden states to the embeddings of tokens (PARD-2).
 
     Attributes:
         reader: runs the passes; it has the cache.
     """
 
-    def __init__(
-        self,
-        batch: DraftBatch,
-        draft: LoadedDraft,
-        *,
-        k: int,
-        shared: SharedVocabulary | None = None,
-        token_ids: torch.Tensor | None = None,
-        mask_token: int | None = None,
-        features: TargetFeatures | None = None,
-    ):
+    def __init__(self, batch: DraftBatch, draft: LoadedDraft, k: int):
         super().__init__()
         self._batch = batch
         self._draft = draft
         self._window = draft.window
         self._k = k
-        self._shared = shared
-        self.token_ids = token_ids
-        self.is_one_pass = mask_token is not None
-        self._mask = mask_token
-        self._features = features
+        self._shared = draft.shared
+        self.token_ids = draft.token_ids
+        self._features: TargetFeatures | None = None  # adds hidden states to the embeddings of tokens (PARD-2)
+        self._mask = 0
+        if draft.parallel is not None:
+            self.is_one_pass = True
+            self._mask = draft.parallel.mask_token
+            if draft.parallel.layers:
+                self._features = TargetFeatures(batch, draft.model, draft.parallel)
         self._max_positions = position_table(text_config(draft.model))
         self._rows = [_CachedRow(text) for text in draft.texts]
         self._drafts = [True] * len(draft.texts)  # rows that take part in the current draft
@@ -142,7 +148,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         self._has_prompt = False
         self.reader = self._begin(self._rows)
         is_plain_text = all(type(text) is DraftText for text in draft.texts)
-        self.rows_can_change = is_plain_text and features is None and not self.reader.verifies_chains_only
+        self.rows_can_change = is_plain_text and not draft.reads_target and not self.reader.verifies_chains_only
 
     def take(self, max_depths: Sequence[int]) -> UncachedText | None:
         """The tokens that the model has not processed; None if no row drafts. Reads the prompts before that."""
@@ -173,7 +179,7 @@ class DraftModelDrafter(Drafter[UncachedText]):
         masks = depth - 1
         rows = self.reader.rows
         with nullcontext() if features is None else features.added(features.of_text(self._drafts, rows, masks)):
-            logits = self._extend(text, [cast(int, self._mask)] * masks)
+            logits = self._extend(text, [self._mask] * masks)
         counts = torch.tensor([len(tokens) for tokens in text.tokens], device=logits.device)
         slots = counts[:, None] - 1 + torch.arange(depth, device=logits.device)
         batch = torch.arange(len(counts), device=logits.device)[:, None]
