@@ -55,15 +55,7 @@ nearly certain is accepted to a greater depth. A draft in one pass takes longer 
 
 
 class Loading(TypedDict, total=False):
-    """How to load a draft model that is given by name.
-
-    Args:
-        dtype: by default that of its checkpoint.
-        device: by default the target's.
-        quantization_config: as in Transformers; for int8 its `TorchAoConfig` around torchao's `Int8WeightOnlyConfig()`,
-            which a copy of the target takes too.
-        trust_remote_code: run the model's own code from its repository, as in Transformers.
-    """
+    """How to load a draft model, see `DraftModelCandidates`."""
 
     dtype: torch.dtype | str
     device: torch.device | str | None
@@ -88,7 +80,9 @@ class DraftModelCandidates(PretrainedCandidates):
             target's tokenizer.
         draft_vocabulary: which tokens the draft proposes: ids, or "frequent" for a quarter of the vocabulary, tokens of
             the first call's prompts and those of the lowest ids. Its output matrix, a copy, is smaller by as much.
-        loading: how to load a draft that is given by name, see `Loading`.
+        loading: how to load a draft that is given by name: `dtype`, by default that of its checkpoint; `device`, by
+            default the target's; `quantization_config`, for int8 Transformers' `TorchAoConfig` around torchao's
+            `Int8WeightOnlyConfig()`, which "self" takes too; `trust_remote_code`, to run the code of its repository.
 
     Raises:
         TypeError: if model_or_id is neither a model nor a name, or for an unknown argument.
