@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.tree import DraftTree, Parents, TreeStructure, chain_parents, identity
 
+Floats = NDArray[np.floating[Any]]
 NO_NODE = -1e30
 """Log path probability of what is no node: padding, and candidates beyond a row's maximum depth or with NaN."""
 TOKEN, NUMBER, DEPTH, PARENT, PATH = range(5)
@@ -321,11 +322,7 @@ class HostCopy:
     """
 
     def __init__(
-        self,
-        values: torch.Tensor,
-        is_chain: bool,
-        includes_rejected: bool = False,
-        read: NDArray[np.floating[Any]] | None = None,
+        self, values: torch.Tensor, is_chain: bool, includes_rejected: bool = False, read: Floats | None = None
     ):
         self.includes_rejected = includes_rejected
         self._values = values
@@ -363,7 +360,7 @@ class HostCopy:
         return self._tree
 
 
-def probability_of(logarithms: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+def probability_of(logarithms: Floats) -> Floats:
     """Probabilities from their logarithms; 0 where there is no node, whatever `np.seterr` says of underflow."""
     with np.errstate(under="ignore"):
         return np.exp(logarithms.astype(float))

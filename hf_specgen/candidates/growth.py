@@ -269,8 +269,7 @@ class Growth:
             self._read_values, opened = self._selection.split(self._selection.read.cpu().numpy())
             paths = self._read_values[:, PATH, 1:]
         else:
-            levels = [level.paths for level in self._levels]
-            values = torch.cat([*levels, self._open], dim=1).cpu().numpy()
+            values = torch.cat([*(level.paths for level in self._levels), self._open], dim=1).cpu().numpy()
             paths = values[:, : self.candidates]
             opened = values[:, self.candidates :]
         if min(self.limits) <= self.levels:
@@ -300,8 +299,7 @@ class Growth:
             is_parent = integers[:, PARENT, :, None] == integers[:, NUMBER, None]
             structure = TreeStructure(integers[:, DEPTH], ancestors_of(is_parent))
         host = HostCopy(values, structure is None, includes_rejected=expanded_first)
-        tree = DeviceTree(values, integers[:, TOKEN], structure, self.rows, host)
-        return tree, integers[:, PARENT, 1:]
+        return DeviceTree(values, integers[:, TOKEN], structure, self.rows, host), integers[:, PARENT, 1:]
 
     def _expanded_ids(self) -> Tensor | None:
         """`[rows, 1 + expanded]` the candidate index of each number; None for chains, where both are equal."""
