@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -58,6 +59,8 @@ class Drafter(ABC, Generic[T]):
     What the other methods do by default is right for drafters that keep nothing from draft to draft.
     """
 
+    max_depth: float = inf
+    """How many tokens deep a draft can be."""
     is_one_pass: bool = False
     """Whether all depths are drafted in one pass, by `read_depths`."""
     rows_can_change: bool = False

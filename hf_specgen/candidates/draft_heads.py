@@ -33,7 +33,7 @@ from hf_specgen.candidates.draft_vocabulary import (
     restricted_head,
     vocabulary_ids,
 )
-from hf_specgen.candidates.draft_window import DraftWindow, DraftWindowSetting, check_window, draft_window
+from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.candidates.features import FeatureQueue, LastStates
 from hf_specgen.candidates.one_pass import default_size
@@ -41,6 +41,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.heads.base import BoundHead, DraftHead
 from hf_specgen.heads.block import BlockHead
 from hf_specgen.heads.block_drafter import BlockDrafter, ReadingEvidence, RotationTrial
+from hf_specgen.heads.drafter import HeadDrafter
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head
 from hf_specgen.heads.eagle_drafter import EagleDrafter
 from hf_specgen.heads.gemma_assistant import AssistantDrafter, AssistantHead
@@ -140,17 +141,16 @@ class HeadCandidates(PretrainedCandidates):
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         """The session of a call."""
+        window = draft_window(self.draft_window, bound.head.config, batch.state)
+        drafter = self.drafter_of(batch, bound, FeatureQueue(batch, bound.aux_hidden_state_layers, window))
+        return DrafterSession(batch, drafter, self.k, self.tree, watches_length=window is None)
+
+    def drafter_of(self, batch: DraftBatch, bound: BoundHead, source: FeatureQueue) -> HeadDrafter:
+        """The drafter of a head that reads the hidden states of all accepted tokens."""
         device = next(bound.head.parameters()).device.type
         captures = isinstance(bound.head, Eagle1Head | Eagle3Head) and device in CAPTURES
         captures = captures and not torch.is_autocast_enabled(device)
-        window = self.window(batch, bound)
-        source = features(batch, bound, window)
-        drafter = EagleDrafter(bound, source, batch.state.batch, batch.call.settings.compile if captures else False)
-        return DrafterSession(batch, drafter, self.k, self.tree, watches_length=window is None)
-
-    def window(self, batch: DraftBatch, bound: BoundHead) -> DraftWindow | None:
-        """The part of the texts of a call that the head reads."""
-        return draft_window(self.draft_window, bound.head.config, batch.state)
+        return EagleDrafter(bound, source, batch.state.batch, batch.call.settings.compile if captures else False)
 
     def load(self, model: PreTrainedModel) -> DraftHead:
         """The head, on the CPU; a copy of one that was given loaded."""
@@ -177,11 +177,6 @@ class HeadCandidates(PretrainedCandidates):
             )
         weight = output_matrix(model).weight
         return head.to(device=weight.device, dtype=weight.dtype).eval().bind(model, self.aux_hidden_state_layers)
-
-
-def features(batch: DraftBatch, bound: BoundHead, window: DraftWindow | None) -> FeatureQueue:
-    """The hidden states of all accepted tokens that a head reads, in the window."""
-    return FeatureQueue(batch, bound.aux_hidden_state_layers, window)
 
 
 class EagleCandidates(HeadCandidates):
@@ -251,11 +246,8 @@ class DFlashCandidates(HeadCandidates):
     head_classes = (BlockHead,)
     expected = "a block head (DFlash, JetSpec, DSpark, DFlash2, Domino, LiLiCorr)"
 
-    def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
-        window = self.window(batch, bound)
-        source = features(batch, bound, window)
+    def drafter_of(self, batch: DraftBatch, bound: BoundHead, source: FeatureQueue) -> HeadDrafter:
         head = cast(BlockHead, bound.head)
-        k = min(self.k, head.config.depth)
         if isinstance(head, PathHead):
             layout = self._evidence(batch, "layout") if head.config.layout_undecided else None
             drafter: BlockDrafter = PathDrafter(bound, source, batch.state.batch, layout)
@@ -264,7 +256,7 @@ class DFlashCandidates(HeadCandidates):
             drafter = drafter_class(bound, source, batch.state.batch)
         if head.config.pairs_undecided and rotates_neighbours(batch.model):
             drafter.rotation = RotationTrial(with_neighbouring_pairs(head), self._evidence(batch, "rotation"))
-        return DrafterSession(batch, drafter, k, self.tree, watches_length=window is None)
+        return drafter
 
     def _evidence(self, batch: DraftBatch, question: str) -> ReadingEvidence:
         """What earlier calls have inferred of what the file of the head leaves open."""
@@ -325,16 +317,16 @@ class MTPCandidates(HeadCandidates):
         return load_mtp(model, cast(str | None, self.drafter))
 
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
-        layers = len(cast(MTPHead, bound.head).layers)
         full = bound
         if (vocabulary := self.draft_vocabulary) is not None:
             ids = vocabulary_ids(vocabulary, batch.state.prompts, bound.head.config.draft_vocab_size)
             bound = self._restricted.on(batch.model, lambda: restricted_head(full, ids))
-        if layers == 1:
-            return super().begin(batch, bound)
-        window = self.window(batch, bound)
-        drafter = LayeredDrafter(bound, features(batch, bound, window), batch.state.batch)
-        return DrafterSession(batch, drafter, min(self.k, layers), self.tree, watches_length=window is None)
+        return super().begin(batch, bound)
+
+    def drafter_of(self, batch: DraftBatch, bound: BoundHead, source: FeatureQueue) -> HeadDrafter:
+        if len(cast(MTPHead, bound.head).layers) == 1:
+            return super().drafter_of(batch, bound, source)
+        return LayeredDrafter(bound, source, batch.state.batch)
 
 
 class GemmaAssistantCandidates(HeadCandidates):
@@ -385,5 +377,4 @@ class MedusaCandidates(HeadCandidates):
     def begin(self, batch: DraftBatch, bound: BoundHead) -> DraftSession:
         source = LastStates(batch, bound.aux_hidden_state_layers)
         drafter = MedusaDrafter(bound, source, batch.model)
-        k = min(self.k, drafter.num_heads)
-        return DrafterSession(batch, drafter, k, default_size(batch, self.tree))
+        return DrafterSession(batch, drafter, self.k, default_size(batch, self.tree))

@@ -45,7 +45,7 @@ class DrafterSession(DraftSession, Generic[T]):
         super().__init__(batch)
         self.drafter = drafter
         self.passes: Sequence[int] = []
-        self._k = k
+        self._k = int(min(k, drafter.max_depth))
         self._size = tree
         self._threshold = confidence_threshold
         self._tree = DraftTree.empty(batch.state.batch)

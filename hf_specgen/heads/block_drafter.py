@@ -70,7 +70,7 @@ class BlockDrafter(HeadDrafter):
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int):
         super().__init__(bound, source, batch)
         self.config = cast(BlockConfig, bound.head.config)
-        self.depth = self.config.depth
+        self.max_depth = self.config.depth
 
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         return self.bound.target_logits(self._outputs(features, tokens, 1)[:, 0])

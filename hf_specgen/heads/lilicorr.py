@@ -192,7 +192,7 @@ class LiLiCorrDrafter(BlockDrafter):
         """
         head = cast(LiLiCorrHead, self.bound.head)
         features, tokens = self._new(text)
-        hidden = self._outputs(features, tokens, self.depth)
+        hidden = self._outputs(features, tokens, self.config.depth)
         values, candidates = self.bound.target_logits(hidden).float().log_softmax(-1).topk(head.config.candidate_topk)
         # A row without new features drafts again from the same text; it is scored without a context entry.
         last = torch.stack([row[-1] if len(row) else row.new_zeros(row.shape[1:]) for row in features])

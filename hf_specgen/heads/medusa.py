@@ -183,7 +183,7 @@ class MedusaDrafter(Drafter[StateText]):
         self._source = source
         self._target = target
         self._like = next(bound.head.parameters())
-        self.num_heads = self._head.config.num_heads
+        self.max_depth = self._head.config.num_heads
         self.is_one_pass = not self._head.config.reads_path
         self._states: torch.Tensor = self._like
         self._path: torch.Tensor = self._like  # embeddings read in the last pass

@@ -33,6 +33,7 @@ class LayeredDrafter(HeadDrafter):
     def __init__(self, bound: BoundHead, source: FeatureSource, batch: int):
         super().__init__(bound, source, batch)
         self.layers = len(cast(MTPHead, bound.head).layers)
+        self.max_depth = self.layers
         self._again: dict[int, tuple[torch.Tensor, list[int]]] = {}
         """Of each row the features and next tokens of positions that are computed again."""
 

@@ -103,7 +103,7 @@ def test_block_training_equals_drafting(name: str, packed: bool) -> None:
     for number, (row, begin, text, root) in enumerate(conversations_of(batch)):
         drafter = BlockDrafter(bound, None, 1)
         new = HeadText([features[row, begin : begin + root + 1]], [text[1 : root + 2]], [True])
-        logits = drafter.read_depths(new, drafter.depth).logits[0, :, 0]
+        logits = drafter.read_depths(new, drafter.config.depth).logits[0, :, 0]
         states = block[number, bound.head.config.first_proposing_position :]
         torch.testing.assert_close(bound.target_logits(states), logits, atol=1e-4, rtol=1e-4)
 
