@@ -96,7 +96,7 @@ class BoundModules(Generic[T]):
 
 
 class HeadCandidates(PretrainedCandidates):
-    """Base class of strategies with a draft head; a subclass sets the class attributes, and overrides `begin`.
+    """Base class of strategies with a draft head; a subclass sets the class attributes, and overrides `drafter_of`.
 
     Args:
         head_or_path: a loaded head, or a folder or Hub id of one.
