@@ -112,6 +112,13 @@ class CombinedCandidates(Candidates):
         return (network.profile_key()[0], "combined", str(self.tree), *members)
 
 
+class _WithoutPass(NamedTuple):
+    """The first part of a step: the tree of the members without a forward pass, and whether the others draft too."""
+
+    tree: DraftTree
+    needs_networks: bool
+
+
 class _CombinedSession(DraftSession):
     """The sessions of the members, those without a forward pass first, and their drafts of the current step."""
 
@@ -132,8 +139,7 @@ class _CombinedSession(DraftSession):
         self._verifies_one = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
         self._uses_networks = batch.affords_prefill()
         self._drafts = [DraftTree.empty(batch.state.batch)] * len(members)
-        self._tree: DraftTree | None = None  # planned: of the members without a pass
-        self._needs_networks = False
+        self._planned: _WithoutPass | None = None
         self.passes: list[int] = []
 
     def observe(self, result: VerificationResult) -> None:
@@ -147,25 +153,22 @@ class _CombinedSession(DraftSession):
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Draft with the members that have no forward pass, and choose how deep the others draft."""
-        self._draft_without_pass(max_depths)
+        self._planned = self._draft_without_pass(max_depths)
         for session, k in self._members[self._first_network :]:
-            session.plan([min(depth, k) if self._needs_networks else 0 for depth in max_depths])
+            session.plan([min(depth, k) if self._planned.needs_networks else 0 for depth in max_depths])
 
-    def _draft_without_pass(self, max_depths: Sequence[int]) -> None:
+    def _draft_without_pass(self, max_depths: Sequence[int]) -> _WithoutPass:
         self._drafts = []
         self.passes = []
         for session, k in self._members[: self._first_network]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths)
-        self._tree = self._search(max_depths)
-        self._needs_networks = self._uses_networks and not _expects(self._tree, ENOUGH_TOKENS)
+        tree = self._search(max_depths)
+        return _WithoutPass(tree, self._uses_networks and not _expects(tree, ENOUGH_TOKENS))
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The members' drafts in one tree."""
-        if self._tree is None:
-            self._draft_without_pass(max_depths)
-        tree = self._tree or DraftTree.empty(len(max_depths))
-        drafts = self._needs_networks
-        self._tree = None
+        tree, drafts = self._planned or self._draft_without_pass(max_depths)
+        self._planned = None
         for session, k in self._members[self._first_network :]:
             draft = self._draft_member(session, k if drafts else 0, max_depths)
             self.passes += _passes(session, draft)

@@ -126,6 +126,7 @@ def test_native_generator_of_the_caller_learns_of_acceptance() -> None:
 KINDS: dict[str, type] = {
     "autoregressive": EagleCandidates,
     "block": DFlashCandidates,
+    "lattice": DFlashCandidates,
     "path": DFlashCandidates,
     "parallel": PEagleCandidates,
     "mtp": MTPCandidates,
