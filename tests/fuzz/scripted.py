@@ -75,11 +75,12 @@ class FaultyLookup(PromptLookupCandidateGenerator):
 
 
 def spoil_scores(fault: str, scores: torch.Tensor) -> None:
-    """Make scores `[…, vocab]` of a drafter NaN or infinite, in place; "one_nan": that of one token in one row."""
+    """Make scores `[…, candidates]` of a drafter NaN or infinite, in place; "one_nan": that of one token in one row."""
+    last = scores.shape[-1] - 1  # a head may have few candidates
     if fault == "inf":
-        scores[..., 7] = float("inf")
+        scores[..., min(7, last)] = float("inf")
     elif fault == "one_nan":
-        scores.view(-1, scores.shape[-1])[0, 5] = float("nan")
+        scores.view(-1, 1 + last)[0, min(5, last)] = float("nan")
     elif fault:
         scores.fill_(float("nan") if fault == "nan" else float("-inf"))
 
