@@ -33,7 +33,7 @@ from hf_specgen.targets.inputs import (
     prompt_columns,
     without_router_loss,
 )
-from hf_specgen.targets.model_parts import decoder_argument
+from hf_specgen.targets.model_parts import compares_slots, decoder_argument, text_config
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length, check_model
@@ -345,6 +345,11 @@ def _problems(
     computes_loss = model_kwargs.get(ROUTER_LOGITS, bool(without_router_loss(model)))
     if computes_loss and mask is not None and not bool(mask.all()):
         yield "output_router_logits=True fails for padded prompts, in plain generate() too; give False"
+    if compares_slots(text_config(model)) and mask is not None and not bool(mask.all()):
+        yield (
+            f"{type(model).__name__} selects keys by positions that it compares with cache slots, so that what padded "
+            "rows select depends on the length of others; give prompts of equal length, without padding"
+        )
     cache = model_kwargs.get(compat.CACHE)
     if mask is not None and mask.dim() == 2:
         columns = mask.shape[1]

@@ -38,7 +38,6 @@ class RaggedCache(Cache):
     def __init__(self, max_slots: int | None = None, layers: Sequence[RaggedLayer] = ()) -> None:
         super().__init__(layers=list(layers))
         self.layer_class_to_replicate, self._max_slots = RaggedLayer, max_slots or 0
-        self._indexers: dict[int, RaggedLayer] = defaultdict(RaggedLayer)
         self._states: dict[int, LayerStates] = defaultdict(LayerStates)
 
     @classmethod
@@ -72,9 +71,14 @@ class RaggedCache(Cache):
         return copy.deepcopy(self, {id(value): value for value in held if isinstance(value, torch.Tensor)})
 
     @property
+    def _slotted(self) -> list[RaggedLayer]:
+        """The parts that have a slot for each token: keys and values, and the keys of indexers."""
+        return [*self.layers, *(layer.index for layer in self.layers if layer.index is not None)]
+
+    @property
     def _filled(self) -> list[Any]:
         """The parts that something has been written to."""
-        parts = chain(self.layers, self._indexers.values(), self._states.values())
+        parts = chain(self._slotted, self._states.values())
         return [part for part in parts if part.is_initialized]
 
     @property
@@ -97,11 +101,12 @@ class RaggedCache(Cache):
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append the indexer's keys `[batch, new, head_dim]` to each row; returns all slots up to the longest row."""
-        keys = indexer_key_states[:, None]
-        return self._indexers[layer_idx].update(keys, keys[..., :0])[0][:, 0]
+        keys: torch.Tensor = self.layers[layer_idx].update_index(indexer_key_states[:, None])
+        return keys[:, 0]
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Always None: models then pass all columns to `update_conv_state`, and overwrite no window in place."""
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """None but for token ids: models then pass all columns to `update_conv_state`, and overwrite no window."""
+        return self._states[layer_idx].token_ids(state_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -176,7 +181,7 @@ class RaggedCache(Cache):
 
     def erase_rejected(self) -> None:
         """Overwrite the slots after each row, which are masked, by zeros: a weight of 0 times NaN is NaN."""
-        for part in [*self.layers, *self._indexers.values()]:
+        for part in self._slotted:
             for row, length in enumerate(part.lengths):
                 part.keys[row, :, length - part.first :] = part.values[row, :, length - part.first :] = 0
 
@@ -206,8 +211,7 @@ class RaggedCache(Cache):
             result.layers.append(new := layer_like(layer, is_offloaded))
             if isinstance(layer, CacheLayerMixin):
                 new.take_over(layer, slots)
-            if getattr(layer, "is_indexer_initialized", False):
-                result.update_indexer(layer.indexer_keys, index)
+                new.take_over_index(layer)
             if any(getattr(layer, "has_previous_state", {}).values()):
                 result._states[index] = LayerStates.of_layer(layer, max(lengths))
         return result
@@ -223,11 +227,10 @@ class RaggedCache(Cache):
                 layer.reset()
             else:
                 source.hand_over(layer)
+                source.hand_over_index(layer)
                 self.layers[index] = RaggedLayer(source.window, source.has_attention)
             if (states := self._states.pop(index, None)) is not None:
                 states.to_layer(layer)
-            if (indexer := self._indexers.pop(index, None)) is not None:
-                layer.update_indexer(indexer.keys[:, 0, : indexer.get_seq_length()])
         if offloaded:  # plain decoding expects that the first of them is on its device already
             targets[offloaded[0]].prefetch()
 

@@ -25,6 +25,10 @@ MIN_SPARE_SLOTS = 64
 a cache without spare slots from 2,000 tokens on, and a slot is copied 32 times at most."""
 
 
+MAX_PASS = 1024
+"""Slots beyond twice the text that no pass reaches."""
+
+
 class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer: buffers `[batch, heads, capacity, head_dim]` and filled slots per row, `lengths`.
 
@@ -41,6 +45,9 @@ class RaggedLayer(CacheLayerMixin):
         self.committed: int | None = None
         self.lengths: tuple[int, ...] = ()
         self.first = 0
+        self.index: RaggedLayer | None = None
+        """The keys of the layer's indexer."""
+        self._positions: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -83,6 +90,50 @@ class RaggedLayer(CacheLayerMixin):
         keys, values = self.keys[:, :, :width], self.values[:, :, :width]
         self._drop_invisible(min(self.lengths) if self.committed is None else self.committed)
         return keys, values
+
+    def update_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """Append the keys of an indexer, `[batch, heads, new, head_dim]`; returns all slots up to the longest row."""
+        if self.index is None:
+            self.index = RaggedLayer()
+        return self.index.update(keys, keys[..., :0])[0]
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """`[axes, batch, slots]` the positions of cached keys, after which an indexer appends those of its queries.
+
+        After the prompt each slot has the next position. Slots that a pass may write to are included, more than as many
+        again: rows of different lengths write to different ones.
+        """
+        if self._positions is None or self.committed is None:
+            return self._positions
+        missing = 2 * self.get_seq_length() + MAX_PASS - self._positions.shape[-1]
+        following = self._positions[..., -1:] + torch.arange(1, missing + 1, device=self._positions.device)
+        return torch.cat([self._positions, following], dim=-1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor | None) -> None:
+        if self.committed is None:  # those of the prompt
+            self._positions = positions
+
+    def take_over_index(self, layer: Any) -> None:
+        """Take over what the indexer of a layer of Transformers has cached."""
+        if getattr(layer, "is_indexer_initialized", False):
+            self.update_index(layer.indexer_keys[:, None])
+            self.indexer_position_ids = layer.indexer_position_ids
+        elif getattr(layer, "idx_keys", None) is not None:
+            self.update_index(layer.idx_keys)
+
+    def hand_over_index(self, layer: Any) -> None:
+        """Write the keys of the indexer, of rows that are equally long, to a layer of Transformers."""
+        if self.index is None:
+            return
+        keys = self.index.keys[:, :, : self.index.get_seq_length()]
+        if hasattr(layer, "update_index"):
+            layer.update_index(keys)
+        else:
+            layer.update_indexer(keys[:, 0])
+        if (positions := self.indexer_position_ids) is not None:
+            layer.indexer_position_ids = positions[..., : keys.shape[2]]
 
     def reserve(self, width: int) -> None:
         """Make the buffer at least `width` slots long."""
@@ -169,6 +220,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.keys, self.values = self.keys[indices], self.values[indices]
+        self._positions = None if self._positions is None else self._positions[:, indices.to(self._positions.device)]
         self.lengths = tuple(self.lengths[row] for row in indices.tolist())
 
     def append_rows(self, other: RaggedLayer) -> None:

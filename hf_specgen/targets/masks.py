@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.device_tree import PassTree
-from hf_specgen.targets.model_parts import WITHOUT_ATTENTION, is_causal_kernel, layer_kinds, text_config
+from hf_specgen.targets.model_parts import MASKS_PADDING, WITHOUT_ATTENTION, layer_kinds, takes_no_mask, text_config
 from hf_specgen.tree import TreeStructure
 
 DROPPING = ("sliding_attention", "chunked_attention")
@@ -138,15 +138,16 @@ class StepMasks:
     def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
         self.visible = visible
         self._config: Any = text_config(model)
+        self._kinds = layer_kinds(self._config)
         self._dtype = model.dtype
         # Such a decoder appends the mask of the encoder's states, which has a batch dimension.
         self._is_appended_to = model.config.is_encoder_decoder and hasattr(self._config, "layer_types")
         self._required = required or self._is_appended_to
         self._implementation = compat.attention_implementation(self._config)
         self._additive = self._implementation in ADDITIVE
-        self.chains_only = is_causal_kernel(self._implementation)
-        """Whether a draft must be a chain: the attention kernel takes no mask."""
-        self._kinds = layer_kinds(self._config)
+        self._has_batch_dimension = self._additive or self._is_appended_to or "indexed_attention" in self._kinds
+        self.chains_only = takes_no_mask(self._config) is not None
+        """Whether a draft must be a chain of a single row: attention takes no mask."""
         self._device = compat.input_device(model)
         # Whether a model takes a mask for each type of layer, or the only mask itself.
         self._is_by_kind = hasattr(self._config, "layer_types")
@@ -175,8 +176,8 @@ class StepMasks:
         is_equal = len(set(lengths)) == 1 and self.visible is None
         if self.chains_only and not (tree.is_chain and is_equal):
             raise ValueError(
-                f"attention implementation {self._implementation!r} takes no mask, so it verifies chains of rows "
-                "that are equally long, without padding; load the model with attn_implementation='sdpa'"
+                f"{takes_no_mask(self._config)} takes no mask, so it verifies chains of rows that are equally long, "
+                "without padding; load the model with attn_implementation='sdpa'"
             )
         is_single = queries == 1 and is_equal
         masked = [kind for kind in self._kinds if not is_single or self._is_needed(kind, lengths[0])]
@@ -193,6 +194,8 @@ class StepMasks:
             for kind in masked:
                 mask = self._of_tree(kind, layout).to(self._device)
                 masks[kind] = self._ready(mask, tree.batch, queries - cached, first_visible if kind in DROPPING else 0)
+        if self._config.model_type in MASKS_PADDING:
+            masks["indexed_attention"] = torch.ones(tree.batch, queries - cached, dtype=torch.bool, device=self._device)
         return self._by_kind(masks)
 
     def of_layout(self, layout: StepLayout) -> Any:
@@ -222,6 +225,6 @@ class StepMasks:
         if queries < mask.shape[2] or first_visible:
             mask = mask[:, :, -queries:, first_visible:]
         # Eager attention may require the batch dimension where SDPA broadcasts one mask over all rows.
-        if self._additive or self._is_appended_to:
+        if self._has_batch_dimension:
             mask = mask.expand(batch, -1, -1, -1)
         return additive(mask, self._dtype) if self._additive else mask

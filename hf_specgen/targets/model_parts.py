@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_specgen import compat
+
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "embedding_norm")
 """Attributes of the decoder under which architectures keep their final norm."""
 ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
@@ -18,11 +20,15 @@ WITHOUT_ATTENTION = ("conv", "linear_attention")
 """Types of layers with a recurrent state or a convolution alone."""
 STATE_TYPES = (*WITHOUT_ATTENTION, *ATTENTION_OF_TYPE)
 """Types of layers with a recurrent state or a convolution, as Transformers' configurations name them."""
-INDEXED_TYPES = ("indexed_attention",)
+COUNTING_TYPES = ("minimax_m3_sparse",)
+"""Types of layers that compare positions with slots, so that drafts are chains, and rows have no padding."""
+INDEXED_TYPES = ("indexed_attention", *COUNTING_TYPES)
 """Types of layers whose attention selects keys by an indexer, which has keys of its own."""
 WITHOUT_CACHE = ("dummy", "moe", "mlp")
 """Types of layers that write nothing to the cache."""
 
+MASKS_PADDING = ("glm5_next_text",)
+"""Types of models whose indexed attention takes a mask of padding alone, and sees the slots up to a query's own."""
 TAKES_ONE_MASK = ("paligemma",)
 """Types of models that give one mask to layers of all kinds; their decoders take one for each kind."""
 
@@ -61,8 +67,13 @@ def layer_kinds(config: Any) -> set[str]:
 
 
 def keeps_state(config: Any) -> bool:
-    """Whether a model has convolutions or recurrent states, so that only chains can be verified."""
+    """Whether a model has convolutions or recurrent states."""
     return not set(STATE_TYPES).isdisjoint(getattr(config, "layer_types", None) or ())
+
+
+def compares_slots(config: Any) -> bool:
+    """Whether a model has layers of `COUNTING_TYPES`."""
+    return not set(COUNTING_TYPES).isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def may_have_recurrent_state(config: Any) -> bool:
@@ -78,6 +89,14 @@ def has_special_layers(config: Any) -> bool:
 def is_causal_kernel(implementation: str) -> bool:
     """Whether an attention implementation computes causal attention without a mask, as FlashAttention 2, 3, 4."""
     return "flash" in implementation and "paged" not in implementation
+
+
+def takes_no_mask(config: Any) -> str | None:
+    """What of a model takes no mask of drafts, so that it verifies chains of one row; None if nothing does."""
+    implementation = compat.attention_implementation(config)
+    if is_causal_kernel(implementation):
+        return implementation
+    return "the indexer of its attention" if config.model_type in MASKS_PADDING else None
 
 
 def reads_encoder(model: PreTrainedModel) -> bool:

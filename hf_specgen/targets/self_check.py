@@ -31,7 +31,7 @@ from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.fingerprint import computation, matmul_precision
 from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.inputs import accompanying_inputs, without_router_loss
-from hf_specgen.targets.model_parts import is_causal_kernel, reads_encoder, text_config
+from hf_specgen.targets.model_parts import reads_encoder, takes_no_mask, text_config
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.support import last_position
 
@@ -161,9 +161,8 @@ class SelfCheck:
             "rows of different lengths get other scores than in plain decoding ({})",
             "give one prompt at a time, without padding, or leave candidate_generator= out",
         )
-        implementation = compat.attention_implementation(text_config(self._model))
-        if is_causal_kernel(implementation):
-            reason = f"{implementation} takes no mask, which rows of different lengths need"
+        if part := takes_no_mask(text_config(self._model)):
+            reason = f"{part} takes no mask, which rows of different lengths need"
             return Problem(reason, self._remedy(trial, reason))
         return self._run(trial)
 

@@ -65,6 +65,13 @@ class LayerStates:
             self.lengths = tuple(length + count for length in self._start)
         return columns[..., -read:]
 
+    def token_ids(self, index: int) -> torch.Tensor | None:
+        """The last token ids of each row, `[batch, window]`, where a model caches them like a convolution's columns."""
+        columns = self.convolutions.get(index)
+        if columns is None or columns.is_floating_point():
+            return None
+        return columns[..., -self._windows[index] :]
+
     def for_pass(self, index: int) -> torch.Tensor | None:
         """A copy of a recurrent state, which is kept for a rollback: kernels for one token overwrite it in place."""
         if index not in self.recurrent:
@@ -101,7 +108,8 @@ class LayerStates:
             self.recurrent[index] = torch.where((rows > 0).view(-1, *[1] * (state.dim() - 1)), before, state)
         for index, columns in self.convolutions.items():
             kept = torch.arange(columns.shape[-1] - most, device=columns.device) + (most - rows)[:, None]
-            self.convolutions[index] = columns.gather(-1, kept[:, None].expand(-1, columns.shape[1], -1))
+            kept = kept.view(len(kept), *[1] * (columns.dim() - 2), -1)
+            self.convolutions[index] = columns.gather(-1, kept.expand(*columns.shape[:-1], -1))
         self.lengths = tuple(lengths)
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:

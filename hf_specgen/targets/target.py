@@ -21,7 +21,7 @@ from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import CallGraphs, captured_functions, is_captured
 from hf_specgen.targets.inputs import CallInputs, PreparedCall, RowLayout, call_cache
 from hf_specgen.targets.masks import StepMasks, fixed_mask
-from hf_specgen.targets.model_parts import decoder_config, keeps_state
+from hf_specgen.targets.model_parts import compares_slots, decoder_config, keeps_state
 from hf_specgen.targets.passes import (
     CapturablePass,
     CapturablePasses,
@@ -109,8 +109,8 @@ class Target:
 
     @property
     def verifies_chains_only(self) -> bool:
-        """Whether a draft must be a chain: recurrent states cannot branch, FlashAttention takes no mask."""
-        return keeps_state(self._config) or self._masks.chains_only
+        """Whether a draft must be a chain: states cannot branch, FlashAttention takes no mask, slots count."""
+        return keeps_state(self._config) or compares_slots(self._config) or self._masks.chains_only
 
     @property
     def _active_graphs(self) -> CallGraphs | None:
