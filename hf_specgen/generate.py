@@ -33,7 +33,7 @@ from hf_specgen.targets.inputs import (
     prompt_columns,
     without_router_loss,
 )
-from hf_specgen.targets.model_parts import compares_slots, decoder_argument, text_config
+from hf_specgen.targets.model_parts import compares_slots, decoder_argument, layer_kinds, text_config
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length, check_model
@@ -353,7 +353,7 @@ def _problems(
     cache = model_kwargs.get(compat.CACHE)
     if mask is not None and mask.dim() == 2:
         columns = mask.shape[1]
-        cached = 0 if cache is None else int(cache.get_seq_length())
+        cached = 0 if cache is None or not layer_kinds(text_config(model)) else int(cache.get_seq_length())
         if columns not in (tokens, tokens + cached):  # plain `generate` takes further ones for generated tokens
             yield f"the attention mask has {columns} columns for a prompt of {tokens} tokens; give one for each token"
         if columns == tokens <= cached and not bool(mask.all()):  # plain `generate` then masks cached slots by it
@@ -364,7 +364,9 @@ def _problems(
     positions = model_kwargs.get("position_ids")
     if model.config.is_encoder_decoder:
         check_cache(cache, type(model).__name__)
-    elif positions is None or positions.dim() not in (2, 3):
+    elif (positions is None and layer_kinds(text_config(model))) or (
+        positions is not None and positions.dim() not in (2, 3)
+    ):
         yield (
             "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "
             f"[axes, batch, tokens], got {'none' if positions is None else tuple(positions.shape)}"

@@ -108,6 +108,10 @@ class RaggedCache(Cache):
         """None but for token ids: models then pass all columns to `update_conv_state`, and overwrite no window."""
         return self._states[layer_idx].token_ids(state_idx)
 
+    def layer_states(self, layer_idx: int) -> LayerStates:
+        """The convolutions and recurrent states of a layer."""
+        return self._states[layer_idx]
+
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:

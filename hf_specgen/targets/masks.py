@@ -205,6 +205,8 @@ class StepMasks:
         return self._by_kind({**masks, **dict.fromkeys(WITHOUT_ATTENTION)})
 
     def _by_kind(self, masks: dict[str, torch.Tensor | None]) -> Any:
+        if not self._kinds:  # a model without attention
+            return None
         return masks if self._is_by_kind else masks[next(iter(self._kinds))]
 
     def _is_needed(self, kind: str, length: int) -> bool:

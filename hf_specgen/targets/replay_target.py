@@ -15,7 +15,9 @@ from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier
 from hf_specgen.targets.inputs import PreparedCall, takes_positions
 from hf_specgen.targets.model_parts import decoder_config, may_have_recurrent_state
+from hf_specgen.targets.passes import PassOutput
 from hf_specgen.targets.replay_queue import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
+from hf_specgen.targets.stepped_scan import scanning_layers, stepped
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
@@ -29,12 +31,17 @@ class ReplayTarget(Target):
         if common_start:
             self.max_row_skew = MAX_ROW_SKEW
         self._queue = ReplayQueue(self.batch, common_start)
+        self._scanning_layers = scanning_layers(model)
         self._has_pending = True
         """Whether the last pass began with the pending token, which is kept whatever is accepted."""
 
     @property
     def verifies_chains_only(self) -> bool:
         return True
+
+    def _eager_pass(self, *arguments: Any) -> PassOutput:
+        with stepped(self._scanning_layers, self.cache):
+            return super()._eager_pass(*arguments)
 
     def prefill(self) -> torch.Tensor:
         logits = super().prefill()

@@ -65,6 +65,15 @@ class LayerStates:
             self.lengths = tuple(length + count for length in self._start)
         return columns[..., -read:]
 
+    @property
+    def present(self) -> tuple[tuple[int, ...], dict[int, torch.Tensor]]:
+        """The lengths, and the recurrent states, which later passes do not overwrite."""
+        return self.lengths, dict(self.recurrent)
+
+    def begin_at(self, start: tuple[tuple[int, ...], dict[int, torch.Tensor]]) -> None:
+        """Let the last pass have begun at what `present` was before: where it is rolled back to."""
+        self._start, self._before = start
+
     def token_ids(self, index: int) -> torch.Tensor | None:
         """The last token ids of each row, `[batch, window]`, where a model caches them like a convolution's columns."""
         columns = self.convolutions.get(index)

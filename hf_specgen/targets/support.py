@@ -81,14 +81,15 @@ def check_architecture(model: PreTrainedModel) -> None:
     place = ", so draft tokens cannot be placed in a tree; call generate() without candidate_generator="
     is_masked_in_cache = places_tokens and kinds == {"sliding_attention"} and not _masks_sliding_windows(model)
     problems = {
-        f"keeps a state outside of a cache, {state}": compat.is_stateful(model) and compat.CACHE not in arguments,
+        f"keeps a state outside of a cache, {state}": compat.is_stateful(model)
+        and (compat.CACHE not in arguments or any(hasattr(module, "recurrent_states") for module in model.modules())),
         f"keeps a state in layers of type {unknown}, {state}": bool(unknown),
         f"uses attention implementation {implementation!r}, and what masks it takes is not known; load the model with "
         "attn_implementation='sdpa' or 'eager'": implementation not in ATTENTION_IMPLEMENTATIONS and not is_causal,
         f"has layers of type {masked}, whose mask {implementation!r} does not take; load the model with "
         "attn_implementation='sdpa'": bool(masked),
         f"derives positions from a 2-D mask (ALiBi){place}": places_tokens and bool(getattr(config, "alibi", False)),
-        f"takes no position_ids{place}": places_tokens and "position_ids" not in arguments,
+        f"takes no position_ids{place}": places_tokens and "position_ids" not in arguments and bool(kinds),
         f"builds its local attention mask inside the layers{place}": (
             places_tokens and "local" in (getattr(config, "attention_layers", None) or ())
         ),
