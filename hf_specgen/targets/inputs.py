@@ -254,7 +254,7 @@ class CallInputs:
             kwargs[compat.CACHE] = cache
             prepare = cast(Any, self._model).prepare_inputs_for_generation
             last = self._input_ids.new_zeros(len(self._input_ids), 1)
-            prepared = prepare(last, next_sequence_length=1, **kwargs)
+            prepared = prepare(last, next_sequence_length=1, use_cache=True, **kwargs)
             self._extra = {name: value for name, value in prepared.items() if name not in own and value is not None}
             self._extra |= without_router_loss(self._model)
         types = {name: self._extra[name].expand(-1, tokens) for name in TOKEN_TYPES.keys() & self._extra.keys()}
