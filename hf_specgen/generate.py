@@ -350,6 +350,11 @@ def _problems(
             f"{type(model).__name__} selects keys by positions that it compares with cache slots, so that what padded "
             "rows select depends on the length of others; give prompts of equal length, without padding"
         )
+    if getattr(text_config(model), "cross_attention_layers", None) and model_kwargs.get("pixel_values") is not None:
+        yield (
+            f"{type(model).__name__} keeps images in layers of the cache that are cut with the text when a draft token "
+            "is rejected; call generate() without candidate_generator= for prompts with images"
+        )
     cache = model_kwargs.get(compat.CACHE)
     if mask is not None and mask.dim() == 2:
         columns = mask.shape[1]
