@@ -31,7 +31,7 @@ class ReplayTarget(Target):
         if common_start:
             self.max_row_skew = MAX_ROW_SKEW
         self._queue = ReplayQueue(self.batch, common_start)
-        self._scanning_layers = scanning_layers(model)
+        self._scanning_layers = scanning_layers(self.model)
         self._has_pending = True
         """Whether the last pass began with the pending token, which is kept whatever is accepted."""
 
