@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import AttentionInterface, JambaConfig, JambaForCausalLM, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specgen import DraftModelCandidates, FixedDepth, NgramCandidates
@@ -282,13 +282,13 @@ def test_self_check_mixed_precision_drafts(is_prepared: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_self_check_refuses_the_same_models_in_half_precision(dtype: torch.dtype) -> None:
     """Would catch: an error of the size of rounding that is accepted in the dtype in which people load models."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    mamba = {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_experts": 2}
-    mamba["initializer_range"] = 0.2
-    config = JambaConfig(vocab_size=99, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, **sizes, **mamba)
-    model = JambaForCausalLM(config).eval().to(dtype)
-    model.generation_config.eos_token_id = None
+    model = llama().to(dtype)
+
+    def err(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        is_draft = 1 < output.shape[1] < 6
+        return output + 0.02 * output.flip(-1) if is_draft else output
+
+    model.model.norm.register_forward_hook(err)
     with pytest.raises(ValueError, match="cannot verify draft tokens"):
         model.generate(**CALL, candidate_generator=NgramCandidates(k=3))
 
