@@ -17,6 +17,7 @@ import torch
 
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
+from hf_specgen.candidates.continuation import Continuation
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_size import Plan, tree_size
@@ -31,6 +32,7 @@ class LevelDraft(Generic[T]):
     Args:
         batch, drafter, k, size, threshold: as for `DrafterSession`.
         text: what the drafter has taken for this draft.
+        continuation: of the call.
 
     Attributes:
         growth: the trees; set by `grow`.
@@ -40,13 +42,20 @@ class LevelDraft(Generic[T]):
     growth: Growth
 
     def __init__(
-        self, batch: DraftBatch, drafter: Drafter[T], text: T, k: int, size: str | int | None, threshold: float
+        self,
+        batch: DraftBatch,
+        drafter: Drafter[T],
+        text: T,
+        k: int,
+        size: str | int | None,
+        threshold: float,
+        continuation: Continuation,
     ):
         self._batch = batch
         self._drafter = drafter
         self._text = text
         self._size = tree_size(
-            None if batch.verifies_chains_only else size, batch, text.depths, drafter.single_pass_tokens
+            None if batch.verifies_chains_only else size, batch, text.depths, drafter.single_pass_tokens, continuation
         )
         self._k = k
         self._threshold = threshold
@@ -62,6 +71,7 @@ class LevelDraft(Generic[T]):
         while (plan := self._size.next(self.growth, k)) is not None:
             self._expand(plan)
             self._size.count(plan)
+        self._size.observe()
         return self._best()
 
     def _first_level(self) -> None:

@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
-from math import isqrt
+from math import inf, isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_specgen.candidates.continuation import Continuation, DraftLevels
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.growth import Floats, Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
@@ -32,8 +33,6 @@ MAX_NODES = 63
 latency even of a memory-bound target."""
 MAX_CHILDREN = 8
 """Maximum number of children of a node, and of nodes of a row that are expanded in one pass."""
-CHILD_ACCEPTANCE = 0.8
-"""Probability that one of a node's children is accepted if the node is, assumed where the next passes are planned."""
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second that a further pass of the drafter must have; and the least path
 probability of a node that a search adds."""
@@ -94,6 +93,9 @@ class TreeSize(ABC):
         """Seconds of passes of the drafter, given by their tokens; 0 where no latencies are known."""
         return 0.0
 
+    def observe(self) -> None:
+        """Count the levels of the draft, for the sizes of later ones."""
+
 
 class FixedSize(TreeSize):
     """Trees of at most so many nodes a row, expanded about the square root of that many at a time; or chains."""
@@ -133,6 +135,7 @@ class FastestSize(TreeSize):
         pass_rows: rows of the target's pass, if these are more rows.
         children: as for `TreeSize`.
         is_padded: whether the target's passes are padded to the width of a captured one.
+        continuation: of the call; None: of no earlier draft.
     """
 
     def __init__(
@@ -142,8 +145,11 @@ class FastestSize(TreeSize):
         pass_rows: int = 0,
         children: int = MAX_CHILDREN,
         is_padded: bool = False,
+        continuation: Continuation | None = None,
     ):
         super().__init__(MAX_NODES, children)
+        self._continuation = continuation or Continuation()
+        self._levels = DraftLevels()
         self._rows = rows
         self._drafter = latency.drafter
         self._snapshot: Snapshot | None = None
@@ -159,9 +165,10 @@ class FastestSize(TreeSize):
             return None
         width = min(len(self._pass), growth.children)
         # Chains are assumed, whose first draft token is there: p further passes verify 1 + p of each row.
+        accepted = self._continuation.expected_of_draft(1 + levels)
         ahead = np.arange(1 + levels)
         drafted = np.minimum(1 + ahead, self.max_nodes)
-        tokens = self._rows * np.cumsum(CHILD_ACCEPTANCE ** np.arange(2 + levels))[1:]
+        tokens = self._rows * (1 + accepted)
         passes = fastest(tokens, self._target[drafted] + self._spent + ahead * self._pass[width - 1])
         if passes > 2:  # so that there are few different plans, since each is captured
             passes = levels
@@ -179,34 +186,48 @@ class FastestSize(TreeSize):
 
     def count(self, plan: Plan) -> None:
         self._spent += plan.passes * float(self._pass[plan.width - 1])
+        self._levels.width = plan.width
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
         """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them."""
         widths = max(0, min(len(self._pass), self.max_nodes - growth.expanded))
-        reached = snapshot.frontier[:, :widths].sum(axis=0)  # expected rows that reach the j-th node to expand
-        widths = int(np.count_nonzero(reached))
+        reached = snapshot.frontier[:, :widths].cumsum(axis=1)
+        widths = int(np.count_nonzero(snapshot.frontier[:, :widths].sum(axis=0)))
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
+        given = self._levels.add(growth.levels, reached[:, :widths], snapshot.frontier.sum(axis=1))
         # Without a further pass: the most expected tokens per second with the nodes so far.
-        probability = snapshot.probability[:, : self.max_nodes].sum(axis=0)
+        probability = self._continuation.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
         tokens = np.concatenate([[self._rows], probability]).cumsum()
         seconds = self._target[: len(tokens)] + self._spent
         verified = fastest(tokens, seconds)
-        # A first draft token may cost far more than each further one, so several levels are considered at once.
-        levels, acceptance, expanded = _levels_ahead(max(1, max(growth.limits) - growth.levels), widths)
-        nodes = np.minimum(verified + expanded, self.max_nodes)
-        tokens_ahead = tokens[verified] + acceptance * reached[:widths].cumsum()
+        # A first draft token may cost far more than each further one, and a run of certain tokens pays when it is
+        # verified as a whole: all numbers of further levels are considered, [levels, widths].
+        levels = np.arange(1, 1 + max(1, max(growth.limits) - growth.levels))[:, None]
+        below = self._continuation.expected(given, len(levels))  # [2, levels, rows, widths]
+        gains = (below * self._continuation.scaled(reached[:, :widths])).sum(axis=2)
+        # The path to the frontier is verified too.
+        base = min(max(verified, growth.levels), len(tokens) - 1)
+        expanded = levels * np.arange(1, 1 + widths)
+        nodes = np.minimum(base + np.stack([expanded, growth.children * expanded]), self.max_nodes)
         seconds_ahead = self._target[nodes] + self._spent + levels * self._pass[:widths]
-        # Index 0 stands for no further pass, the others for `[levels, widths]`.
+        seconds_ahead[:, growth.expanded + expanded > self.max_nodes] = inf
+        # Index 0 stands for no further pass, the others for `[2, levels, widths]`.
         choice = fastest(
-            np.append(tokens[verified], tokens_ahead), np.append(seconds[verified], seconds_ahead), margin=MIN_GAIN
+            np.append(tokens[verified], tokens[base] + gains),
+            np.append(seconds[verified], seconds_ahead),
+            margin=MIN_GAIN,
         )
         return 1 + (choice - 1) % widths if choice else 0
+
+    def observe(self) -> None:
+        self._continuation.observe(self._levels)
 
     def nodes(self, growth: Growth) -> int:
         if self._snapshot is None or self._snapshot.levels < growth.levels:
             self._snapshot = growth.read()
-        return self.best_size(self._snapshot.probability[:, : self.max_nodes].tolist(), self._spent)
+        probability = self._continuation.scaled(self._snapshot.probability[:, : self.max_nodes])
+        return self.best_size(probability.tolist(), self._spent)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
         gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
@@ -233,17 +254,6 @@ def _levels_after_first(growth: Growth, k: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _levels_ahead(levels: int, widths: int) -> tuple[Integers, Floats, Integers]:
-    """For 1, 2, … further passes, each of which expands 1, 2, … nodes of a row: passes, accepted and expanded nodes.
-
-    The passes and the expected accepted nodes below a node that is reached are `[levels, 1]`; the number of expanded
-    nodes is `[levels, widths]`.
-    """
-    numbers = np.arange(1, levels + 1)[:, None]
-    return numbers, np.cumsum(CHILD_ACCEPTANCE**numbers, axis=0), numbers * np.arange(1, widths + 1)
-
-
-@lru_cache(maxsize=64)
 def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -> tuple[Floats, float]:
     """Seconds of the target's pass by the nodes of each row, from 0 on; and the least path probability of a node.
 
@@ -263,7 +273,13 @@ def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Flo
     return passes, drafter.draft([rows])
 
 
-def tree_size(size: str | int | None, batch: DraftBatch, depths: Sequence[int], only_pass: int = 0) -> TreeSize:
+def tree_size(
+    size: str | int | None,
+    batch: DraftBatch,
+    depths: Sequence[int],
+    only_pass: int = 0,
+    continuation: Continuation | None = None,
+) -> TreeSize:
     """How large the next trees of a batch become, of rows with these maximum depths.
 
     Args:
@@ -282,4 +298,6 @@ def tree_size(size: str | int | None, batch: DraftBatch, depths: Sequence[int], 
         return FixedSize(children=1)
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
-    return FastestSize(step, rows, pass_rows, is_padded=width > 2)  # a captured pass over 2 tokens has 4
+    return FastestSize(
+        step, rows, pass_rows, is_padded=width > 2, continuation=continuation
+    )  # a captured pass over 2 tokens has 4

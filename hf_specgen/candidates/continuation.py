@@ -1,0 +1,180 @@
+"""How many of the next levels of a draft will be accepted, estimated from the probabilities of earlier drafts.
+
+A drafter that is nearly certain of a token is often nearly certain of the next ones too, as in a copied text or the
+syntax of JSON. How far such a run goes depends on the text: it is learned in each call as a Markov chain. Its states
+are how certain the drafter is of a token: state s if the probability p of the token has 1 - p in (2^-(s+1), 2^-s].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.floating[Any]]
+STATES = 6
+"""States of tokens; in the last one p is at least 1 - 2^-5."""
+START = STATES
+"""The state before the first level of a draft."""
+TINY = 1e-30
+"""Keeps quotients of probabilities finite."""
+FORGETTING = 0.9
+"""Factor by which the weight of earlier drafts decreases with every draft."""
+
+
+class DraftLevels:
+    """What the host has read of the levels of one draft: how probable each level is, given the level before.
+
+    Attributes:
+        width: how many nodes of each row were expanded for the next level.
+
+    Example:
+        >>> levels = DraftLevels()
+        >>> levels.add(1, np.array([[0.5, 0.75]]), np.array([0.9])).tolist()  # of two nodes that could be expanded
+        [[0.5, 0.75]]
+        >>> levels.width = 2
+        >>> levels.add(2, np.array([[0.375, 0.75]]), np.array([0.75])).tolist()
+        [[0.5, 1.0]]
+    """
+
+    def __init__(self) -> None:
+        self.width = 1
+        self._level = 0
+        self._reached: Floats = np.ones((1, 1))
+        self._given: list[Floats] = []
+        self._given_all: list[Floats] = []
+
+    def add(self, level: int, reached: Floats, of_all: Floats) -> Floats:
+        """Count a level that was read, after levels that were not read if there are any, which share its probability.
+
+        Args:
+            level: its depth.
+            reached: `[rows, widths]` the probability that one of its first 1, 2, … nodes to expand is accepted.
+            of_all: `[rows]` the probability that one of its candidates is accepted.
+
+        Returns:
+            `reached`, given that one of the nodes of the level before is accepted that were expanded.
+        """
+        before = np.maximum(_column(self._reached, self.width), TINY)
+        unread = level - self._level
+        given = np.minimum(1.0, reached / before[:, None]) ** (1 / unread)
+        self._given += [_column(given, self.width)] * unread
+        self._given_all += [np.minimum(1.0, of_all / before) ** (1 / unread)] * unread
+        self._level = level
+        self._reached = reached
+        return given
+
+    def rows(self) -> Iterator[tuple[list[float], list[float]]]:
+        """For each row the probabilities of its levels, of the nodes to expand and of all candidates."""
+        for given, of_all in zip(zip(*self._given, strict=True), zip(*self._given_all, strict=True), strict=True):
+            levels = np.count_nonzero(given)  # a row that has reached its maximum depth expands no more
+            yield list(given[:levels]), list(of_all[:levels])
+
+
+class Continuation:
+    """The expected number of accepted tokens below nodes, by the probability that one of the nodes is reached.
+
+    Until drafts have shown something else, a token is followed by tokens half like itself and half like the first ones
+    of drafts, and these are of the third state.
+
+    Example:
+        >>> continuation = Continuation()
+        >>> [round(float(value), 1) for value in continuation.expected([0.99, 0.4], 8)[0, -1]]  # in up to 8 levels
+        [4.2, 2.1]
+        >>> draft = DraftLevels()
+        >>> for level, path in enumerate([0.99, 0.4], start=1):  # a certain token is followed by a doubtful one
+        ...     _ = draft.add(level, np.array([[path]]), np.array([path]))
+        >>> for _ in range(20):
+        ...     continuation.observe(draft)
+        >>> bool(continuation.expected(0.99, 8)[0, -1] < 1.5)
+        True
+    """
+
+    def __init__(self) -> None:
+        centers = np.append(1 - 0.75 * 0.5 ** np.arange(STATES), 0.0)  # the middle of each state
+        centers[START] = centers[2]
+        self._prior = np.zeros((1 + STATES, 1 + STATES))
+        self._prior[np.arange(1 + STATES), [*range(STATES), 2]] = centers
+        self._prior_of_all = 1 - (1 - centers) ** 2
+        self._counts = np.zeros_like(self._prior)  # [s, t] how often state t followed state s
+        self._sums = np.zeros_like(self._prior)  # [s, t] of the probabilities in state t
+        self._sums_of_all = np.zeros(1 + STATES)  # [s] of the probabilities of all candidates after state s
+        self._expected: Floats | None = None
+        # Draft tokens that were accepted, and that were expected to be; and two of each that are assumed.
+        self._accepted = 2.0
+        self._assumed = 2.0
+
+    def scaled(self, paths: Floats) -> Floats:
+        """Path probabilities times accepted over expected draft tokens: a drafter may be too sure, or too little."""
+        return np.minimum(self._accepted / self._assumed * paths, 1.0)
+
+    def count(self, accepted: float, expected: float) -> None:
+        """Count how many draft tokens were accepted, and the sum of their path probabilities."""
+        self._accepted = 2 + FORGETTING * (self._accepted - 2) + accepted
+        self._assumed = 2 + FORGETTING * (self._assumed - 2) + expected
+
+    def observe(self, draft: DraftLevels) -> None:
+        """Count the levels of a draft."""
+        self._counts *= FORGETTING
+        self._sums *= FORGETTING
+        self._sums_of_all *= FORGETTING
+        for given, of_all in draft.rows():
+            states = [START, *_states(given)]
+            np.add.at(self._counts, (states[:-1], states[1:]), 1.0)
+            np.add.at(self._sums, (states[:-1], states[1:]), given)
+            np.add.at(self._sums_of_all, states[:-1], of_all)
+        self._expected = None
+
+    def expected(self, probability: ArrayLike, levels: int) -> Floats:
+        """`[2, levels, …]` expected accepted tokens in up to 1, 2, … levels below nodes of these probabilities.
+
+        First if of each level only the nodes to expand are verified, then if all candidates are.
+        """
+        return self._of_states(levels)[:, :levels, _states(probability)]
+
+    def expected_of_draft(self, levels: int) -> Floats:
+        """`[levels]` expected accepted tokens in the first 1, 2, … levels of a draft, of all candidates."""
+        return self._of_states(levels)[1, :levels, START]
+
+    @property
+    def transitions(self) -> Floats:
+        """`[s, t]` the probability that the token after one of state s is of state t, and is accepted."""
+        return self._mixed(self._prior, self._sums)
+
+    def _mixed(self, prior: Floats, sums: Floats) -> Floats:
+        """Means of what was counted after each state, and of what is assumed, which counts as one token.
+
+        Half of the latter is what the first tokens of drafts have shown: drafts that end at doubtful tokens never show
+        what follows these.
+        """
+        weights = 1 + self._counts.sum(axis=1)
+        start = (prior[START] + sums[START]) / weights[START]
+        assumed = 0.5 * (prior + start)
+        assumed[START] = prior[START]
+        return ((assumed + sums).T / weights).T
+
+    def _of_states(self, levels: int) -> Floats:
+        """`[2, levels or more, 1 + STATES]` as `expected`, below nodes of each state."""
+        if self._expected is not None and self._expected.shape[1] >= levels:
+            return self._expected
+        power = self.transitions
+        of_all = self._mixed(self._prior_of_all, self._sums_of_all)
+        accepted = np.stack([power.sum(axis=1), of_all])[:, None]  # [2, n - 1, s] that the n-th token is accepted
+        while accepted.shape[1] < levels:
+            accepted = np.concatenate([accepted, accepted @ power.T], axis=1)
+            power = power @ power
+        self._expected = accepted.cumsum(axis=1)
+        return self._expected
+
+
+def _column(values: Floats, width: int) -> Floats:
+    """The values of this width, or of the largest one."""
+    return values[:, min(width, values.shape[1]) - 1]
+
+
+def _states(probability: ArrayLike) -> NDArray[np.integer[Any]]:
+    """The state of each probability."""
+    uncertainty = np.maximum(1 - np.asarray(probability, dtype=float), 0.5**STATES)
+    return np.minimum(-np.log2(uncertainty), STATES - 1).astype(int)

@@ -1,0 +1,86 @@
+"""Tests of `hf_specgen.candidates.continuation`, and of the draft sizes that follow from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_specgen.candidates.continuation import START, STATES, Continuation, DraftLevels
+from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.tree_size import FastestSize
+from hf_specgen.depth import CostCurve, LatencyModel
+
+
+def draft_of(*rows: list[float]) -> DraftLevels:
+    """The levels of chains with these probabilities of each token after the one before."""
+    draft = DraftLevels()
+    paths = [np.cumprod(row) for row in rows]
+    for level in range(max(map(len, rows))):
+        reached = np.array([path[level] if level < len(path) else 0.0 for path in paths])
+        draft.add(1 + level, reached[:, None], reached)
+    return draft
+
+
+def test_expected_tokens_agree_with_a_simulated_chain() -> None:
+    """Would catch: powers of the transitions that are multiplied in the wrong order, or doubled once too often."""
+    continuation = Continuation()
+    for row in ([0.99, 0.99, 0.6, 0.3], [0.6, 0.9, 0.99], [0.3]):
+        continuation.observe(draft_of(row))
+    expected = continuation.expected([0.1, 0.6, 0.8, 0.9, 0.95, 0.99], 13)[0]
+
+    def below(state: int, levels: int) -> float:
+        """The recursion that the powers stand for: one level, then the rest below each state of its token."""
+        accepted = continuation.transitions[state].tolist()
+        return sum(accepted[token] * (1 + below_known[levels - 1][token]) for token in range(STATES))
+
+    below_known = [[0.0] * STATES]
+    for levels in range(1, 14):
+        below_known.append([below(state, levels) for state in range(STATES)])
+    assert np.allclose(expected, below_known[1:])
+    start = [below(START, levels) for levels in (1, 2)]
+    assert start[0] < start[1] < 2
+
+
+def test_levels_of_rows_that_ended_are_not_counted() -> None:
+    """Would catch: the end of a short row taken for a doubtful token."""
+    short, alone = Continuation(), Continuation()
+    for _ in range(5):
+        short.observe(draft_of([0.99] * 6, [0.99] * 2))
+        alone.observe(draft_of([0.99] * 6))
+    assert np.allclose(short.expected(0.99, 6), alone.expected(0.99, 6), atol=0.2)
+    assert short.expected(0.99, 6)[0, -1] > 5
+
+
+@pytest.mark.parametrize(("probability", "least", "most"), [(0.995, 20, 32), (0.3, 0, 2)])
+def test_drafts_go_as_far_as_a_run_of_certain_tokens(probability: float, least: int, most: int) -> None:
+    """Would catch: drafts that end where the next token does not pay, while 20 of them do.
+
+    T(q) is that of a CPU on which 4 tokens take two plain steps, and 24 take no longer than 8.
+    """
+    latency = LatencyModel.from_curves(
+        CostCurve((1, 2, 4, 8, 24, 64), (1.0, 1.1, 2.1, 3.1, 3.0, 6.5), 256, 1), draft_token=0.05
+    )
+    continuation = Continuation()
+    depths = []
+    for _ in range(4):
+        size = FastestSize(latency.at(1, 256), continuation=continuation)
+        growth = Growth([32], 2, torch.tensor([[3]]))
+        add_level(growth, probability)
+        while (plan := size.next(growth, 32)) is not None:
+            assert plan.passes == 1
+            size.count(plan)
+            growth.expand(plan.width)
+            add_level(growth, probability, plan.width)
+        size.observe()
+        depths.append(size.nodes(growth))
+    assert least <= depths[-1] <= most
+
+
+def add_level(growth: Growth, probability: float, width: int = 1) -> None:
+    """Add two candidates after each of the nodes that were expanded."""
+    shape = (1, width, 2)
+    chances: Any = torch.tensor([probability, (1 - probability) / 2])
+    growth.add(torch.arange(2).expand(shape), chances.log().expand(shape))
