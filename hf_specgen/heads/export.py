@@ -26,6 +26,7 @@ from hf_specgen.heads.checkpoint import MASK_EMBEDDING, write_checkpoint
 from hf_specgen.heads.dflash2 import FACTORS, DFlash2Head
 from hf_specgen.heads.dspark import DominoHead, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig, eagle_layers
+from hf_specgen.heads.layer_options import PAIR_FLAGS
 from hf_specgen.heads.medusa import MedusaHeads, medusa_file
 
 PROGRAMS = ("eagle", "sglang", "vllm")
@@ -125,6 +126,8 @@ def _layers(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
         raise ValueError(f"a config has one sliding window for all layers, but the head has {sorted(windows)}")
     types = ["full_attention" if kind.window is None else "sliding_attention" for kind in attention]
     result |= {"layer_types": types, "use_sliding_window": bool(windows)}
+    if not head.config.pairs_undecided:  # weights are kept in the order of halves
+        result[PAIR_FLAGS[0]] = True
     return result | {"sliding_window": next(iter(windows), None)}
 
 

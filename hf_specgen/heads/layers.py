@@ -5,7 +5,6 @@ These are the layers of Llama, Qwen3, Gemma 4 and DeepSeek, with the options tha
 
 from __future__ import annotations
 
-import copy
 from math import log
 from typing import Any, cast
 
@@ -79,50 +78,36 @@ def _of_rotated_channels(config: LayerConfig) -> LayerConfig:
     rope: dict[str, Any] = dict(config.rope_parameters or {})
     if (width := rope.pop("rope_dim", None)) is None:
         return config
-    narrow = copy.copy(config)
-    narrow.head_dim = width
-    narrow.rope_parameters = rope
-    return narrow
+    return LayerConfig.from_dict({**config.to_dict(), "head_dim": width, "rope_parameters": rope})
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the cached and the new states."""
+    """Attention over the cached and the new states; subclasses project states to queries, keys and values."""
 
-    def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
+    o_proj: nn.Module
+
+    def __init__(self, layer_index: int, head_dim: int, groups: int = 1, scale: float | None = None) -> None:
         super().__init__()
         self.layer_index = layer_index
-        self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        width = input_size or config.hidden_size
-        queries = config.num_attention_heads * config.head_dim
-        keys = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
-        self.v_proj = None if config.values_are_keys else nn.Linear(width, keys, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
-        norm = (lambda: nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)) if config.qk_norm else nn.Identity
-        self.q_norm = norm()
-        self.k_norm = norm()
-        self.v_norm: nn.Module = nn.Identity()
+        self.head_dim = head_dim
+        self.groups = groups
+        self.scale = scale
         self.g_proj: nn.Module | None = None
-        self.scale = 1.0 if config.is_gemma else None
-        self.attention_sink_bias = (
-            nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
-        )
-        if config.is_gemma:
-            self.v_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, elementwise_affine=False)
+        self.attention_sink_bias: nn.Parameter | None = None
 
     def keys_values(self, states: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[batch, length, width]` states to rotated keys and to values, `[batch, kv_heads, length, head_dim]`."""
-        keys = self._heads(self.k_proj(states))
-        values = keys if self.v_proj is None else self._heads(self.v_proj(states))
-        return rotated(self.k_norm(keys).transpose(1, 2), rotary), self.v_norm(values).transpose(1, 2)
+        """`[batch, length, width]` states to rotated keys and to values, `[batch, kv_heads, length, …]`."""
+        raise NotImplementedError
+
+    def queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """`[batch, length, width]` states to rotated queries, `[batch, heads, length, head_dim]`."""
+        raise NotImplementedError
 
     def forward(
         self, states: torch.Tensor, rotary: Rotary, attention_mask: torch.Tensor | None, cache: Cache | None
     ) -> torch.Tensor:
         """Attend from every state to the cached and the new ones where the mask is True, `[batch, length, hidden]`."""
-        queries = self._queries(states, rotary)
+        queries = self.queries(states, rotary)
         keys, values = self.keys_values(states, rotary)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_index)
@@ -132,10 +117,6 @@ class Attention(nn.Module):
         attended = scaled_dot_product_attention(queries, keys, values, attention_mask, **options)
         attended = attended.transpose(1, 2).flatten(2)
         return self.o_proj(attended if self.g_proj is None else attended * self.g_proj(states).sigmoid())
-
-    def _queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """`[batch, length, width]` states to rotated queries, `[batch, heads, length, head_dim]`."""
-        return rotated(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2), rotary)
 
     def _with_sinks(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
@@ -152,6 +133,37 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim))
 
 
+class GroupedQueryAttention(Attention):
+    """Attention whose query heads share key and value heads in groups (GQA)."""
+
+    def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
+        groups = config.num_attention_heads // config.num_key_value_heads
+        super().__init__(layer_index, config.head_dim, groups, 1.0 if config.is_gemma else None)
+        width = input_size or config.hidden_size
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, keys, bias=config.qkv_bias)
+        self.v_proj = None if config.values_are_keys else nn.Linear(width, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
+        norm = (lambda: nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)) if config.qk_norm else nn.Identity
+        self.q_norm = norm()
+        self.k_norm = norm()
+        self.v_norm: nn.Module = nn.Identity()
+        if config.attention_sinks:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
+        if config.is_gemma:
+            self.v_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, elementwise_affine=False)
+
+    def keys_values(self, states: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self._heads(self.k_proj(states))
+        values = keys if self.v_proj is None else self._heads(self.v_proj(states))
+        return rotated(self.k_norm(keys).transpose(1, 2), rotary), self.v_norm(values).transpose(1, 2)
+
+    def queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        return rotated(self.q_norm(self._heads(self.q_proj(states))).transpose(1, 2), rotary)
+
+
 class LatentAttention(Attention):
     """Multi-head latent attention (MLA): keys and values of all heads are computed from one narrow latent.
 
@@ -160,30 +172,26 @@ class LatentAttention(Attention):
     """
 
     def __init__(self, config: LayerConfig, layer_index: int, input_size: int | None = None) -> None:
-        nn.Module.__init__(self)
-        self.layer_index = layer_index
-        self.groups = 1
-        self.attention_sink_bias = None
+        head_dim = config.qk_nope_head_dim + config.head_dim
+        super().__init__(layer_index, head_dim, scale=head_dim**-0.5 * _yarn_factor(config.rope_parameters))
         self._config = config
         heads = config.num_attention_heads
         width = input_size or config.hidden_size
-        self.head_dim = config.qk_nope_head_dim + config.head_dim
         if config.q_lora_rank:
             self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=False)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, eps=config.rms_norm_eps)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, heads * self.head_dim, bias=False)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, heads * head_dim, bias=False)
         else:
-            self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
+            self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, config.kv_lora_rank + config.head_dim, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=config.rms_norm_eps)
         rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, rows, bias=False)
-        self.g_proj = nn.Linear(width, heads * config.v_head_dim, bias=False) if config.output_gate else None
+        if config.output_gate:
+            self.g_proj = nn.Linear(width, heads * config.v_head_dim, bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=config.output_bias)
-        self.scale = self.head_dim**-0.5 * _yarn_factor(config.rope_parameters)
 
     def keys_values(self, states: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[batch, length, width]` states to keys with a rotated part and to values, `[batch, heads, length, …]`."""
         config = self._config
         latent, rope = self.kv_a_proj_with_mqa(states).split((config.kv_lora_rank, config.head_dim), dim=-1)
         parts = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (config.num_attention_heads, -1))
@@ -191,7 +199,7 @@ class LatentAttention(Attention):
         rope = self._rotated(rope[:, None], rotary).expand(-1, config.num_attention_heads, -1, -1)
         return torch.cat((nope, rope), dim=-1), values
 
-    def _queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    def queries(self, states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         config = self._config
         reads = self.q_b_proj if config.q_lora_rank else self.q_proj
         states = self.q_a_layernorm(self.q_a_proj(states)) if config.q_lora_rank else states
@@ -221,7 +229,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: LayerConfig, layer_index: int, attention_input: int | None = None) -> None:
         super().__init__()
         self.input_layernorm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        attention = LatentAttention if config.kv_lora_rank else Attention
+        attention = LatentAttention if config.kv_lora_rank else GroupedQueryAttention
         self.self_attn = attention(config, layer_index, attention_input)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)

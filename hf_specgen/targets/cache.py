@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -78,7 +78,7 @@ class RaggedCache(Cache):
     @property
     def _filled(self) -> list[Any]:
         """The parts that something has been written to."""
-        parts = chain(self._slotted, self._states.values())
+        parts: Iterable[Any] = chain(self._slotted, self._states.values())
         return [part for part in parts if part.is_initialized]
 
     @property

@@ -138,10 +138,12 @@ class StepMasks:
     def __init__(self, model: PreTrainedModel, visible: torch.Tensor | None, required: bool = False):
         self.visible = visible
         self._config: Any = text_config(model)
-        self._kinds = layer_kinds(self._config)
         self._dtype = model.dtype
-        # Such a decoder appends the mask of the encoder's states, which has a batch dimension.
+        # Such a decoder appends the mask of the encoder's states, which has a batch dimension, to masks of both kinds.
         self._is_appended_to = model.config.is_encoder_decoder and hasattr(self._config, "layer_types")
+        self._kinds = layer_kinds(self._config)
+        if self._is_appended_to:
+            self._kinds |= {"full_attention", "sliding_attention"}
         self._required = required or self._is_appended_to
         self._implementation = compat.attention_implementation(self._config)
         self._additive = self._implementation in ADDITIVE
