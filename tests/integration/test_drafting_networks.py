@@ -151,7 +151,7 @@ def test_draft_model_or_target_loaded_in_int8_same_tokens(reference_model: Any, 
     """Would catch: a drafter that reads the target's quantised weights as ordinary ones."""
     inputs = tokenizer(["def add(x, y):", "The quick"], return_tensors="pt", padding=True)
     config: dict[str, Any] = {"quantization_config": TorchAoConfig(int8)}
-    draft = DraftModelCandidates(str(DRAFT_LM), dtype="bfloat16", **config)
+    draft = DraftModelCandidates(str(DRAFT_LM), k=3, dtype="bfloat16", **config)
     assert assert_same_tokens(reference_model, inputs, draft, max_new_tokens=30).accepted > 0
     target = AutoModelForCausalLM.from_pretrained(REFERENCE_LM, dtype=torch.float32, **config)
     heads = MedusaCandidates(random_heads(target), k=3)
