@@ -7,6 +7,7 @@
     python -m benchmarks micro ngram-lookup           # single parts
     python -m benchmarks records                      # everything that is recorded, anew
     python -m benchmarks tables benchmarks/results    # recorded results as Markdown
+    python -m benchmarks gpu                          # everything that only a GPU can show, in nine minutes
     python -m benchmarks formats --hub                # whether published heads load, without their weights
 
 `suite` writes `report.html`, `report.json`, `plots/` and the single measurements (`records-*.jsonl`) into `--out`.
@@ -205,6 +206,20 @@ def records(
     with expected_errors():
         failed = renew(names, out)
     raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def gpu(
+    names: Annotated[list[str], Argument(help="Stages; all, the most important first, if left out.")] = [],  # noqa: B006
+    minutes: Annotated[float, Option(help="Time for all of them.")] = 9.0,
+    out: Annotated[Path, Option(help="Folder for the results.")] = Path("gpu-report"),
+) -> None:
+    """Tests, speed, T(q) of quantised targets and random cases on a GPU; each result is written as it comes."""
+    from benchmarks import gpu as stages
+
+    with expected_errors():
+        succeeded = stages.run(out, 60 * minutes, names)
+    raise typer.Exit(0 if succeeded else 1)
 
 
 @app.command()

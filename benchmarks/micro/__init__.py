@@ -9,9 +9,11 @@ from typing import Any
 from benchmarks.micro.block_verification import block_verification
 from benchmarks.micro.draft_window import draft_window
 from benchmarks.micro.grammars import grammar_drafts, grammar_verification
+from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
+from benchmarks.micro.quantised_cost import quantised_cost
 from benchmarks.micro.serving import batch_of_eight, generate_batch, packed_passes, replaced_rows, rollouts
 from benchmarks.micro.step_operations import step_operations
 from benchmarks.micro.trace_replay import trace_replay
@@ -32,10 +34,12 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "grammar-verification": grammar_verification,
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
+    "known-acceptance": known_acceptance,
+    "quantised-cost": quantised_cost,
 }
 IF_NAMED = (
     "packed-passes", "generate-batch", "generate-many", "batch-of-eight", "rollouts",
-    "large-target", "large-target-graphs",
+    "large-target", "large-target-graphs", "known-acceptance", "quantised-cost",
 )  # fmt: skip
 """Measurements that are made only if they are named: of minutes, or for a GPU."""
 WITH_PROMPT = ("step-operations",)

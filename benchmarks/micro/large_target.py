@@ -61,7 +61,7 @@ class Setup(NamedTuple):
 
 def large_target(repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Speed of every strategy and of those of Transformers, eager."""
-    setup = _setup(quick)
+    setup = large_setup(quick)
     peers = {"prompt_lookup_num_tokens": 10, "assistant_model": setup.draft}
     variants = [Variant(name, partial(dict, {name: value})) for name, value in peers.items()]
     return _measure(setup, [PLAIN, *variants, *_variants(setup.draft, "eager", False)], repeats, quick)
@@ -72,7 +72,7 @@ def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
     The limit is the time in which the target's weights can be read from memory. Without a GPU nothing is captured.
     """
-    setup = _setup(quick)
+    setup = large_setup(quick)
     limit = 1e3 * _read_bytes(setup.model) / bandwidth(setup.device)
     mode = "graphs" if setup.device == "cuda" else "auto"
     # On texts of a few tokens adaptive depth may find that drafting is not faster.
@@ -84,7 +84,8 @@ def large_target_graphs(repeats: int, quick: bool) -> list[dict[str, Any]]:
 
 
 @cache
-def _setup(quick: bool) -> Setup:
+def large_setup(quick: bool) -> Setup:
+    """The target of 8B parameters, a small one for a quick run, and its draft model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small, tokenizer = load(device=device, dtype="bfloat16")
     model = widen(deepen(small, QUICK_LAYERS if quick else LAYERS), QUICK_PARAMETERS if quick else PARAMETERS)
