@@ -80,14 +80,14 @@ def run(out: Path, seconds: float, names: Sequence[str] = ()) -> bool:
         if names and stage.name not in names:
             continue
         left = min(stage.limit, end - monotonic())
-        outcomes[stage.name] = "no time was left" if left < LEAST_SECONDS else _run_stage(stage, out, left)
+        outcomes[stage.name] = "no time was left" if left < LEAST_SECONDS else run_stage(stage, out, left)
         print(f"{stage.name}: {outcomes[stage.name]}", flush=True)
         summary = {"stages": outcomes, "provenance": provenance()}
         (out / "gpu.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return all(outcome.startswith("done") for outcome in outcomes.values())
 
 
-def _run_stage(stage: Stage, out: Path, seconds: float) -> str:
+def run_stage(stage: Stage, out: Path, seconds: float) -> str:
     """Run the processes of a stage side by side; returns the outcome in words."""
     begin = monotonic()
     commands = stage.commands(out, seconds)

@@ -31,7 +31,7 @@ from hf_specgen.cli.settings import DoctorSettings, TuneSettings, terminal
 from hf_specgen.depth import CostCurve, FixedDepth
 from hf_specgen.depth.latency import ANY_DRAFTER
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.cost import measure_cost_curve, measure_latency
+from hf_specgen.evaluation.cost import least_acceptance, measure_cost_curve, measure_latency
 from hf_specgen.evaluation.measure import Comparison, Interval, Variant, measure_call, total_counts
 from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
 
@@ -41,6 +41,8 @@ BAR = 15
 """Width of the longest bar, in columns of the terminal."""
 BUSY = 1.3
 """Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
+MAX_ROUNDS = 3
+"""Times as many rounds as asked for, while whether the best strategy is faster than plain `generate` is not decided."""
 TIE = 0.97
 """Smallest speed over that of the fastest variant at which a simpler one is recommended."""
 
@@ -131,15 +133,18 @@ def _measure(settings: DoctorSettings, device: str, dtype: torch.dtype, named: l
         curve = measure_cost_curve(model, sizes, context=context, batch=settings.batch_size, repeats=5)
         report.findings.append(verification_cost(curve))
     generation = workloads.generation_settings(settings.max_new_tokens, settings.temperature)
-    codes, variants = _variants([*_presets(model), *named], device)
+    codes, variants = _variants(distinct([*_presets(model), *named]), device)
     prompts = list(settings.prompt or checkpoints.PROMPTS)
     repeats = -(-settings.batch_size // len(prompts))  # to fill a batch
     batches = list(workloads.encode(tokenizer, prompts * repeats, settings.batch_size))
     for variant in variants:  # not counted: this loads models and prepares kernels
         measure_call(model, batches[0], variant, generation, 0)
     measured = Comparison(variants, len(batches))
-    for inputs in batches * settings.rounds:
-        list(measured.measure(model, inputs, generation))
+    for turn in range(MAX_ROUNDS * settings.rounds):
+        if turn >= settings.rounds and not undecided(measured, list(codes)):
+            break
+        for inputs in batches:
+            list(measured.measure(model, inputs, generation))
     report.findings += judge(measured, list(codes), exact=model.dtype == torch.float32)
     for one in named:
         if isinstance(one.candidates, DFlashCandidates):
@@ -175,6 +180,14 @@ def _presets(model: PreTrainedModel) -> list[Strategy]:
     return [Strategy(name, f'"{name}"', candidates) for candidates, name in chosen.items()]
 
 
+def distinct(found: Sequence[Strategy]) -> list[Strategy]:
+    """The strategies without those that draft like an earlier one, which would be measured twice."""
+    kept: dict[Any, Strategy] = {}
+    for one in found:
+        kept.setdefault((*one.candidates.profile_key(), repr(one.candidates)), one)
+    return list(kept.values())
+
+
 def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], list[Variant]]:
     """Plain `generate` and every strategy, on CUDA also without graphs, and graphs without drafts; the code of each."""
     if device.startswith("cuda"):
@@ -189,16 +202,15 @@ def _variants(found: Sequence[Strategy], device: str) -> tuple[dict[str, str], l
 
 
 def verification_cost(curve: CostCurve) -> Finding:
-    """Whether this machine reads eight tokens in about the time of one."""
-    ratio = curve.relative(8)
-    found = (
-        f"T(1) {1000 * curve(1):.1f} ms; reading 8 tokens takes {ratio:.2f} times as long, 16 tokens "
-        f"{curve.relative(16):.2f} times (batch size {curve.batch})"
-    )
-    if ratio <= 1.3:
-        return Finding("verification", GOOD, found, "bound by memory bandwidth: draft tokens are nearly free")
-    meaning = "a high acceptance rate is needed" if ratio <= 2.0 else "only text that repeats itself is faster"
-    return Finding("verification", WARNING, found, f"draft tokens take time: {meaning}")
+    """From which acceptance rate on drafts pay on this machine, at the depth that suits its T(q) best."""
+    sizes = ", ".join(f"{size} tokens {curve.relative(size):.2f}" for size in curve.queries[1:])
+    found = f"T(1) {1000 * curve(1):.1f} ms; times as long take {sizes} (batch size {curve.batch})"
+    acceptance, depth = least_acceptance(curve)
+    if acceptance >= 1:
+        return Finding("verification", WARNING, found, "no draft of up to 15 tokens pays, whatever is accepted")
+    plural = "s" if depth > 1 else ""
+    meaning = f"drafts pay from an acceptance rate of {acceptance:.2f} on, with {depth} draft token{plural}"
+    return Finding("verification", GOOD if acceptance <= 0.5 else WARNING, found, meaning)
 
 
 def note(speed: Interval, counts: Statistics) -> str:
@@ -236,6 +248,12 @@ def judge(measured: Comparison, names: Sequence[str], exact: bool) -> Iterator[F
         yield Finding("times", WARNING, found, "measure again when nothing else runs")
 
 
+def undecided(measured: Comparison, names: Sequence[str]) -> bool:
+    """Whether the fastest strategy of which tokens were accepted may be slower than plain `generate`, or faster."""
+    speeds = [measured.speed(name) for name in names if total_counts(measured.samples[name]).accepted]
+    return bool(speeds) and not max(speeds, key=lambda speed: speed.value).differs
+
+
 def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     """The fastest of plain `generate` and these variants, which begin with the simplest one, and the reason.
 
@@ -243,7 +261,9 @@ def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     no interval, and shows no such difference.
     """
     is_single = len(measured.plain) == 1
-    speeds = {name: measured.speed(name) for name in (PLAIN, *names)}
+    # A strategy of which no token was accepted has not shown that it can be faster.
+    shown = [name for name in names if total_counts(measured.samples[name]).accepted]
+    speeds = {name: measured.speed(name) for name in (PLAIN, *shown)}
     fastest = max(speeds, key=lambda name: speeds[name].value)
     over_fastest = ((name, measured.speed(name, fastest)) for name in speeds)
     best = next(name for name, speed in over_fastest if speed.value >= TIE and (is_single or not speed.differs))
@@ -253,6 +273,8 @@ def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     rank = "the fastest of hf_specgen's strategies"
     if best != fastest:
         rank = f"as fast as {fastest} and simpler"
+    if is_single:
+        return best, f"{rank}: {found.value:.2f}x plain in a single measurement, which shows no interval"
     doubt = "" if found.low > 1 else "; not certain yet, a longer measurement makes the interval smaller"
     return best, f"{rank}: {found.value:.2f}x plain ({found.low:.2f}-{found.high:.2f}){doubt}"
 

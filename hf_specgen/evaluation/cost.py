@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 from tqdm.auto import tqdm
@@ -53,6 +54,29 @@ def measure_cost_curve(
                 if repeat:
                     times[q].append(seconds)
     return CostCurve(tuple(queries), tuple(median(times[q]) for q in queries), context, batch)
+
+
+def least_acceptance(curve: CostCurve) -> tuple[float, int]:
+    """The acceptance rate of a draft token above which free drafts gain at their best depth, and that depth.
+
+    Where every draft token is accepted with probability a, a chain of k draft tokens yields 1 + a + … + a^k tokens in
+    the time T(1 + k). Drafts that take time of their own need a higher one.
+
+    Example:
+        >>> least_acceptance(CostCurve((1, 2, 8, 24), (1.0, 1.4, 3.1, 3.0), context=256, batch=1))
+        (0.4, 1)
+        >>> least_acceptance(CostCurve((1, 2, 4, 24), (1.0, 1.9, 2.8, 3.0), context=256, batch=1))
+        (0.66, 11)
+    """
+    depths = np.arange(1, curve.queries[-1])
+    seconds = np.array([curve.relative(1 + depth) for depth in depths])
+    acceptance = np.arange(0.01, 1.0, 0.01)[:, None]
+    tokens = (1 - acceptance ** (1 + depths)) / (1 - acceptance)
+    gains = tokens / seconds
+    paying = np.flatnonzero(gains.max(axis=1) >= 1)
+    if not len(paying):
+        return 1.0, int(depths[-1])
+    return round(float(acceptance[paying[0], 0]), 2), int(depths[gains[paying[0]].argmax()])
 
 
 def measure_latency(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.doctor import Report, examine
 from hf_specgen.cli.settings import DoctorSettings
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
-from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL
+from hf_specgen.evaluation.workloads import EMBEDDED_DRAFT, EMBEDDED_HEADS, EMBEDDED_MODEL, Strategy
 from hf_specgen.heads.source import Source
 from tests.helpers import tiny_model
 from tests.helpers.encoder_decoder import encoder_decoder
@@ -167,6 +168,28 @@ def test_recommendation_on_a_machine_whose_load_changes(
     assert found == fastest and reason in why
     speeds = {name: measured.tokens_per_second(name) for name in ("plain", "ngram", "draft")}
     assert speeds[found] >= 0.97 * max(speeds.values())
+
+
+def test_recommendation_only_of_what_was_shown() -> None:
+    """Would catch: a strategy recommended of which nothing was accepted; an interval made from one measurement."""
+    measured = in_rounds("cuda", plain=[1.0] * 5, ngram=[0.5] * 5)
+    assert not doctor.undecided(measured, ["ngram"])
+    for number, sample in enumerate(measured.samples["ngram"]):
+        measured.samples["ngram"][number] = replace(sample, speculation=Statistics([[RowStep(4, 4, 0, 1)] * 5]))
+    assert doctor.recommend(measured, ["ngram"])[0] == "plain"
+    assert not doctor.undecided(measured, ["ngram"]), "more rounds cannot decide it"
+    assert doctor.undecided(in_rounds("cuda", plain=[1.0, 1.1, 1.0], ngram=[0.9, 1.2, 1.0]), ["ngram"])
+    single = in_rounds("cuda", plain=[1.0], ngram=[0.5])
+    for samples in single.samples.values():
+        del samples[1:]
+    assert "which shows no interval" in doctor.recommend(single, ["ngram"])[1]
+
+
+def test_strategies_that_draft_alike_are_measured_once() -> None:
+    """Would catch: a preset and n-grams, which are the same strategy, measured twice with different results."""
+    found = [Strategy("throughput", '"throughput"', NgramCandidates()), Strategy("n-grams", "N()", NgramCandidates())]
+    other = Strategy("k", "N(k=3)", NgramCandidates(k=3))
+    assert doctor.distinct([*found, other]) == [found[0], other]
 
 
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
