@@ -10,13 +10,12 @@ Example:
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 from hf_specgen.patch import install as install
 from hf_specgen.patch import uninstall as uninstall
 
-__version__ = "0.1.0"
 _MODULES = {
     "attachment": "attach attached detach statistics",
     "candidates": "AutoCandidates Candidates CombinedCandidates DFlashCandidates DraftModelCandidates DraftSession "
@@ -40,10 +39,22 @@ __all__ = sorted([*_HOMES, "__version__", "install", "uninstall"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """The version of the installed package, which setuptools-scm takes from the tags of the repository."""
+    try:
+        return metadata.version("hf-specgen")
+    except metadata.PackageNotFoundError:  # a folder of PYTHONPATH that was never installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

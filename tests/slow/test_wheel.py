@@ -1,5 +1,6 @@
 """The wheel, without the clone: what it contains; the README's first example and its command run from it."""
 
+import os
 import re
 import shlex
 import shutil
@@ -13,7 +14,8 @@ import pytest
 from tests.helpers.paths import DRAFT_LM, REFERENCE_LM, ROOT
 
 pytestmark = pytest.mark.slow
-SOURCES = ("pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+VERSION = "7.8.9"
 MODEL = re.compile(r'name = "[^"]+"')
 """The model of an example: replaced by the bundled one, since tests load nothing from the Hub."""
 FAST = "--rounds 1 --max-new-tokens 4 --prompt a"
@@ -38,7 +40,8 @@ def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
-    subprocess.run([*build, folder, source], check=True, capture_output=True, text=True)
+    environment = {**os.environ, "SETUPTOOLS_SCM_PRETEND_VERSION": VERSION}  # in place of a tag
+    subprocess.run([*build, folder, source], check=True, capture_output=True, text=True, env=environment)
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site-packages")
@@ -51,6 +54,17 @@ def test_wheel_contains_the_package_and_its_type_marker(site_packages: Path) -> 
     assert packaged == {path.relative_to(ROOT) for path in (ROOT / "hf_specgen").rglob("*.py")}
     assert (site_packages / "hf_specgen" / "py.typed").is_file()
     assert {path.name for path in site_packages.iterdir() if not path.name.endswith(".dist-info")} == {"hf_specgen"}
+
+
+def test_wheel_has_the_version_of_the_tag_and_a_description_with_absolute_links(site_packages: Path) -> None:
+    """Would catch: a version that is written down somewhere, a page of the package index whose links lead nowhere."""
+    [metadata] = site_packages.glob("*.dist-info/METADATA")
+    text = metadata.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("#")]
+    assert f"\nVersion: {VERSION}\n" in text and "\nLicense-Expression: Apache-2.0\n" in text
+    assert len(links) > 30 and all(link.startswith("https://") for link in links)
+    pages = [link.split("readthedocs.io/")[1].partition("#")[0] for link in links if "readthedocs.io/" in link]
+    assert all((ROOT / "docs" / f"{page.rstrip('/')}.md").is_file() or page.endswith("strategies/") for page in pages)
 
 
 def test_first_example_and_command_of_the_readme_run_from_the_wheel(site_packages: Path, tmp_path: Path) -> None:
