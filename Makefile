@@ -13,7 +13,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 # Files in the order of collection: long ones first (tests/conftest.py).
 WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast quality docs bench clean
+.PHONY: demo test test-fast quality docs bench hub clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -52,6 +52,12 @@ bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks records
 	$(BIN)/python -m benchmarks tables benchmarks/results --write benchmarks/README.md
 	$(BIN)/python -m benchmarks tables benchmarks/results/projected --write docs/benchmarks.md
+
+# The repository for `custom_generate=`, in dist/hub: its own files, the package, and the tag that it fetches.
+hub:
+	rm -rf dist/hub && mkdir -p dist && cp -r hub dist/hub && cp -r hf_specgen dist/hub/hf_specgen
+	find dist/hub -name __pycache__ -prune -exec rm -r {} +
+	sed -i 's|, "main"$$|, "$(TAG)"|' dist/hub/custom_generate/generate.py
 
 clean:
 	rm -rf .venv build dist *.egg-info

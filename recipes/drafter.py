@@ -26,7 +26,7 @@ class Drafter(nn.Module):
     target: PreTrainedModel
     recipe: ClassVar[str]  # name of the script
     kind: ClassVar[str]  # what the drafter is, for the card
-    library: str = "transformers"
+    library: str = "hf-specgen"  # of the card, for the code that the Hub shows
     layers: Sequence[int] = ()  # indices of the target's `hidden_states` that are read
     copied: Sequence[int] = ()  # layers of the target that the drafter starts from
     depth: int = 4  # draft tokens whose acceptance is counted in the evaluation

@@ -50,7 +50,7 @@ class DraftArguments(Arguments):
 class ModelDrafter(Drafter):
     """A draft model in training."""
 
-    recipe, kind = "train_draft", "a draft model"
+    recipe, kind, library = "train_draft", "a draft model", "transformers"
     args: DraftArguments
 
     def __init__(self, args: DraftArguments, target: PreTrainedModel, rows: Any):

@@ -77,8 +77,8 @@ def short_commit(commit: str | None) -> str:
     return name[:12] + (" with changes" if changed else "")
 
 
-def recorded(result: dict[str, Any]) -> str:
-    """The Markdown of a result file: its provenance, and its table or tables."""
+def recorded(result: dict[str, Any], folder: str) -> str:
+    """The Markdown of a result file: its provenance, and its table or tables; a report is named by its folder."""
     origin = result["provenance"]
     machine, versions = origin["machine"], origin["versions"]
     made = (
@@ -92,7 +92,7 @@ def recorded(result: dict[str, Any]) -> str:
     heading = f"`{command(result)}`: {made}"
     if "section" in result:
         return "\n\n".join([f"### {result['section']}", heading, _folded(result["rows"])]) + "\n"
-    parts = [f"### {result.get('suite', 'full')}", heading, *result["notes"]]
+    parts = [f"### {folder}", heading, *result["notes"]]
     for name, rows in tables_of(result).items():
         parts += [f"#### {name}", _folded(rows)]
     return "\n\n".join(parts) + "\n"
@@ -139,11 +139,12 @@ def collect(folder: Path, table: str = "") -> str:
     Raises:
         ValueError: if there are no results, or no such table.
     """
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in result_files(folder)]
+    files = result_files(folder)
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     if not results:
         raise ValueError(f"there are no results in {folder}")
     if not table:
-        return "\n".join(recorded(result) for result in results)
+        return "\n".join(recorded(one, path.resolve().parent.name) for one, path in zip(results, files, strict=True))
     found = [tables_of(result)[table] for result in results if table in tables_of(result)]
     if not found:
         names = sorted({name for result in results for name in tables_of(result)})

@@ -39,11 +39,42 @@ LAYER_FIELDS = (
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 BLOCK_NAMES = {BlockHead: "DFlash", DFlash2Head: "DFlash2", DSparkHead: "DSpark", DominoHead: "Domino"}
 """Of the formats; all but Domino are types of speculators."""
+CARD = """---
+{metadata}
+---
+
+A draft head ({kind}) for speculative decoding of {target} in Transformers, for which alone it was trained
+(`pip install hf-specgen`):
+
+```python
+from hf_specgen import AutoCandidates
+
+model.generate(**inputs, candidate_generator={use})
+```
+"""
+"""The model card; whoever publishes a head adds its license."""
 
 
-def save_head(head: DraftHead, folder: str | Path) -> list[Path]:
-    """Write Medusa heads in our format, other heads as `export_head(to="vllm")`; a config.json is replaced."""
-    return _written(head, folder, "" if isinstance(head, MedusaHeads) else "vllm")
+def save_head(head: DraftHead, folder: str | Path, base_model: str | None = None) -> list[Path]:
+    """Write Medusa heads in our format, other heads as `export_head(to="vllm")`; a config.json is replaced.
+
+    Args:
+        head: any draft head.
+        folder: where to. It gets a model card for the Hub, README.md, unless it has one.
+        base_model: id of the target for the card.
+    """
+    files = _written(head, folder, "" if isinstance(head, MedusaHeads) else "vllm")
+    card = Path(folder) / "README.md"
+    if not card.exists():
+        target = [f"base_model: {base_model}"] if base_model else []
+        metadata = ["library_name: hf-specgen", "tags: [speculative-decoding]", *target]
+        use = f'AutoCandidates.from_pretrained("org/{Path(folder).resolve().name}")'
+        text = CARD.format(
+            metadata="\n".join(metadata), kind=type(head).__name__, target=base_model or "its target", use=use
+        )
+        card.write_text(text, encoding="utf-8")
+        files.append(card)
+    return files
 
 
 def export_head(head: DraftHead, folder: str | Path, to: str, target: PreTrainedModel | None = None) -> list[Path]:

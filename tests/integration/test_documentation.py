@@ -161,6 +161,10 @@ SENTENCES = [
     ("README.md", "at batch 1 (n-grams", "with eight rows", "batches/report.json", "batch"),
     ("README.md", "23 November 2026): n-grams", "times plain", "large-target.json", "rows"),
     ("docs/integrations.md", "`benchmarks/README.md`: in `generate`", "for 8 and 16", "rollouts.json", "rows"),
+    ("README.md", "in the record [rollouts]", "plain's time", "rollouts.json", "rows"),
+    ("docs/batches.md", "decoding 64 prompts takes", "two cores", "generate-many.json", "rows"),
+    ("docs/hardware.md", "and an EAGLE-3 head gains", "On a CPU", "wide/report.json", "speed"),
+    ("docs/rl.md", "recorded are", "for 8 and 16", "rollouts.json", "rows"),
     ("README.md", "over graphs without drafts", "captures included", "large-target-graphs.json", "rows"),
     ("docs/hardware.md", "lower: eagerly", "with CUDA", "large-target.json", "rows"),
     ("docs/hardware.md", "graphs over no drafts", "compilation.md", "large-target-graphs.json", "rows"),
@@ -204,16 +208,39 @@ def test_best_depths_are_those_of_the_formula() -> None:
             assert cell == best_depth(float(rate), lambda q, rows=rows: curve(rows * q) / curve(rows), 0.05)
 
 
-def test_navigation_names_every_page() -> None:
-    """Would catch: a page that nobody finds."""
-    navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")
-    for page in (ROOT / "docs").rglob("*.md"):
-        assert f'"{page.relative_to(ROOT / "docs")}"' in navigation
+def test_navigation_has_four_groups_with_every_page() -> None:
+    """Would catch: a page that nobody finds, or one that is listed twice."""
+    groups = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+
+    def files(entry: Any) -> list[str]:
+        parts = entry if isinstance(entry, list) else entry.values() if isinstance(entry, dict) else ()
+        return [entry] if isinstance(entry, str) else [file for part in parts for file in files(part)]
+
+    assert [name for group in groups for name in group] == ["Start", "Use", "Understand", "Develop"]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(files(groups)) == sorted(pages)
+
+
+@pytest.mark.parametrize(
+    "word", ["4-bit", "Apple", "MacBook", "MPS", "RTX", "Colab", "Windows", "XPU", "ROCm", "git clone"]
+)
+def test_words_that_people_search_are_in_the_documentation(word: str) -> None:
+    """Would catch: a question of many users that no page answers."""
+    assert any(word in page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize(("page", "head", "record", "columns"), COPIED, ids=lambda value: str(value)[:30])
+def test_copied_figures_name_the_commit_of_their_record(page: str, head: str, record: str, columns: Any) -> None:
+    """Would catch: figures of an older version that are shown as those of the present one."""
+    commit = json.loads((RESULTS / f"{record}.json").read_text(encoding="utf-8"))["provenance"]["commit"]
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert commit[:12] in text[: text.index(head)].rsplit("\n## ", 1)[-1], f"commit {commit[:12]} of {record}"
 
 
 def test_api_reference_has_every_public_name() -> None:
     """Would catch: a public name without a reference."""
-    described = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split()
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
+    described = " ".join(pages).split()
     assert {f"hf_specgen.{name}" for name in hf_specgen.__all__ if name != "__version__"} <= set(described)
 
 
