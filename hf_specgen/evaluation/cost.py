@@ -69,7 +69,7 @@ def least_acceptance(curve: CostCurve) -> tuple[float, int]:
         (0.66, 11)
     """
     depths = np.arange(1, curve.queries[-1])
-    seconds = np.array([curve.relative(1 + depth) for depth in depths])
+    seconds = np.array([curve.relative(1 + int(depth)) for depth in depths])
     acceptance = np.arange(0.01, 1.0, 0.01)[:, None]
     tokens = (1 - acceptance ** (1 + depths)) / (1 - acceptance)
     gains = tokens / seconds
