@@ -17,8 +17,9 @@ Efficient Lossless Data Compression Systems" (1993), method D, for the odds of a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from math import exp
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, inf
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.ngram_history import ALIGNED, NEAR, OWN, NgramHistory, Occurrence
+from hf_specgen.candidates.ngram_history import ALIGNED, NEAR, OLDER, OWN, NgramHistory, Occurrence
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex, common_length
 from hf_specgen.depth import Policy
 from hf_specgen.verification import VerificationResult
@@ -39,7 +40,7 @@ MAX_DEPTH = 64
 MEAN_LENGTHS = (1, 2.5, 5.5, 11, 22, 44, 64)
 """Of the matches of each class: lengths from 1, 2, 4, 8, 16, 32 and 64 on. Length 0, a class of its own, is a position
 after a mismatch in a copied passage."""
-ODDS_OF_KINDS = ((0.3, 1.0, 16), (0.05, 2.5, 50), (0.0, 0.2, 6), (0.0, 0.4, 8), (2.0, 4.0, 60))
+ODDS_OF_KINDS = ((0.3, 1.0, 16), (0.05, 2.5, 50), (0.0, 0.2, 6), (0.0, 0.4, 8), (2.0, 4.0, 60), (1.0, 2.0, 30))
 """Of each kind of occurrence: the odds of length 0, the odds for each token of a match, and the highest odds. Fitted to
 recorded summaries and answers of a 7B model, edits, code, JSON and mathematics, with and without history."""
 PRIOR_ODDS = tuple(
@@ -136,12 +137,15 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         self._odds = memory.recall(batch.model if self.remembers else None, ("odds", *self._key), MatchOdds)
         # A prompt may have tokens that the target cannot choose, as in place of images.
         size = getattr(batch.model.config.get_text_config(), "vocab_size", 2**31)
-        rows = zip(batch.call.encoder_texts(), batch.state.prompts, strict=True)
-        texts = [[token if token < size else SEPARATOR for token in source + prompt] for source, prompt in rows]
-        self._texts = [
-            RowText(text, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
-            for text, expected in zip(texts, expected_outputs(settings.prediction, batch), strict=True)
-        ]
+        sources = batch.call.encoder_texts()
+        self._prompts = [source + prompt for source, prompt in zip(sources, batch.state.prompts, strict=True)]
+        self._texts: list[RowText] = []
+        for prompt, expected in zip(self._prompts, expected_outputs(settings.prediction, batch), strict=True):
+            answers = [] if settings.history is None else settings.history.answers(prompt)
+            text = [token if token < size else SEPARATOR for token in prompt]
+            outputs = [expected, *answers] if expected else answers
+            row = RowText(text, self._odds, settings.history, settings.min_ngram, settings.max_ngram, outputs)
+            self._texts.append(row)
 
     def observe(self, result: VerificationResult) -> None:
         """Learn how likely matches of each length are accepted."""
@@ -154,7 +158,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         if self.remembers:
             memory.store(self.batch.model, ("odds", *self._key), self._odds)
         if self._settings.history is not None:
-            for prompt, generated in zip(self._state.prompts, self._state.generated, strict=True):
+            for prompt, generated in zip(self._prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
 
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
@@ -205,27 +209,32 @@ class RowText:
         history: NgramHistory | None = None,
         min_ngram: int = 1,
         max_ngram: int = MAX_MATCH_LENGTH,
-        prediction: Sequence[int] = (),
+        expected: Sequence[Sequence[int]] = (),
     ):
-        # The expected output is indexed before the text, as if it had been copied from up to its beginning.
-        self.index = NgramIndex([*prediction, SEPARATOR, *prompt] if prediction else prompt)
+        # Expected outputs are indexed before the text, as if each had been copied from up to its beginning.
+        self.index = NgramIndex()
+        self._sources: list[CopySource] = []
+        for output in expected:
+            first = len(self.index)
+            self.index.extend([*output, SEPARATOR])
+            self._sources.append(CopySource(OLDER if first else ALIGNED, first, first + len(output), first))
+        self._first = len(self.index)
+        self._sources.append(CopySource(NEAR, self._first))
+        self.index.extend(prompt)
         self.num_known = len(self.index)  # tokens before the generated ones
-        self._first = self.num_known - len(prompt)
         self._odds = odds
         self._history = history
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._matches: dict[int, int] = {}  # of the last proposal: position -> match length
-        # The position after the token that was copied last, -1 for none; and the differing tokens appended since.
-        self._source = 0 if prediction else -1
-        self._skipped = 0
         self._next_count = 0  # length of the text at which its tokens are counted again
         self._frequent: list[tuple[int, float]] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         if tokens:
-            self._follow_source(tokens)
+            for source in self._sources:
+                source.follow(tokens, self.index.tokens, self._matches)
             self.index.extend(tokens)
 
     def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
@@ -266,44 +275,64 @@ class RowText:
         end = len(self.index)
         tail = text[-MAX_MATCH_LENGTH:]
         self._matches = self.index.occurrences(tail, MAX_OCCURRENCES)
-        places = dict.fromkeys(self._resumed(), 0) | self._matches
+        resumed = [place for source in self._sources for place in source.resumed() if place < end]
+        places = dict.fromkeys(resumed, 0) | self._matches
         found: list[Occurrence] = [(text, end, place, length, self._kind(place)) for place, length in places.items()]
         if self._history is not None:
             found += self._history.find(tail, MAX_OCCURRENCES)
         return [
             (text, end, place, min(length, self._max_ngram), kind)
             for text, end, place, length, kind in found
-            if max(1, length) >= self._min_ngram or kind == ALIGNED
+            if max(1, length) >= self._min_ngram or kind >= ALIGNED
         ]
 
     def _kind(self, position: int) -> int:
-        """The kind of an occurrence in the row's own text or in its expected output."""
-        if not self._is_near(position):
-            return OWN
-        return NEAR if position >= self._first else ALIGNED
+        """The kind of an occurrence in the row's own text or in an expected output."""
+        return next((source.kind for source in self._sources if source.is_near(position)), OWN)
 
-    def _is_near(self, position: int) -> bool:
+
+@dataclass
+class CopySource:
+    """A text in the index of a row that tokens are copied from: an expected output, or the row's own text.
+
+    Args:
+        kind: of occurrences close to the position.
+        first, end: where the text is.
+        position: that after the token that was copied last, -1 for none.
+        skipped: the differing tokens that were appended since.
+    """
+
+    kind: int
+    first: int
+    end: float = inf
+    position: int = -1
+    skipped: int = 0
+
+    def is_near(self, position: int) -> bool:
         """Whether a position is at, or shortly after, the one that was copied from last."""
-        return 0 <= self._source <= position <= self._source + 32
+        return 0 <= self.position <= position < min(self.position + 33, self.end)
 
-    def _resumed(self) -> list[int]:
+    def resumed(self) -> list[int]:
         """Positions at which copying continues, begins, or resumes after a few tokens were replaced or inserted."""
-        if self._source < 0 or self._skipped > MAX_SKIPPED:
+        if self.position < 0 or self.skipped > MAX_SKIPPED:
             return []
-        return [place for place in (self._source + self._skipped, self._source) if place < len(self.index)]
+        return [place for place in (self.position + self.skipped, self.position) if place < self.end]
 
-    def _follow_source(self, tokens: Sequence[int]) -> None:
-        """Update `_source`: the occurrence that begins with most of the new tokens, the nearest one if several do."""
-        text = self.index.tokens
-        lengths = dict.fromkeys(self._resumed(), 0) | self._matches
-        places = [place for place, length in lengths.items() if length != 1 or self._is_near(place)]
+    def follow(self, tokens: Sequence[int], text: Sequence[int], matches: Mapping[int, int]) -> None:
+        """Move to the occurrence that begins with most of the new tokens, the nearest one if several do.
+
+        `matches` of the end of the row's text have the length of each by its position.
+        """
+        matches = {place: length for place, length in matches.items() if self.first <= place < self.end}
+        lengths = dict.fromkeys(self.resumed(), 0) | matches
+        places = [place for place, length in lengths.items() if length != 1 or self.is_near(place)]
         agreed = {place: common_length(text[place : place + len(tokens)], tokens) for place in places}
-        best = max(places, key=lambda one: (agreed[one], self._is_near(one), lengths[one], one), default=-1)
+        best = max(places, key=lambda one: (agreed[one], self.is_near(one), lengths[one], one), default=-1)
         if best >= 0 and agreed[best]:
-            self._source = best + agreed[best]
-            self._skipped = len(tokens) - agreed[best]
+            self.position = best + agreed[best]
+            self.skipped = len(tokens) - agreed[best]
         else:
-            self._skipped += len(tokens)
+            self.skipped += len(tokens)
 
 
 class MatchOdds:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock, get_ident
@@ -15,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from hf_specgen.candidates.ngram_index import SEPARATOR, NgramIndex
+from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
 
 FORMAT = "hf_specgen n-gram history 1"
 MAX_TOKENS_OF_FILE = 2**28
@@ -24,16 +26,20 @@ MAX_TOKENS_OF_FILE = 2**28
 Occurrence = tuple[Sequence[int], int, int, int, int]
 """A place after tokens that equal the last ones of a row: the text, where it ends, the position of the token that
 followed, the length of the match, and its kind. A plain tuple, since every draft makes dozens."""
-OWN, NEAR, HISTORY_PROMPT, HISTORY_OUTPUT, ALIGNED = range(5)
+OWN, NEAR, HISTORY_PROMPT, HISTORY_OUTPUT, ALIGNED, OLDER = range(6)
 """Kinds of occurrences: in the row's own text; in it, close to where tokens were copied from last; in the prompt, or in
-the generated part, of earlier texts; in the expected output, close to where tokens were copied from last."""
+the generated part, of earlier texts; in an expected output, close to where tokens were copied from last: in the first
+one, which is the most likely, or in another."""
+MAX_ANSWERS = 8
+"""Earlier answers of a prompt that drafts are made from, the last ones."""
 
 
 class NgramHistory:
     """Texts of earlier calls, and any corpus of yours, for `NgramCandidates` to look into. May be shared by threads.
 
     Takes up to 70 bytes a token. When it is full, the older half is dropped. Generated text has higher odds than
-    prompts, since it is the target's own.
+    prompts, since it is the target's own. Earlier answers to the prompt of a call, or to one that differs in a few
+    tokens, are expected outputs of the call.
 
     Args:
         max_tokens: how many tokens are remembered.
@@ -54,6 +60,7 @@ class NgramHistory:
         self.max_tokens = max_tokens
         self.index = NgramIndex()
         self._is_output = bytearray()
+        self._answers: dict[int, list[tuple[int, int]]] = {}  # by the hash of a prompt: where its answers are
         self._version: tuple[int, ...] | None = None  # of the file that `refresh` read last
         self._lock = RLock()
 
@@ -69,7 +76,7 @@ class NgramHistory:
         return len(self.index)
 
     def add(self, tokens: Sequence[int], prompt_length: int = 0) -> None:
-        """Remember a text, given as token ids.
+        """Remember a text, given as token ids, unless it repeats the last answer to its prompt.
 
         Args:
             tokens: the text; of one longer than `max_tokens`, its end.
@@ -79,12 +86,62 @@ class NgramHistory:
         prompt = max(0, prompt_length - (len(tokens) + 1 - len(text)))
         is_output = bytes(min(prompt, len(text))) + b"\1" * (len(text) - prompt)
         with self._lock:
+            for first, end in self._answers.get(_hash(text[:prompt]), [])[-1:]:
+                if text[prompt:-1] == self.index.tokens[first:end].tolist():
+                    return
             if len(self) + len(text) > self.max_tokens:
                 first = len(self) - min(self.max_tokens // 2, self.max_tokens - len(text), len(self))
-                self.index = NgramIndex(self.index.tokens[first:])
-                self._is_output = self._is_output[first:]
-            self.index.extend(text)
-            self._is_output += is_output
+                self._replace(self.index.tokens[first:], self._is_output[first:])
+            self._append(text, is_output)
+
+    def answers(self, prompt: Sequence[int]) -> list[Sequence[int]]:
+        """The last earlier answers to a prompt, newest first, or to one that differs in a few tokens if it is new."""
+        with self._lock:
+            places = self._answers.get(_hash(prompt)) or self._similar(prompt)
+            texts = [self.index.tokens[first:end].tobytes() for first, end in places[: -MAX_ANSWERS - 1 : -1]]
+        return [array("i", text) for text in dict.fromkeys(texts)]
+
+    def _similar(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
+        """Where the answers are to the stored prompt that shares most n-grams with a new one, if few tokens differ."""
+        text = self.index.tokens
+        scores = Counter[int]()
+        prompts: dict[int, array[int]] = {}
+        for part in range(8):
+            end = len(prompt) * (part + 1) // 8
+            found = set[int]()
+            for place in self.index.occurrences(prompt[max(0, end - MAX_MATCH_LENGTH) : end], 24):
+                if place and not self._is_output[place - 1]:
+                    own = text[self._is_output.rfind(1, 0, place - 1) + 1 : self._is_output.find(1, place)]
+                    prompts[key := _hash(own)] = own
+                    found.add(key)
+            for key in found:  # n-grams of many prompts, as of a chat template, say little
+                scores[key] += 1 / len(found)
+        for key, _ in scores.most_common(1):
+            other = prompts[key]
+            longer = max(len(prompt), len(other))
+            common = (Counter(prompt) & Counter(other)).total()
+            if longer - common <= min(8, longer // 8):
+                return self._answers.get(key, [])
+        return []
+
+    def _append(self, tokens: Sequence[int], is_output: bytes | bytearray) -> None:
+        """Append whole texts, and enter their answers."""
+        first = len(self)
+        self.index.extend(tokens)
+        self._is_output += is_output
+        text = self.index.tokens
+        while (answer := self._is_output.find(1, first)) >= 0:
+            end = text.index(SEPARATOR, answer)
+            if first < answer < end:
+                self._answers.setdefault(_hash(text[first:answer]), []).append((answer, end))
+            first = end + 1
+
+    def _replace(self, tokens: Sequence[int], is_output: bytes | bytearray) -> None:
+        """Replace all texts."""
+        self.index = NgramIndex()
+        self._is_output = bytearray()
+        self._answers = {}
+        self._append(tokens, is_output)
 
     def add_texts(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
         """Remember texts, e.g. `dataset["text"]`."""
@@ -126,6 +183,7 @@ class NgramHistory:
         with self._lock:
             self.index = saved.index
             self._is_output = saved._is_output
+            self._answers = saved._answers
             self.max_tokens = saved.max_tokens
             self._version = version
         return True
@@ -164,7 +222,7 @@ class NgramHistory:
         metadata = {"format": FORMAT, "max_tokens": str(self.max_tokens)}
         try:
             save_file({"tokens": tokens, "is_output": is_output}, written, metadata=metadata)
-            _replace(written, path)
+            _replace_file(written, path)
         finally:
             Path(written).unlink(missing_ok=True)
 
@@ -202,12 +260,16 @@ class NgramHistory:
         if tokens.dtype != np.int32 or is_output.dtype != np.uint8 or (tokens < SEPARATOR).any():
             raise ValueError(f"it has tokens of type {tokens.dtype} and flags of type {is_output.dtype}")
         history = cls(max_tokens)
-        history.index.extend(tokens.tolist())
-        history._is_output = bytearray(is_output.tobytes())
+        history._append(tokens.tolist(), is_output.tobytes())
         return history
 
 
-def _replace(written: str, path: str | os.PathLike[str]) -> None:
+def _hash(tokens: Sequence[int]) -> int:
+    """A hash of tokens, in this process."""
+    return hash(array("i", tokens).tobytes())
+
+
+def _replace_file(written: str, path: str | os.PathLike[str]) -> None:
     """As `os.replace`; tried again while another process reads the file, which Windows does not allow."""
     for seconds in (0.1, 0.3, 1.0):
         try:

@@ -147,7 +147,7 @@ EDITS = {"replaced": lambda token: [7_000], "inserted": lambda token: [7_000, to
 def steps_of(answer: list[int], prediction: list[int], *, nodes: int = 64) -> int:
     """Steps in which an answer is generated after a prompt that has nothing in common with it."""
     odds, done, steps = MatchOdds(), 0, 0
-    text = RowText([8_000, 8_001], odds, prediction=prediction)
+    text = RowText([8_000, 8_001], odds, expected=[prediction] if prediction else [])
     while done < len(answer):
         tree = text.propose(64, SearchLimits(nodes, is_chain=steps == 0))
         following = [*answer[done:], -2]
