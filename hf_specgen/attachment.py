@@ -59,8 +59,8 @@ def attach(
         candidate_generator: proposes draft tokens; or a preset, "auto", "latency", "throughput" or "memory".
         strict: raise for a call that cannot speculate (beam search, an assistant model, an unsupported cache). By
             default it falls back to plain generation, with one warning for each reason.
-        settings: `verification`, `policy`, `monitor`, `compile`, `memory`, `prediction` and `grammar_drafts`, as for
-            `speculate`.
+        settings: `verification`, `policy`, `monitor`, `compile`, `memory`, `prediction`, `history` and
+            `grammar_drafts`, as for `speculate`.
 
     Returns:
         `model`, the same object.
@@ -91,7 +91,7 @@ def _attachment(target: PreTrainedModel, candidate_generator: Any, strict: Any, 
         raise TypeError(f"attach takes {', '.join(KEYWORDS)} and strict, got {sorted(unknown)[0]}=")
     settings = Settings.parse(candidate_generator, **keywords)
     check_architecture(target)
-    requirements = settings.candidates.for_model(target).target_requirements(target)
+    requirements = settings.for_model(target).candidates.target_requirements(target)
     if requirements.exit_layer is not None:
         divisible_layers(target, requirements.exit_layer)
     return Attachment(settings, strict)

@@ -25,7 +25,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.libraries import adapter_hooks_removed
 from hf_specgen.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
-from hf_specgen.settings import Settings, Verification, settings_in
+from hf_specgen.settings import History, Settings, Verification, settings_in
 from hf_specgen.targets.inputs import (
     ROUTER_LOGITS,
     check_cache,
@@ -153,6 +153,7 @@ def speculate(
     compile: Compile = "auto",
     memory: bool = True,
     prediction: Prediction | None = None,
+    history: History = False,
     grammar_drafts: bool = True,
 ) -> Speculation:
     """A decoding method for `generate(custom_generate=…)`, which needs no patched `generate`.
@@ -172,6 +173,10 @@ def speculate(
         memory: whether the acceptance observed in earlier calls with the same target and strategy is used, and that of
             this call kept. It decides how much is drafted, never which tokens are generated.
         prediction: the expected output, from which n-grams draft; see `NgramCandidates`.
+        history: True to draft from the texts of earlier calls with this model too, and to add those of this call: the
+            earlier answers to its prompt, or to one that differs in a few tokens, are expected outputs. They are kept
+            as long as the model object. The name of a file keeps them there, see `NgramHistory.of_file`; or an
+            `NgramHistory`.
         grammar_drafts: whether the grammar of a logits processor (xgrammar, llguidance, outlines, lm-format-enforcer)
             is used in drafting: tokens that it forces are drafted, tokens that it forbids are not.
 
@@ -194,6 +199,7 @@ def speculate(
         compile=compile,
         memory=memory,
         prediction=prediction,
+        history=history,
         grammar_drafts=grammar_drafts,
     )
     return Speculation(settings, streamer)

@@ -19,7 +19,7 @@ GENERATION = "transformers.generation.utils"
 """The module that defines `GenerationMixin`."""
 ATTACHMENT = "_hf_specgen_attachment"
 """Name of the attribute that holds the strategy attached to a model, see `hf_specgen.attachment`."""
-OWN_KEYWORDS = {"verification", "policy", "monitor", "prediction", "grammar_drafts"}
+OWN_KEYWORDS = {"verification", "policy", "monitor", "prediction", "history", "grammar_drafts"}
 """Keywords that make no sense without a strategy, and that no model takes."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, cast
@@ -10,9 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen.call import CallSettings
+from hf_specgen.call import CallSettings, memory
 from hf_specgen.candidates.base import Candidates, StartSession
 from hf_specgen.candidates.combined import PresetCandidates
+from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.transformers_candidates import TransformersCandidates
 from hf_specgen.depth import Policy
 from hf_specgen.monitor import Monitor
@@ -21,7 +23,9 @@ from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalV
 Verification = Literal["exact", "rejection", "typical"]
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 
-KEYWORDS = ("verification", "policy", "monitor", "compile", "memory", "prediction", "grammar_drafts")
+History = bool | str | os.PathLike[str] | NgramHistory | None
+"""What `generate(history=…)` takes."""
+KEYWORDS = ("verification", "policy", "monitor", "compile", "memory", "prediction", "history", "grammar_drafts")
 """Keywords of `generate` that may accompany `candidate_generator=`."""
 
 
@@ -36,6 +40,8 @@ class Settings(CallSettings):
         verifier: decides which draft tokens are accepted.
         policy: chooses the draft depth of each step.
         monitor: receives every step.
+        history: earlier texts for the n-grams of the strategy; True: those that are kept with the target; a file: see
+            `NgramHistory.of_file`.
         start: begins the session of the strategy, where several calls draft together; None: the strategy itself.
     """
 
@@ -43,6 +49,7 @@ class Settings(CallSettings):
     verifier: Verifier
     policy: Policy
     monitor: Monitor | None = None
+    history: History = False
     start: StartSession | None = None
 
     @classmethod
@@ -82,11 +89,24 @@ class Settings(CallSettings):
         for name in ("memory", "grammar_drafts"):
             if not isinstance(getattr(settings, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(settings, name)!r}")
+        if not isinstance(settings.history, History):
+            raise TypeError(f"history must be True, a file or an NgramHistory, got {settings.history!r}")
         return cast(Settings, settings)
 
     def for_model(self, model: PreTrainedModel) -> Settings:
-        """These settings with the strategy that a preset chooses for a model, and its policy unless one was given."""
+        """These settings with the strategy that a preset chooses for a model, and its policy unless one was given.
+
+        The strategy has the history of the call.
+        """
         candidates = self.candidates.for_model(model)
+        history = self.history
+        if history is True:
+            history = memory.recall(model, "history", NgramHistory)
+            memory.store(model, "history", history)
+        elif isinstance(history, str | os.PathLike):
+            history = NgramHistory.of_file(history)
+        if isinstance(history, NgramHistory):
+            candidates = candidates.with_history(history)
         policy = candidates.policy if self.policy is self.candidates.policy else self.policy
         return replace(self, candidates=candidates, policy=policy)
 

@@ -22,6 +22,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specgen.call import DraftingSettings
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates.draft_batch import DraftBatch
+from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.heads.source import Source
 from hf_specgen.targets.inputs import UNLIMITED
@@ -200,6 +201,14 @@ class Candidates(CandidateGenerator, ABC):
     def for_model(self, model: PreTrainedModel) -> Candidates:
         """The strategy to use with this target: the object itself; a preset chooses one."""
         return self
+
+    def with_history(self, history: NgramHistory) -> Candidates:
+        """The strategy with a history of earlier texts for its n-grams, see `generate(history=…)`.
+
+        Raises:
+            ValueError: if it has no n-grams.
+        """
+        raise ValueError(f"history= needs n-grams, which {self!r} lacks; add NgramCandidates() to it")
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         """What the strategy reads from the target besides its tokens: hidden states, an early exit; by default nothing.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import reduce
 from typing import Literal, NamedTuple
@@ -25,6 +26,7 @@ from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_firs
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import MTPCandidates
 from hf_specgen.candidates.ngram import NgramCandidates
+from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.candidates.recycling import RecyclingCandidates, RecyclingSession
 from hf_specgen.depth import AdaptiveDepth, Policy
 from hf_specgen.targets.early_exit import EarlyExitTarget
@@ -90,6 +92,15 @@ class CombinedCandidates(Candidates):
         if prediction is not None and not self.uses_prediction:
             raise ValueError("prediction= needs n-grams among the strategies; add NgramCandidates()")
         self.negligible_draft_cost = all(strategy.negligible_draft_cost for strategy in strategies)
+
+    def with_history(self, history: NgramHistory) -> CombinedCandidates:
+        if not self.uses_prediction:
+            super().with_history(history)
+        strategy = copy(self)
+        members = [one.with_history(history) if one.uses_prediction else one for one in self.strategies]
+        strategy.strategies = tuple(members)
+        strategy.drafter = members
+        return strategy
 
     def settings(self) -> DraftingSettings:
         return replace(super().settings(), has_free_drafts=any(one.negligible_draft_cost for one in self.strategies))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import exp, inf
 from typing import Any
@@ -121,6 +122,11 @@ class NgramCandidates(Candidates):
         self.history = history
         self.prediction = prediction
 
+    def with_history(self, history: NgramHistory) -> NgramCandidates:
+        strategy = copy(self)
+        strategy.history = history
+        return strategy
+
     def start(self, batch: DraftBatch) -> DraftSession:
         return _NgramSession(self, batch)
 
@@ -160,6 +166,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         if self._settings.history is not None:
             for prompt, generated in zip(self._prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
+            self._settings.history.sync(only_if_due=True)
 
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """What followed earlier occurrences of the end of the row's text."""

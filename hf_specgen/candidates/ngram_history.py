@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import time
@@ -61,7 +62,10 @@ class NgramHistory:
         self.index = NgramIndex()
         self._is_output = bytearray()
         self._answers: dict[int, list[tuple[int, int]]] = {}  # by the hash of a prompt: where its answers are
-        self._version: tuple[int, ...] | None = None  # of the file that `refresh` read last
+        self.file: Path | None = None
+        self._version: tuple[int, ...] | None = None  # of the file that was read or written last
+        self._unsaved: list[tuple[Sequence[int], int]] = []  # texts that were added since, and their prompt lengths
+        self._next_sync = 0.0
         self._lock = RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,6 +97,28 @@ class NgramHistory:
                 first = len(self) - min(self.max_tokens // 2, self.max_tokens - len(text), len(self))
                 self._replace(self.index.tokens[first:], self._is_output[first:])
             self._append(text, is_output)
+            if self.file is not None:
+                self._unsaved.append((text[:-1], prompt))
+
+    def forget(self, prompt: Sequence[int]) -> int:
+        """Remove a prompt, given as token ids, and all its answers, also from the file of `of_file`.
+
+        Returns:
+            How many texts were removed.
+        """
+        self.sync()
+        with self._lock:
+            places = self._answers.get(_hash(prompt), [])
+            tokens = self.index.tokens
+            is_output = self._is_output
+            for first, end in reversed(places):
+                text = slice(first - len(prompt), end + 1)
+                tokens = tokens[: text.start] + tokens[text.stop :]
+                is_output = is_output[: text.start] + is_output[text.stop :]
+            self._replace(tokens, is_output)
+            if self.file is not None:
+                self._write()
+        return len(places)
 
     def answers(self, prompt: Sequence[int]) -> list[Sequence[int]]:
         """The last earlier answers to a prompt, newest first, or to one that differs in a few tokens if it is new."""
@@ -175,8 +201,7 @@ class NgramHistory:
         Returns:
             Whether there was a new file.
         """
-        status = Path(path).expanduser().stat()
-        version = status.st_mtime_ns, status.st_ino, status.st_size
+        version = _version_of(Path(path).expanduser())
         if version == self._version:
             return False
         saved = self.load(path)
@@ -187,6 +212,54 @@ class NgramHistory:
             self.max_tokens = saved.max_tokens
             self._version = version
         return True
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str]) -> NgramHistory:
+        """The history in a file, the same object for all callers in this process, read from the file if there is one.
+
+        Calls add their answers to it, and write them to the file from time to time, together with those that other
+        processes have written since. It takes at most a hundredth of the time between two calls of `sync`; what was
+        added after the last one is written when the process ends. Where two processes write at the same moment, texts
+        of one may be missing.
+
+        Raises:
+            ValueError: if it is another file, or a damaged one.
+            OSError: if it cannot be read, or its folder does not exist.
+        """
+        file = Path(path).expanduser().resolve()
+        with _files_lock:
+            if file not in _of_files:
+                history = cls()
+                history.file = file
+                if file.exists():
+                    history.refresh(file)
+                elif not file.parent.is_dir():
+                    raise FileNotFoundError(f"there is no folder {str(file.parent)!r} for the history; make it first")
+                _of_files[file] = history
+                atexit.register(history.sync)
+            return _of_files[file]
+
+    def sync(self, only_if_due: bool = False) -> None:
+        """Exchange texts with the file of `of_file`: read what others have written, write what was added."""
+        began = time.perf_counter()
+        with self._lock:
+            if self.file is None or (only_if_due and began < self._next_sync):
+                return
+            added = self._unsaved
+            self._unsaved = []
+            if self.file.exists() and self.refresh(self.file):
+                for text, prompt in added:
+                    self.add(text, prompt)
+            if added:
+                self._write()
+            now = time.perf_counter()
+            self._next_sync = now + 100 * (now - began)
+
+    def _write(self) -> None:
+        assert self.file is not None
+        self._unsaved = []
+        self.save(self.file)
+        self._version = _version_of(self.file)
 
     def find(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
         """Where the end of a text occurs, see `NgramIndex.occurrences`."""
@@ -262,6 +335,16 @@ class NgramHistory:
         history = cls(max_tokens)
         history._append(tokens.tolist(), is_output.tobytes())
         return history
+
+
+_of_files: dict[Path, NgramHistory] = {}
+_files_lock = RLock()
+
+
+def _version_of(file: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced."""
+    status = file.stat()
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _hash(tokens: Sequence[int]) -> int:
