@@ -25,6 +25,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_specgen.compat import CACHE
+from hf_specgen.random_state import NoiseSeeds
 
 T = TypeVar("T")
 
@@ -195,12 +196,14 @@ class CallSettings:
         memory: whether acceptance observed in earlier calls may be used, and that of this call kept.
         prediction: the expected output, see `NgramCandidates`.
         grammar_drafts: whether drafts obey the grammars of logits processors, see `hf_specgen.candidates.grammar`.
+        seeds: those of earlier answers, whose noise rejection sampling uses again; None: it uses no noise again.
     """
 
     compile: Compile = "auto"
     memory: bool = True
     prediction: Prediction | None = None
     grammar_drafts: bool = True
+    seeds: NoiseSeeds | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""PyTorch's global random generators, shared by all threads: no random number is handed out twice.
+"""PyTorch's global random generators, shared by all threads: no random number is handed out twice; noise that is used
+again for a prompt after the weights have changed.
 
 Whoever draws ahead of use, or leaves a generator as it was, takes its state away with `take` and sets it at the end.
 Meanwhile the global generator continues from another state, so that what other threads draw is not drawn again.
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -52,6 +55,72 @@ def kept(device: torch.device) -> Iterator[None]:
     finally:
         for generator in taken:
             global_generator(generator.device).set_state(generator.get_state())
+
+
+@dataclass(frozen=True)
+class NoiseSeed:
+    """The seed of the noise that a row is sampled with.
+
+    Args:
+        seed: of the noise.
+        answer: what was sampled with it last; empty if nothing was.
+        weights: hashes of the weights that have sampled with it, the last ones last.
+    """
+
+    seed: int
+    answer: Sequence[int] = ()
+    weights: tuple[int, ...] = ()
+
+
+class NoiseSeeds:
+    """The seeds of earlier answers, by prompt. May be shared by threads.
+
+    No seed is given to two rows at a time, and none twice to the same weights: answers that one model samples for a
+    prompt are independent.
+
+    Args:
+        max_seeds: how many are kept; those of the prompts that were used longest ago are dropped. The number does not
+            depend on the answers, so that the noise does not depend on what was kept.
+
+    Example:
+        >>> seeds = NoiseSeeds()
+        >>> first = seeds.take([5, 6], weights=1)
+        >>> seeds.keep([5, 6], first, [7, 8])
+        >>> seeds.take([5, 6], weights=1).answer, seeds.take([5, 6], weights=2).answer
+        ((), [7, 8])
+    """
+
+    def __init__(self, max_seeds: int = 10_000):
+        self._max_seeds = max_seeds
+        self._count = 0
+        self._lock = threading.Lock()
+        self._seeds: OrderedDict[tuple[int, ...], list[NoiseSeed]] = OrderedDict()
+
+    def take(self, prompt: Sequence[int], weights: int) -> NoiseSeed:
+        """The first seed of the last weights that are not these, or a new one; removed until `keep` returns it."""
+        with self._lock:
+            seeds = self._seeds.get(tuple(prompt), [])
+            usable = [one for one in seeds if weights not in one.weights]
+            if not usable:
+                return NoiseSeed(int(torch.randint(2**62, ())), (), (weights,))
+            taken = next(one for one in usable if one.weights[-1] == usable[-1].weights[-1])
+            seeds.remove(taken)
+            self._count -= 1
+            return NoiseSeed(taken.seed, taken.answer, (*taken.weights, weights))
+
+    def keep(self, prompt: Sequence[int], seed: NoiseSeed, answer: Sequence[int]) -> None:
+        """Keep a seed with the answer that was sampled with it."""
+        with self._lock:
+            self._seeds.setdefault(tuple(prompt), []).append(NoiseSeed(seed.seed, answer, seed.weights))
+            self._seeds.move_to_end(tuple(prompt))
+            self._count += 1
+            while self._count > self._max_seeds:
+                self._count -= len(self._seeds.popitem(last=False)[1])
+
+    def forget(self, prompt: Sequence[int]) -> None:
+        """Remove the seeds and answers of a prompt."""
+        with self._lock:
+            self._count -= len(self._seeds.pop(tuple(prompt), []))
 
 
 class RandomOperations(TorchDispatchMode):

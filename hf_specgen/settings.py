@@ -89,7 +89,7 @@ class Settings(CallSettings):
         for name in ("memory", "grammar_drafts"):
             if not isinstance(getattr(settings, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(settings, name)!r}")
-        if not isinstance(settings.history, History):
+        if not isinstance(settings.history, bool | str | os.PathLike | NgramHistory | None):
             raise TypeError(f"history must be True, a file or an NgramHistory, got {settings.history!r}")
         return cast(Settings, settings)
 
@@ -108,7 +108,8 @@ class Settings(CallSettings):
         if isinstance(history, NgramHistory):
             candidates = candidates.with_history(history)
         policy = candidates.policy if self.policy is self.candidates.policy else self.policy
-        return replace(self, candidates=candidates, policy=policy)
+        seeds = history.seeds if isinstance(history, NgramHistory) else None
+        return replace(self, candidates=candidates, policy=policy, seeds=seeds)
 
 
 def settings_in(kwargs: dict[str, Any]) -> dict[str, Any]:

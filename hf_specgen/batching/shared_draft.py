@@ -280,6 +280,8 @@ class SharedSampling:
         rows: the calls; the list changes as they join and leave.
     """
 
+    expected = ()
+
     def __init__(self, rows: Sequence[RowSession]):
         first = rows[0].batch
         self._rows = rows

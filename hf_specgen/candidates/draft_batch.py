@@ -94,6 +94,10 @@ class DraftSampling(Protocol):
         """Whether a draft that was sampled carries the probabilities it was sampled with."""
 
     @property
+    def expected(self) -> Sequence[Sequence[int]]:
+        """Of each row what is likely to be sampled; empty if that is unknown."""
+
+    @property
     def score_processors(self) -> ScoreProcessors:
         """The logits processors of the call that read the scores alone."""
 
@@ -196,6 +200,11 @@ class DraftBatch:
     def wants_q(self) -> bool:
         """Whether a draft that was sampled carries the probabilities it was sampled with (`DraftTree.q`)."""
         return self._verification.wants_q
+
+    @property
+    def expected(self) -> Sequence[Sequence[int]]:
+        """Of each row what is likely to be sampled, by the noise of the call; empty if that is unknown."""
+        return self._verification.expected
 
     @property
     def score_processors(self) -> ScoreProcessors:

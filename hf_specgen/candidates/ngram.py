@@ -138,7 +138,7 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         self._state = batch.state
         if settings.history is not None:
             settings.history.check_vocabulary(batch.model.config.get_text_config().vocab_size)
-        self._key = (settings.profile_key(), round(batch.call.temperature, 2))
+        self._key = (settings.profile_key(), round(batch.call.temperature, 2), bool(batch.expected))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = memory.recall(batch.model if self.remembers else None, ("odds", *self._key), MatchOdds)
         # A prompt may have tokens that the target cannot choose, as in place of images.
@@ -146,11 +146,14 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         sources = batch.call.encoder_texts()
         self._prompts = [source + prompt for source, prompt in zip(sources, batch.state.prompts, strict=True)]
         self._texts: list[RowText] = []
-        for prompt, expected in zip(self._prompts, expected_outputs(settings.prediction, batch), strict=True):
-            answers = [] if settings.history is None else settings.history.answers(prompt)
+        repeated = batch.expected or [()] * batch.state.batch
+        predictions = expected_outputs(settings.prediction, batch)
+        for prompt, prediction, answer in zip(self._prompts, predictions, repeated, strict=True):
+            expected = [output for output in (prediction, answer) if output]
+            if settings.history is not None and not answer:
+                expected += settings.history.answers(prompt)
             text = [token if token < size else SEPARATOR for token in prompt]
-            outputs = [expected, *answers] if expected else answers
-            row = RowText(text, self._odds, settings.history, settings.min_ngram, settings.max_ngram, outputs)
+            row = RowText(text, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
             self._texts.append(row)
 
     def observe(self, result: VerificationResult) -> None:

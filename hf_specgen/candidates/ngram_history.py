@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex
+from hf_specgen.random_state import NoiseSeeds
 
 FORMAT = "hf_specgen n-gram history 1"
 MAX_TOKENS_OF_FILE = 2**28
@@ -62,6 +63,7 @@ class NgramHistory:
         self.index = NgramIndex()
         self._is_output = bytearray()
         self._answers: dict[int, list[tuple[int, int]]] = {}  # by the hash of a prompt: where its answers are
+        self.seeds = NoiseSeeds()
         self.file: Path | None = None
         self._version: tuple[int, ...] | None = None  # of the file that was read or written last
         self._unsaved: list[tuple[Sequence[int], int]] = []  # texts that were added since, and their prompt lengths
@@ -70,11 +72,12 @@ class NgramHistory:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            return {name: value for name, value in vars(self).items() if name != "_lock"}
+            return {name: value for name, value in vars(self).items() if name not in ("_lock", "seeds")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._lock = RLock()
+        self.seeds = NoiseSeeds()  # no seed may be used by two histories
 
     def __len__(self) -> int:
         return len(self.index)
@@ -107,6 +110,7 @@ class NgramHistory:
             How many texts were removed.
         """
         self.sync()
+        self.seeds.forget(prompt)
         with self._lock:
             places = self._answers.get(_hash(prompt), [])
             tokens = self.index.tokens

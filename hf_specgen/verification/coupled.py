@@ -9,6 +9,16 @@ numbers) agrees with the target far more often than one that samples independent
 that plain sampling would draw, in the same order, and keeps them by step: the target's token in step ``t`` of row ``b``
 is ``argmax(p / noise[t][b])``, whenever it is verified.
 
+With a history, rejection sampling becomes this rule too, with noise of its own: that of an earlier answer to the same
+prompt (`RepeatedSession`). Given the weights, ``argmax(p / e)`` has distribution p for exponential noise that does not
+depend on them, so the text has the target's distribution, whichever tokens are drafted. And where the earlier model
+chose ``argmax(q / e)``, both choices are the same token with probability
+``sum_v 1 / sum_w max(p_w / p_v, q_w / q_v) >= (1 - d) / (1 + d)``, d the total variation distance of p and q: an old
+answer is mostly kept where the weights have changed little. A stored token is a sample of q, but accepting it with
+min(1, p/q) would need all of q for the residual distribution, not the token's probability alone: an output rule
+K(x | v, q_v) with sum_v q_v K(x | v, q_v) = p_x for every q with at least three tokens is K = p, independent of the
+draft, because v and w may exchange mass: q_v K(x | v, q_v) must be linear in q_v with the same slope for all v.
+
 Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (2024).
 """
 
@@ -21,6 +31,7 @@ import torch
 
 from hf_specgen import random_state
 from hf_specgen.call import Call
+from hf_specgen.random_state import NoiseSeeds
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification.base import VerificationSession, Verifier, argmax, exponential_race
 
@@ -40,23 +51,30 @@ class CoupledVerifier(Verifier):
 class _CoupledSession(VerificationSession):
     def __init__(self, call: Call):
         super().__init__(call)
-        self._noise: NoiseBuffer | None = None
+        self._noise: NoiseBuffer | RowNoise | None = None
         self._generator: torch.Generator | None = None
+        self._seeds = [] if call.seed is None else [call.seed]
         self._confirmed = 0
         if call.do_sample:
-            device = call.state.device
-            check_multinomial(device, torch.float32)
-            seeded = None if call.seed is None else torch.Generator(device).manual_seed(call.seed)
-            self._generator = seeded or random_state.take(device)
+            check_multinomial(call.state.device, torch.float32)
+            if call.seed is None:
+                self._generator = self._take_generator()
+
+    def _take_generator(self) -> torch.Generator | None:
+        """The global generator, which the call draws from."""
+        return random_state.take(self.call.state.device)
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        if self._generator is None:
+        if not self.call.do_sample:
             return argmax(scores)
         if self._noise is None:
             batch, _, vocab = scores.shape
-            self._noise = NoiseBuffer(batch, vocab, self._generator, scores.dtype)
+            if self._generator is None:
+                self._noise = RowNoise(self._seeds, vocab, self.call.state.device, scores.dtype)
+            else:
+                self._noise = NoiseBuffer(batch, vocab, self._generator, scores.dtype)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
@@ -77,9 +95,65 @@ class _CoupledSession(VerificationSession):
     def end(self, columns: int) -> None:
         if self._noise:
             self._noise.rewind(columns)
-        if self._generator is not None and self.call.seed is None:
+        if self._generator is not None:
             random_state.global_generator(self._generator.device).set_state(self._generator.get_state())
         self._noise = self._generator = None
+
+
+class RepeatedSession(_CoupledSession):
+    """Samples with the noise of earlier answers to the same prompts, which are the expected outputs, or with new noise.
+
+    A row takes the seed of an answer that other weights have sampled; no two rows take the same one. So rows are
+    independent of each other, and of everything that these weights have sampled; they depend on the earlier answers.
+    """
+
+    def __init__(self, call: Call, seeds: NoiseSeeds):
+        super().__init__(call)
+        weights = weights_hash(call.model)
+        self._store = seeds
+        self._taken = [seeds.take(prompt, weights) for prompt in call.state.prompts]
+        self._seeds = [taken.seed for taken in self._taken]
+        self.expected = [taken.answer for taken in self._taken]
+
+    def _take_generator(self) -> torch.Generator | None:
+        return None
+
+    def end(self, columns: int) -> None:
+        super().end(columns)
+        for prompt, taken, answer in zip(self.call.state.prompts, self._taken, self.call.state.generated, strict=True):
+            self._store.keep(prompt, taken, list(answer))
+
+
+def weights_hash(model: torch.nn.Module | None) -> int:
+    """A hash of some values of every weight, from all over it."""
+    values = list[bytes]()
+    for weight in () if model is None else model.parameters():
+        weight = getattr(weight, "_local_tensor", weight).detach()
+        if not weight.is_meta:
+            flat = weight.reshape(-1)
+            values.append(flat[:: 1 + len(flat) // 64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return hash(tuple(values))
+
+
+class RowNoise:
+    """The noise of rows with a seed each, as of a `NoiseBuffer`."""
+
+    def __init__(self, seeds: Sequence[int], vocab: int, device: torch.device, dtype: torch.dtype):
+        generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self._rows = [NoiseBuffer(1, vocab, generator, dtype) for generator in generators]
+        self.capacity = max(MIN_BUFFERED_STEPS, self._rows[0].capacity // len(self._rows))
+
+    def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`[batch, steps, vocab]` the noise of each row at its own steps."""
+        return torch.cat([row.at([own]) for row, own in zip(self._rows, steps, strict=True)])
+
+    def release(self, step: int) -> None:
+        """See `NoiseBuffer.release`."""
+        for row in self._rows:
+            row.release(step)
+
+    def rewind(self, step: int) -> None:
+        """Does nothing: no generator is given back."""
 
 
 class NoiseBuffer:

@@ -41,17 +41,20 @@ from hf_specgen.verification.base import (
     exponential,
     exponential_race,
 )
-from hf_specgen.verification.coupled import CoupledVerifier
+from hf_specgen.verification.coupled import CoupledVerifier, RepeatedSession
 
 
 class RejectionVerifier(Verifier):
     """Accepts with probability min(1, p/q): lossless in distribution, but not token for token with the same seed.
 
     For drafts that carry `DraftTree.q`; a deterministic proposal (point-mass q) is accepted with probability p. In
-    greedy decoding it is the same as exact verification.
+    greedy decoding it is the same as exact verification. With `history=` it samples with the noise of earlier answers,
+    see `hf_specgen.verification.coupled`.
     """
 
     def start(self, call: Call) -> VerificationSession:
+        if call.do_sample and call.settings.seeds is not None:
+            return RepeatedSession(call, call.settings.seeds)
         return RejectionSession(call) if call.do_sample else CoupledVerifier().start(call)
 
 

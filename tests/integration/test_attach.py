@@ -6,6 +6,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -416,3 +417,23 @@ def test_strategy_in_a_generation_config_raises_and_names_attach(model: Any) -> 
         model.generate(**prompts(1), generation_config=config)
     with pytest.raises(ValueError, match=r"call hf_specgen\.attach\(model"):
         model.generate(prompts(1)["input_ids"], config)
+
+
+@pytest.mark.parametrize("kind", ["model", "file", "object"])
+def test_attached_history_drafts_the_answers_of_earlier_calls(kind: str, tmp_path: Path) -> None:
+    """Would catch: a history that is not used, is another one in each call, or is unknown to `generate_many`."""
+    model = fresh_model("llama")
+    settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(**prompts(2), **settings)
+    histories = {"model": True, "file": tmp_path / "answers", "object": hf_specgen.NgramHistory()}
+    candidates = NgramCandidates(k=24, tree=24)
+    hf_specgen.attach(model, candidates, history=histories[kind])
+    steps = []
+    for _ in range(2):
+        assert torch.equal(model.generate(**prompts(2), **settings), plain)
+        steps.append(len(candidates.speculation.passes))
+    assert steps[1] <= 2 < steps[0]
+    if kind == "object":
+        rows = [row[mask.bool()].tolist() for row, mask in zip(*prompts(2).values(), strict=True)]
+        answers = hf_specgen.generate_many(model, rows, candidates, history=histories[kind], ordered=True, **settings)
+        assert all(answer.statistics.accepted >= 22 for answer in answers)

@@ -139,6 +139,7 @@ SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"compile": True}, ValueError, 'compile must be "auto", "graphs" or False, got True'),
     ({"grammar_drafts": "yes"}, TypeError, "grammar_drafts must be True or False, got 'yes'"),
     ({"memory": 1}, TypeError, "memory must be True or False, got 1"),
+    ({"history": 5}, TypeError, "history must be True, a file or an NgramHistory, got 5"),
 ]
 """Settings of a call, by keyword, for `speculate` and for `attach`."""
 
@@ -252,6 +253,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"custom_generate": len}, "custom_generate"),
     ({"candidate_generator": ReadsOutputs()}, "reads the target's outputs"),
     ({"candidate_generator": RecyclingCandidates(), "prediction": [1]}, "prediction= needs n-grams"),
+    ({"candidate_generator": RecyclingCandidates(), "history": True}, "history= needs n-grams, which Recycling"),
+    ({"candidate_generator": CombinedCandidates([RecyclingCandidates()]), "history": True}, "history= needs n-grams"),
+    ({"candidate_generator": None, "history": True}, "history= needs a strategy: give candidate_generator= too"),
 ]
 
 

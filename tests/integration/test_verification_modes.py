@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import (
     EosTokenCriteria,
+    LlamaConfig,
+    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -20,12 +22,13 @@ from transformers import (
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specgen import Call, DraftModelCandidates, NgramCandidates, SpeculationMonitor
+from hf_specgen import Call, DraftModelCandidates, NgramCandidates, NgramHistory, SpeculationMonitor
 from hf_specgen.settings import as_candidates
 from hf_specgen.verification import CoupledVerifier
 from tests.fuzz.scripted import RandomDepths, Scripted
 from tests.helpers import Oracle, PrefixReader, RecordingStreamer, RowWisePrefixReader, fresh_model, prompts, tiny_model
 from tests.helpers.comparison import END, SEED, assert_same_tokens, plain_and_speculative, plain_output, seed
+from tests.helpers.goodness_of_fit import goodness_of_fit
 from tests.helpers.models import perturbed_copy
 from tests.helpers.noise import RecordedNoise
 from tests.helpers.oracle import ORACLES
@@ -372,3 +375,62 @@ def test_overlapping_calls_choose_each_token_by_noise_of_its_own() -> None:
         call(monitor=CallsInAnotherThread(prometheus=False))
         call()
     assert len(verifier.noise) == len(set(verifier.noise)) > 50
+
+
+def _tiny_vocabulary() -> Any:
+    """A target with 12 tokens, and distributions far from uniform."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=None, pad_token_id=0)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(25)
+    return model
+
+
+def _changed(model: Any) -> None:
+    """A training step that is independent of all samples."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight += 0.02 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(4))
+
+
+def _fit(model: Any, ids: torch.Tensor, texts: torch.Tensor) -> float:
+    """The p-value of the first two tokens of texts."""
+    with torch.no_grad():
+        first = model(ids[:1]).logits[0, -1].softmax(-1)
+        two = torch.cat([ids[:1].expand(12, -1), torch.arange(12)[:, None]], dim=1)
+        expected = first[:, None] * model(two).logits[:, -1].softmax(-1)
+    counts = torch.bincount(12 * texts[:, 0] + texts[:, 1], minlength=144)
+    return goodness_of_fit(counts.numpy()[None], (expected.double() * len(texts)).numpy().reshape(1, -1))
+
+
+@pytest.mark.parametrize("name", ["ngram", "auto"])
+def test_rejection_with_a_history_repeats_noise_and_has_the_distribution_of_the_target(name: str) -> None:
+    """Would catch: noise that depends on the draft, or answers of a group or of the same weights that are not
+    independent; noise that is not repeated once the weights have changed."""
+    model, history, ids = _tiny_vocabulary(), NgramHistory(), torch.tensor([[3, 4, 5]] * 500)
+    candidates: Any = NgramCandidates(k=16, tree=16) if name == "ngram" else name
+    torch.manual_seed(5)
+
+    def sampled() -> torch.Tensor:
+        arguments = {"verification": "rejection", "history": history, "max_new_tokens": 10, "do_sample": True}
+        return model.generate(ids, candidate_generator=candidates, top_k=0, **arguments)[:, 3:]
+
+    first, independent = sampled(), sampled()
+    assert (first == independent).float().mean() < 0.5, "the same weights"
+    _changed(model)
+    repeated = torch.cat([sampled(), sampled()])
+    before = torch.cat([first, independent])
+    assert (repeated == before).float().mean() > 0.7
+    assert (repeated != before).any()
+    assert _fit(model, ids, repeated) > 1e-5
+    # Neighbours in a group are independent: they are equal as often as any two texts.
+    neighbours = (repeated[1:, 0] == repeated[:-1, 0]).float().mean()
+    distant = (repeated[100:, 0] == repeated[:-100, 0]).float().mean()
+    assert abs(neighbours - distant) < 0.1
+    if name == "ngram":  # the prefill, and a few steps of the row that has changed most
+        assert candidates.speculation is not None and candidates.speculation.accepted > 0.5 * 500 * 10

@@ -340,3 +340,116 @@ def test_extend_cost_does_not_grow_with_the_text() -> None:
         index.extend([7] * (length - 500))
         costs.append(executed_lines(lambda: index.extend([7] * 30)))
     assert max(costs) <= costs[0] + 10
+
+
+# Answers by prompt
+
+
+def lists(answers: list[Any]) -> list[list[int]]:
+    """Answers as lists."""
+    return [list(answer) for answer in answers]
+
+
+PROMPT = [*range(40, 80)]
+
+
+def test_answers_of_a_prompt_are_the_last_ones_and_differ() -> None:
+    """Would catch: answers to another prompt, the oldest first, one answer several times, more than eight."""
+    history = NgramHistory()
+    for answer in ([1, 2], [3], [1, 2], [1, 2], [4, 5]):
+        history.add([*PROMPT, *answer], len(PROMPT))
+        history.add([9, *PROMPT[:5], 8, 8], 6)
+    assert lists(history.answers(PROMPT)) == [[4, 5], [1, 2], [3]]
+    for answer in range(20):
+        history.add([*PROMPT, answer], len(PROMPT))
+    assert lists(history.answers(PROMPT)) == [[answer] for answer in range(19, 11, -1)]
+    assert history.answers([1, 2, 3]) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ([*PROMPT[:7], 5, *PROMPT[8:]], True),
+        ([*PROMPT[:20], 5, *PROMPT[20:]], True),
+        (PROMPT[2:], True),
+        ([*PROMPT[:20], *range(20)], False),
+        ([5, 6, 7, 8, *PROMPT[-2:]], False),
+    ],
+    ids=["replaced", "inserted", "left out", "half of it", "the end alone"],
+)
+def test_answers_of_a_prompt_that_differs_in_a_few_tokens(changed: list[int], found: bool) -> None:
+    """Would catch: a date in a prompt that hides all answers, or answers to other questions in the same template."""
+    history = NgramHistory()
+    for number in range(30):
+        history.add([number, number + 1, number + 2, *PROMPT[-2:], 3], 5)
+    history.add([*PROMPT, 1, 2], len(PROMPT))
+    assert lists(history.answers(changed)) == ([[1, 2]] if found else [])
+
+
+@pytest.mark.parametrize("stored", ["saved", "copied", "half full"])
+def test_answers_of_a_history_that_was_stored_or_has_dropped_texts(stored: str, tmp_path: Path) -> None:
+    """Would catch: positions of answers that are those of other texts."""
+    history = NgramHistory(max_tokens=200)
+    for number in range(12 if stored == "half full" else 3):
+        history.add([*PROMPT, number, 7], len(PROMPT))
+    if stored == "saved":
+        history.save(tmp_path / "history")
+        history = NgramHistory.load(tmp_path / "history")
+    elif stored == "copied":
+        history = copy.deepcopy(history)
+    answers = lists(history.answers(PROMPT))
+    assert answers[:2] == ([[11, 7], [10, 7]] if stored == "half full" else [[2, 7], [1, 7]])
+    assert all(len(answer) == 2 and answer[1] == 7 for answer in answers)
+
+
+def test_forget_removes_all_texts_of_a_prompt() -> None:
+    """Would catch: personal data that stays, in the index or as an answer; texts of other prompts that go too."""
+    history = NgramHistory()
+    history.add([1, 2, 3, 4], 2)
+    for answer in (5, 6):
+        history.add([*PROMPT, answer, 9], len(PROMPT))
+    history.add([7, 8, 9], 1)
+    history.seeds.keep(PROMPT, history.seeds.take(PROMPT, 1), [5])
+    assert history.forget(PROMPT) == 2 and history.forget(PROMPT) == 0
+    assert kept(history) == [1, 2, 3, 4, SEPARATOR, 7, 8, 9, SEPARATOR]
+    assert outputs(history) == [False, False, True, True, True, False, True, True, True]
+    assert history.answers(PROMPT) == [] and lists(history.answers([1, 2])) == [[3, 4]]
+    assert history.seeds.take(PROMPT, 2).answer == ()
+
+
+def test_of_file_exchanges_texts_with_other_processes(tmp_path: Path) -> None:
+    """Would catch: texts of one process that another overwrites, are written twice, or come back once forgotten."""
+    file = tmp_path / "answers.safetensors"
+    history = NgramHistory.of_file(file)
+    assert NgramHistory.of_file(str(file)) is history and len(history) == 0
+    history.add([1, 2, 3], 1)
+    history.sync()
+    other = NgramHistory.load(file)  # what another process has
+    other.add([4, 5, 6], 1)
+    other.save(file)
+    history.add([7, 8, 9], 1)
+    history.sync()
+    expected = [1, 2, 3, SEPARATOR, 4, 5, 6, SEPARATOR, 7, 8, 9, SEPARATOR]
+    assert kept(history) == kept(NgramHistory.load(file)) == expected
+    written = file.stat().st_mtime_ns
+    history.sync()
+    assert file.stat().st_mtime_ns == written and kept(history) == expected, "nothing was added"
+    assert history.forget([4]) == 1
+    assert kept(NgramHistory.load(file)) == expected[:4] + expected[8:]
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        NgramHistory.of_file(tmp_path / "missing" / "answers")
+
+
+def test_draft_after_a_known_prompt_is_its_answers_from_their_first_token_on() -> None:
+    """Would catch: a draft that waits for a match, an answer that stops at its first difference, one answer alone."""
+    history = NgramHistory()
+    history.add([*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8], len(PROMPT))
+    history.add([*PROMPT, 1, 2, 3, 9, 5, 6, 7, 8], len(PROMPT))
+    state = make_state([PROMPT])
+    session = NgramCandidates(k=8, tree=20, history=history).start(make_batch(state))
+    tree = session.draft([8])
+    paths = reference.node_paths(tree.tokens[0].tolist(), tree.parents[0])
+    assert (1, 2, 3, 9, 5) in paths and (1, 2, 3, 4, 5) in paths
+    state.append(0, [1, 2, 0])  # neither answer has the last one
+    tree = session.draft([8])
+    assert {(9, 5, 6), (4, 5, 6)} <= set(reference.node_paths(tree.tokens[0].tolist(), tree.parents[0]))

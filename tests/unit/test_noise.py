@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hf_specgen.random_state import kept, take
+from hf_specgen.random_state import NoiseSeed, NoiseSeeds, kept, take
 from hf_specgen.verification import coupled
 from hf_specgen.verification.base import INVALID, argmax, exponential_race
-from hf_specgen.verification.coupled import NoiseBuffer, check_multinomial
+from hf_specgen.verification.coupled import NoiseBuffer, RowNoise, check_multinomial, weights_hash
 
 CPU = torch.device("cpu")
 VOCAB = 17
@@ -152,3 +152,57 @@ def test_exponential_race_with_nan_is_invalid() -> None:
     """Would catch: a token sampled from scores that are no distribution."""
     weights = torch.tensor([[[0.1, 0.9], [0.5, float("nan")]]])
     assert exponential_race(weights, torch.ones(1, 2, 2)).tolist() == [[1, INVALID]]
+
+
+def test_row_noise_of_a_row_depends_on_its_seed_alone() -> None:
+    """Would catch: rows that share noise, or noise that depends on the batch or on how far other rows are."""
+    rows = RowNoise([5, 6, 5], VOCAB, CPU, torch.float32)
+    rows.at([[0], [3], [1]])
+    together = rows.at([[4], [4], [4]])[:, 0]
+    alone = [NoiseBuffer(1, VOCAB, seeded(seed)).at([[4]])[0, 0] for seed in (5, 6)]
+    assert torch.equal(together, torch.stack([alone[0], alone[1], alone[0]]))
+    rows.release(9)
+    assert rows.capacity == NoiseBuffer(3, VOCAB, seeded(5)).capacity
+
+
+def taken(seeds: NoiseSeeds, weights: int, rows: int) -> list[NoiseSeed]:
+    """The seeds of a group of samples, which are kept with its number as their answer."""
+    group = [seeds.take([1, 2], weights) for _ in range(rows)]
+    for seed in group:
+        seeds.keep([1, 2], seed, [weights])
+    return group
+
+
+def test_noise_seeds_are_taken_in_order_and_never_twice_by_the_same_weights() -> None:
+    """Would catch: samples of a group, or of equal weights, that depend on each other."""
+    seeds = NoiseSeeds()
+    first, again, second = (taken(seeds, weights, 3) for weights in (7, 7, 8))
+    numbers = [[one.seed for one in group] for group in (first, again, second)]
+    assert len({*numbers[0], *numbers[1]}) == 6, "new noise where nothing has changed"
+    assert numbers[2] == numbers[0] and [list(one.answer) for one in second] == [[7]] * 3
+    third = taken(seeds, 9, 4)
+    assert [one.seed for one in third[:3]] == numbers[0], "those of the last weights come first"
+    assert third[3].seed == numbers[1][0]
+    before = {number for group in numbers for number in group}
+    assert not before & {one.seed for one in taken(seeds, 7, 9)}, "weights that come back"
+    assert seeds.take([1, 3], 9).answer == ()
+
+
+def test_noise_seeds_are_bounded_and_forgotten() -> None:
+    """Would catch: memory that grows with every prompt."""
+    seeds = NoiseSeeds(max_seeds=3)
+    for prompt in range(5):
+        seeds.keep([prompt], seeds.take([prompt], 1), [prompt])
+    answers = [list(seeds.take([prompt], 2).answer) for prompt in range(5)]
+    assert answers == [[], [], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_hash_changes_with_the_weights_alone(dtype: torch.dtype) -> None:
+    """Would catch: a training step that is not seen, so that no noise is used again; equal weights that differ."""
+    model = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.LayerNorm(70)).to(dtype)
+    before = weights_hash(model)
+    assert weights_hash(model) == before == weights_hash(model.train())
+    with torch.no_grad():
+        model[0].weight.mul_(1.01)
+    assert weights_hash(model) != before
