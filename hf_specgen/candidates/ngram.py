@@ -17,10 +17,9 @@ Efficient Lossless Data Compression Systems" (1993), method D, for the odds of a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from math import exp, inf
+from math import exp
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from hf_specgen.candidates.best_first import SearchLimits, SearchSession, Search
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.ngram_history import ALIGNED, NEAR, OLDER, OWN, NgramHistory, Occurrence
-from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, NgramIndex, common_length
+from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, CopySource, NgramIndex
 from hf_specgen.depth import Policy
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import verified_nodes
@@ -57,8 +56,6 @@ FREQUENT_TOKENS = 48
 NEW_TOKEN_ODDS = 0.84
 NEW_TOKEN_ODDS_PER_TOKEN = 0.66
 """Odds of a token that no occurrence proposes: these, and more for each different token that is proposed."""
-MAX_SKIPPED = 3
-"""New tokens that are not in the copied text, after which copying may still resume behind the last token copied."""
 MAX_OCCURRENCES = 24
 """Occurrences that vote, in the row's text and in the history each: with 12, summaries take 0.6% more steps."""
 
@@ -299,50 +296,6 @@ class RowText:
     def _kind(self, position: int) -> int:
         """The kind of an occurrence in the row's own text or in an expected output."""
         return next((source.kind for source in self._sources if source.is_near(position)), OWN)
-
-
-@dataclass
-class CopySource:
-    """A text in the index of a row that tokens are copied from: an expected output, or the row's own text.
-
-    Args:
-        kind: of occurrences close to the position.
-        first, end: where the text is.
-        position: that after the token that was copied last, -1 for none.
-        skipped: the differing tokens that were appended since.
-    """
-
-    kind: int
-    first: int
-    end: float = inf
-    position: int = -1
-    skipped: int = 0
-
-    def is_near(self, position: int) -> bool:
-        """Whether a position is at, or shortly after, the one that was copied from last."""
-        return 0 <= self.position <= position < min(self.position + 33, self.end)
-
-    def resumed(self) -> list[int]:
-        """Positions at which copying continues, begins, or resumes after a few tokens were replaced or inserted."""
-        if self.position < 0 or self.skipped > MAX_SKIPPED:
-            return []
-        return [place for place in (self.position + self.skipped, self.position) if place < self.end]
-
-    def follow(self, tokens: Sequence[int], text: Sequence[int], matches: Mapping[int, int]) -> None:
-        """Move to the occurrence that begins with most of the new tokens, the nearest one if several do.
-
-        `matches` of the end of the row's text have the length of each by its position.
-        """
-        matches = {place: length for place, length in matches.items() if self.first <= place < self.end}
-        lengths = dict.fromkeys(self.resumed(), 0) | matches
-        places = [place for place, length in lengths.items() if length != 1 or self.is_near(place)]
-        agreed = {place: common_length(text[place : place + len(tokens)], tokens) for place in places}
-        best = max(places, key=lambda one: (agreed[one], self.is_near(one), lengths[one], one), default=-1)
-        if best >= 0 and agreed[best]:
-            self.position = best + agreed[best]
-            self.skipped = len(tokens) - agreed[best]
-        else:
-            self.skipped += len(tokens)
 
 
 class MatchOdds:

@@ -11,7 +11,9 @@ section 4, for hash chains that are abandoned after a number of links.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +37,8 @@ POWERS = np.array(
 )
 """`[CONTEXT + 1, levels]` weights of the last tokens in the hash of the n-gram of each level."""
 LEVELS = np.arange(len(ORDERS))
+MAX_SKIPPED = 3
+"""New tokens that are not in the copied text, after which copying may still resume behind the last token copied."""
 
 
 class NgramIndex:
@@ -121,6 +125,50 @@ class NgramIndex:
     def _buckets(self, windows: NDArray[np.uint64]) -> NDArray[np.int64]:
         """`[n, levels]` places in the tables of the n-grams at the ends of `[n, CONTEXT + 1]` tokens."""
         return (windows @ POWERS % np.uint64(self._capacity)).astype(np.int64) + self._capacity * LEVELS
+
+
+@dataclass
+class CopySource:
+    """A text in the index of a row that tokens are copied from: an expected output, or the row's own text.
+
+    Args:
+        kind: of occurrences close to the position.
+        first, end: where the text is.
+        position: that after the token that was copied last, -1 for none.
+        skipped: the differing tokens that were appended since.
+    """
+
+    kind: int
+    first: int
+    end: float = inf
+    position: int = -1
+    skipped: int = 0
+
+    def is_near(self, position: int) -> bool:
+        """Whether a position is at, or shortly after, the one that was copied from last."""
+        return 0 <= self.position <= position < min(self.position + 33, self.end)
+
+    def resumed(self) -> list[int]:
+        """Positions at which copying continues, begins, or resumes after a few tokens were replaced or inserted."""
+        if self.position < 0 or self.skipped > MAX_SKIPPED:
+            return []
+        return [place for place in (self.position + self.skipped, self.position) if place < self.end]
+
+    def follow(self, tokens: Sequence[int], text: Sequence[int], matches: Mapping[int, int]) -> None:
+        """Move to the occurrence that begins with most of the new tokens, the nearest one if several do.
+
+        `matches` of the end of the row's text have the length of each by its position.
+        """
+        matches = {place: length for place, length in matches.items() if self.first <= place < self.end}
+        lengths = dict.fromkeys(self.resumed(), 0) | matches
+        places = [place for place, length in lengths.items() if length != 1 or self.is_near(place)]
+        agreed = {place: common_length(text[place : place + len(tokens)], tokens) for place in places}
+        best = max(places, key=lambda one: (agreed[one], self.is_near(one), lengths[one], one), default=-1)
+        if best >= 0 and agreed[best]:
+            self.position = best + agreed[best]
+            self.skipped = len(tokens) - agreed[best]
+        else:
+            self.skipped += len(tokens)
 
 
 def _padded(tokens: Sequence[int], length: int) -> NDArray[np.uint64]:
