@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -33,7 +33,7 @@ from hf_specgen.targets.inputs import (
     prompt_columns,
     without_router_loss,
 )
-from hf_specgen.targets.model_parts import compares_slots, decoder_argument, layer_kinds, text_config
+from hf_specgen.targets.model_parts import compares_slots, decoder_argument, image_layers, layer_kinds, text_config
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length, check_model
@@ -356,12 +356,13 @@ def _problems(
             f"{type(model).__name__} selects keys by positions that it compares with cache slots, so that what padded "
             "rows select depends on the length of others; give prompts of equal length, without padding"
         )
-    if getattr(text_config(model), "cross_attention_layers", None) and model_kwargs.get("pixel_values") is not None:
-        yield (
-            f"{type(model).__name__} keeps images in layers of the cache that are cut with the text when a draft token "
-            "is rejected; call generate() without candidate_generator= for prompts with images"
-        )
     cache = model_kwargs.get(compat.CACHE)
+    reads_images = model_kwargs.get("pixel_values") is not None and bool(image_layers(text_config(model)))
+    if reads_images and (type(cache) is not DynamicCache or cache.offloading):
+        yield (
+            f"{type(model).__name__} reads the keys of images from the layers of its cache, which must then hold them "
+            'as they are; leave cache_implementation= out, or give "dynamic"'
+        )
     if mask is not None and mask.dim() == 2:
         columns = mask.shape[1]
         cached = 0 if cache is None or not layer_kinds(text_config(model)) else int(cache.get_seq_length())

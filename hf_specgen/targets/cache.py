@@ -11,16 +11,16 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
 
-from hf_specgen.targets.cache_layer import RaggedLayer
+from hf_specgen.targets.cache_layer import ImageLayer, RaggedLayer
 from hf_specgen.targets.compact_layers import OffloadedLayer, layer_like
-from hf_specgen.targets.model_parts import WITHOUT_ATTENTION
+from hf_specgen.targets.model_parts import WITHOUT_ATTENTION, image_layers
 from hf_specgen.targets.state_cache import LayerStates
 
 MAX_DRAFT_SLOTS = 64
@@ -45,7 +45,10 @@ class RaggedCache(Cache):
         """The cache of a model with this config: layers with a sliding window drop what is outside of it."""
         types, settings = get_layer_types_and_kwargs(config)
         attends = [layer_type not in WITHOUT_ATTENTION for layer_type in types]
-        return cls(max_slots, list(map(RaggedLayer, [one.get("sliding_window") for one in settings], attends)))
+        layers = list(map(RaggedLayer, [one.get("sliding_window") for one in settings], attends))
+        for index in image_layers(config):
+            layers[index] = ImageLayer()
+        return cls(max_slots, layers)
 
     @property
     def first_visible(self) -> int:
@@ -60,7 +63,7 @@ class RaggedCache(Cache):
     @property
     def is_plain(self) -> bool:
         """Whether the buffers of all layers are keys and values on the device of the layer."""
-        return all(type(layer) is RaggedLayer for layer in self.layers) and (
+        return all(type(layer) in (RaggedLayer, ImageLayer) for layer in self.layers) and (
             self.layer_class_to_replicate is RaggedLayer
         )
 
@@ -196,14 +199,15 @@ class RaggedCache(Cache):
             part.move(*on_device[_device(part)])
 
     @classmethod
-    def from_dynamic(cls, cache: Cache, max_slots: int | None = None) -> RaggedCache:
+    def from_dynamic(cls, cache: Cache, max_slots: int | None = None, of_images: Collection[int] = ()) -> RaggedCache:
         """Take over the contents of a cache of Transformers, whose rows are equally long, see `RaggedLayer.take_over`.
 
-        The layers are offloaded or quantized as those of that cache are.
+        The layers are offloaded or quantized as those of that cache are; those at the indices `of_images` hold images.
         """
         result = cls(max_slots)
         layers: list[Any] = list(cache.layers)
-        lengths = [0, *(int(layer.get_seq_length()) for layer in layers if isinstance(layer, CacheLayerMixin))]
+        of_text = [layer for index, layer in enumerate(layers) if index not in of_images]
+        lengths = [0, *(int(layer.get_seq_length()) for layer in of_text if isinstance(layer, CacheLayerMixin))]
         slots = result._slots_for(max(lengths))
         offloads = getattr(cache, "offloading", False)
         if offloads:
@@ -212,7 +216,7 @@ class RaggedCache(Cache):
                 result.layer_class_to_replicate = OffloadedLayer
         for index, layer in enumerate(layers):
             is_offloaded = offloads and not (cache.only_non_sliding and getattr(layer, "is_sliding", False))
-            result.layers.append(new := layer_like(layer, is_offloaded))
+            result.layers.append(new := ImageLayer() if index in of_images else layer_like(layer, is_offloaded))
             if isinstance(layer, CacheLayerMixin):
                 new.take_over(layer, slots)
                 new.take_over_index(layer)

@@ -235,6 +235,46 @@ class RaggedLayer(CacheLayerMixin):
         self.set_lengths(self.lengths + other.lengths)
 
 
+class ImageLayer(RaggedLayer):
+    """Keys and values of images that a layer of a decoder attends to, as in Mllama: no rollback of the text cuts them.
+
+    The model reads `keys` and `values` themselves, which therefore have no spare slots; `lengths` of text are empty.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the states of further images."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.lengths = ()
+        self.keys = torch.cat([self.keys, key_states], dim=2)
+        self.values = torch.cat([self.values, value_states], dim=2)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2] if self.is_initialized else 0
+
+    def take_over(self, layer: Any, slots: int) -> None:
+        if layer.get_seq_length():
+            self.update(layer.keys, layer.values)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.keys, self.values = self.keys[indices], self.values[indices]
+
+    def append_rows(self, other: RaggedLayer) -> None:
+        self.keys, self.values = torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values])
+
+    def reserve(self, width: int) -> None:
+        """Do nothing, as the following methods: this is no text."""
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        pass
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        pass
+
+
 def _resized(buffer: torch.Tensor, dropped: int, capacity: int) -> torch.Tensor:
     """The slots of a buffer from `dropped` on, in a new buffer of `capacity` slots."""
     batch, heads, slots, head_dim = buffer.shape

@@ -20,7 +20,7 @@ from hf_specgen import compat
 from hf_specgen.device_tree import DeviceTree, Frontier, PassTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.hooks import treats_rows_alike
-from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, text_config
+from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, image_layers, text_config
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
 ROUTER_LOGITS = "output_router_logits"
@@ -29,6 +29,8 @@ OWN_ARGUMENTS = {"inputs_embeds", compat.CACHE, "logits_to_keep", "use_cache", R
 """What the target passes itself, besides `TOKEN_ARGUMENTS` under the names that the decoder has for them."""
 TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "text", "moe_mm_token_type_ids": "text"}
 """Arguments with one value per token, and what generated tokens have: the last token's, or that of text (0)."""
+IMAGE_MASK = "cross_attention_mask"
+"""Which images each token attends to, `[batch, tokens, images, tiles]`; generated tokens as the last one (Mllama)."""
 UNLIMITED = 2**31
 """A position that no text reaches."""
 
@@ -257,8 +259,24 @@ class CallInputs:
             prepared = prepare(last, next_sequence_length=1, use_cache=True, **kwargs)
             self._extra = {name: value for name, value in prepared.items() if name not in own and value is not None}
             self._extra |= without_router_loss(self._model)
-        types = {name: self._extra[name].expand(-1, tokens) for name in TOKEN_TYPES.keys() & self._extra.keys()}
-        return {**self._extra, **types}
+            if IMAGE_MASK not in self._extra and (seen := _all_images(self._model, cache)) is not None:
+                self._extra[IMAGE_MASK] = seen
+        by_token = {name: self._extra[name] for name in {*TOKEN_TYPES, IMAGE_MASK} & self._extra.keys()}
+        repeated = {name: value.expand(-1, tokens, *value.shape[2:]) for name, value in by_token.items()}
+        return {**self._extra, **repeated}
+
+
+def _all_images(model: PreTrainedModel, cache: Any) -> torch.Tensor | None:
+    """`[batch, 1, 1, tiles]` ones, where the cache holds images: without a mask SDPA hides some of them from a draft.
+
+    Of several tokens it shows the first one the first key, the second one two, and so on.
+    """
+    held = [cache.layers[index] for index in image_layers(text_config(model)) if index < len(cache.layers)]
+    if not any(layer.is_initialized for layer in held):
+        return None
+    keys: torch.Tensor = held[0].keys
+    patches = cast(Any, model.base_model).vision_model.num_patches
+    return keys.new_ones(len(keys), 1, 1, keys.shape[2] // patches)
 
 
 def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
@@ -331,7 +349,7 @@ def call_cache(
             )
         if problem := _cache_problem(given, config, generation_config, input_ids, mask):
             raise ValueError(problem)
-        return RaggedCache.from_dynamic(given, slots)
+        return RaggedCache.from_dynamic(given, slots, image_layers(config))
     if keeps_all:
         return RaggedCache(None if slots is None else slots + 128)  # for the padding of captured passes
     return RaggedCache.for_model(config, slots)

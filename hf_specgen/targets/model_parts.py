@@ -66,6 +66,11 @@ def layer_kinds(config: Any) -> set[str]:
     return {"full_attention"}
 
 
+def image_layers(config: Any) -> tuple[int, ...]:
+    """The layers of a decoder that attend to images, whose keys they keep in the cache (Mllama)."""
+    return tuple(getattr(config, "cross_attention_layers", None) or ())
+
+
 def keeps_state(config: Any) -> bool:
     """Whether a model has convolutions or recurrent states."""
     return not set(STATE_TYPES).isdisjoint(getattr(config, "layer_types", None) or ())

@@ -16,7 +16,7 @@ from hf_specgen.targets.cuda_graphs import CAPTURES
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.targets.hidden_states import HiddenStateReplayTarget, HiddenStateRowTarget, HiddenStateTarget
 from hf_specgen.targets.inputs import PreparedCall, accompanying_inputs
-from hf_specgen.targets.model_parts import has_special_layers, layer_kinds, text_config
+from hf_specgen.targets.model_parts import has_special_layers, image_layers, layer_kinds, text_config
 from hf_specgen.targets.replay_target import ReplayTarget, needs_replay
 from hf_specgen.targets.row_target import RowTarget
 from hf_specgen.targets.support import first_problem
@@ -144,6 +144,7 @@ def _capture_problem(
         "keeps convolutions, recurrent states or indices in its cache, which captured passes do not write": (
             has_special_layers(config)
         ),
+        "attends to images in layers of their own, whose keys captured passes do not read": bool(image_layers(config)),
         "runs under torch.autocast, which casts weights in every pass": torch.is_autocast_enabled(device),
         "gets inputs beside text, and passes over text are captured": bool(accompanying_inputs(model_kwargs)),
         "was given a cache without the slots outside of sliding windows, which captured passes need": (
