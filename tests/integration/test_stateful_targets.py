@@ -18,6 +18,9 @@ import hf_specgen
 from hf_specgen import CombinedCandidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
 from hf_specgen.compat import CACHE
 from hf_specgen.targets.replay_queue import MAX_UNCACHED, ReplayQueue
+from tests.checkpoints import cases
+from tests.checkpoints.inputs import with_media
+from tests.checkpoints.table import CHECKPOINTS
 from tests.fuzz.scripted import RandomDepths
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
@@ -108,6 +111,16 @@ def test_later_turns_after_an_image_same_tokens(kind: str, speculative: tuple[in
             inputs["mm_token_type_ids"] = (ids == FEATURE_TOKEN).long()
         answers.append(output.sequences)
     assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("name", ["two turns", "draft model", "oracle, sampled"])
+def test_layers_that_attend_to_images_same_tokens(name: str) -> None:
+    """Would catch: keys of images that are cut with the text, that a pass sees in part, or that a later turn loses."""
+    checkpoint = next(row for row in CHECKPOINTS if row.kind == "mllama")
+    case = next(case for case in cases.CASES if case.name == name)
+    result = cases.run(cases.build(checkpoint), lambda model, batch: with_media(checkpoint, model, batch), case)
+    assert result.status == cases.SAME, result.detail
+    assert result.accepted > 0 or case.turns > 1  # answers of the first turn are no drafts for the second
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
