@@ -58,7 +58,7 @@ def section() -> str:
     lines = [
         "| checkpoint | class | text | image or audio | published heads | refused because |",
         "|---|---|---|---|---|---|",
-        *(_line(row, results[row.name]) for row in CHECKPOINTS),
+        *(_line(row, results[row.name]) for row in CHECKPOINTS if row.name in results),
     ]
     return "\n".join(lines) + "\n"
 

@@ -66,17 +66,17 @@ def _model(kind: str, more: str, batch: int) -> tuple[Any, Any]:
     return (stateful_model(kind) if kind in STATEFUL else tiny_model(kind)), prompts(batch)
 
 
-def page(results: dict[str, str]) -> str:
+def page(by_name: dict[str, str]) -> str:
     """The documentation page of these results, with the introduction and the table that it has."""
     groups = {TREES: "Draft trees and batches", CHAINS: "Chains and batches", ONE_ROW: "One prompt at a time"}
     parts = [PAGE.read_text(encoding="utf-8").split("\n| checkpoint ")[0], "\n", checkpoints.section()]
     parts.append(TYPES)
     for status, title in groups.items():
-        names = [name for name, result in results.items() if result == status]
+        names = [name for name, result in by_name.items() if result == status]
         if names:
             parts.append(f"\n## {title}\n\n{', '.join(f'`{name}`' for name in names)}\n")
     refused: dict[str, list[str]] = {}
-    for name, result in results.items():
+    for name, result in by_name.items():
         if result not in groups:
             reason = result.removesuffix("; call generate() without candidate_generator=").replace("|", "/")
             refused.setdefault(reason, []).append(f"`{name}`")
@@ -85,19 +85,25 @@ def page(results: dict[str, str]) -> str:
     return "".join(parts) + f"\n## Not tried\n\n{checkpoints.untried_section()}"
 
 
+def results() -> dict[str, str]:
+    """What is recorded, by name."""
+    recorded: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return dict(sorted(recorded.items()))
+
+
 def main() -> None:
     """Try every architecture that has no result yet."""
-    results: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    found = results()
     for name in NAMES:
-        if name not in results:
+        if name not in found:
             try:
-                results[name] = outcome(name)
+                found[name] = outcome(name)
             except Exception as error:
                 print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
                 continue
-            print(f"{name}: {results[name]}", flush=True)
-            RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(dict(sorted(results.items()))), encoding="utf-8")
+            print(f"{name}: {found[name]}", flush=True)
+            RESULTS.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(dict(sorted(found.items()))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""Classes of published checkpoints, as `python -m tests.checkpoints` tries all of them; a few of each kind here."""
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.checkpoints import page
+from tests.checkpoints.cases import CASES, CRASH, DIFFERENT, PLAIN_FAILS, SAME, SIBLINGS, run_all
+from tests.checkpoints.table import CHECKPOINTS
+from tests.helpers import architecture_list
+
+SUBSET = [
+    *("gpt-oss", "Falcon-H1", "Qwen3.5, 3.6, 3.8 (dense)", "Gemma 4 E2B, E4B", "PaliGemma", "Mistral Small 4"),
+    *("Llama 4", "Qwen2-Audio", "T5Gemma 2", "TrOCR", "DeepSeek-V4"),
+]
+"""One of each kind: windows, states, several axes of positions, inputs of layers, own positions, wrappers, audio …"""
+QUICK = [case for case in CASES if case.name == f"{SIBLINGS}, batch"]
+ROWS = {row.name: row for row in CHECKPOINTS}
+
+
+@pytest.mark.parametrize("name", SUBSET)
+def test_class_of_a_checkpoint_as_recorded(name: str) -> None:
+    """Would catch: a class that is refused or differs since a change, and one whose refusal the page still has."""
+    found = page.result(run_all(ROWS[name], QUICK))
+    expected = page.recorded()["checkpoints"][name]
+    assert {kind: status for kind, (status, _) in found.items()} == {kind: expected[kind][0] for kind in found}
+
+
+def test_every_checkpoint_has_a_result_that_is_right_or_a_refusal() -> None:
+    """Would catch: a line of the table that nobody ran, one that was renamed, and a recorded difference."""
+    results = page.recorded()["checkpoints"]
+    assert list(results) == list(ROWS)
+    statuses = {status for result in results.values() for status, _ in result.values()}
+    assert not statuses & {CRASH, DIFFERENT, SAME}
+    unread = [name for name, result in results.items() if all(status == PLAIN_FAILS for status, _ in result.values())]
+    assert unread in ([], ["Gemma 3n"]), "plain generate fails with text and image; say why on the page"
+
+
+def test_page_has_the_table_and_the_lists_of_the_records() -> None:
+    """Would catch: a result, a head or a type that was changed in one of both."""
+    assert architecture_list.PAGE.read_text(encoding="utf-8") == architecture_list.page(architecture_list.results())
+
+
+def test_every_type_of_transformers_is_tried_or_named_as_untried() -> None:
+    """Would catch: a type that a newer Transformers adds and that nobody tries."""
+    unlisted = page.unlisted()
+    assert not unlisted, f"new types: add a line to tests/checkpoints/table.py, or to 'untried': {', '.join(unlisted)}"
+
+
+def test_new_type_is_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test before has power."""
+    monkeypatch.setitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "made_up", "MadeUpForCausalLM")
+    assert page.unlisted() == ["made_up"]
