@@ -140,7 +140,12 @@ class RaggedCache(Cache):
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Keep the first `lengths[b]` slots of row b; the others will be overwritten."""
-        lengths = tuple(lengths)
+        lengths, present = tuple(lengths), self.lengths
+        if any(state.lengths != present for state in self._states.values() if state.is_initialized):
+            raise ValueError(
+                "its layers cache other columns of a convolution than one for each token, so that those of rejected "
+                "draft tokens cannot be removed"
+            )
         for part in self._filled:
             part.set_lengths(lengths)
 

@@ -211,7 +211,8 @@ class CallInputs:
         if not 0 < (positions := cache.get_seq_length() - before) <= tokens:
             raise ValueError(
                 f"the model cached {positions} positions for a prompt of {tokens} tokens; models that add "
-                "positions of their own (prefix or prompt tuning) do not work with candidate_generator="
+                "positions of their own (images without placeholders, prefix or prompt tuning) do not work with "
+                "candidate_generator="
             )
         return cast(torch.Tensor, outputs.logits)
 

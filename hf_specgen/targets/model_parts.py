@@ -29,6 +29,8 @@ WITHOUT_CACHE = ("dummy", "moe", "mlp")
 
 MASKS_PADDING = ("glm5_next_text",)
 """Types of models whose indexed attention takes a mask of padding alone, and sees the slots up to a query's own."""
+TAKES_2D_MASK = ("kosmos_2_text_model",)
+"""Types of models that take a mask of padding alone, and place tokens by the length of the cache."""
 TAKES_ONE_MASK = ("paligemma",)
 """Types of models that give one mask to layers of all kinds; their decoders take one for each kind."""
 

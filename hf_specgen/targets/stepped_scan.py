@@ -1,7 +1,11 @@
-"""Passes over several tokens for Mamba-1 layers, whose scan over more than one token begins at an empty state.
+"""Passes over several tokens for Mamba layers whose scan over them computes something else than one token at a time.
 
-Such a layer continues its state in a pass over one token alone. So a pass over a draft gives these layers its tokens
-one after the other, while attention and all other layers read them together::
+| layer | its scan over several tokens | so a pass over a draft |
+|---|---|---|
+| Mamba-1 | begins at an empty state | gives it the tokens one after the other |
+| Mamba-2 with a limit of the time step | limits the time step, unlike passes over one token | lifts the limit |
+
+Attention and all other layers read the tokens of a pass together::
 
     pass    attention   a b c d        one call
             Mamba-1     a, b, c, d     four calls, each continues the state of the one before
@@ -9,7 +13,9 @@ one after the other, while attention and all other layers read them together::
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,15 +28,31 @@ from hf_specgen.targets.cache import RaggedCache
 
 SCAN = "mamba_selective_scan"
 """The function of Transformers, in a model's own file, that takes no initial state."""
+LIMIT = "time_step_limit"
+"""The attribute of Mamba-2 layers with the lowest and the highest time step, which their scan alone reads."""
+NO_LIMIT = (0.0, math.inf)
 
 
 def scanning_layers(model: nn.Module) -> list[Any]:
-    """The Mamba-1 layers of a model."""
-    return [
-        module
-        for module in model.modules()
-        if type(module).__name__.endswith("Mixer") and hasattr(inspect.getmodule(type(module)), SCAN)
-    ]
+    """The layers of a model that this file is about."""
+    mixers = [module for module in model.modules() if type(module).__name__.endswith("Mixer")]
+    return [layer for layer in mixers if hasattr(inspect.getmodule(type(layer)), SCAN) or _has_limit(layer)]
+
+
+def _has_limit(layer: Any) -> bool:
+    return tuple(getattr(layer, LIMIT, NO_LIMIT)) != NO_LIMIT
+
+
+def _without_limit(layer: Any) -> Any:
+    """A Mamba-2 layer with the same weights, whose scan computes what passes over one token do.
+
+    None for another layer, and where another library has replaced the layer's `forward`, which a copy would not have.
+    """
+    if not _has_limit(layer) or "forward" in vars(layer):
+        return None
+    unlimited = copy.copy(layer)
+    setattr(unlimited, LIMIT, NO_LIMIT)
+    return unlimited
 
 
 @contextmanager
@@ -52,6 +74,7 @@ class _Steps:
 
     def __init__(self, layer: Any, cache: RaggedCache):
         self._layer = layer
+        self._unlimited = _without_limit(layer)
         self._states = cache.layer_states(layer.layer_idx)
         self._start = self._states.present
         self._thread = threading.get_ident()
@@ -64,10 +87,10 @@ class _Steps:
         if not is_ours or tokens.shape[1] == 1 or not self._states.recurrent:
             return None
         self._start = self._states.present
-        *first, last = tokens.split(1, dim=1)
-        for token in first:
-            arguments, keywords = _with_states(token, args, kwargs)
-            self._outputs.append(self._layer.forward(*arguments, **keywords))
+        *first, last = tokens.split(1, dim=1) if self._unlimited is None else (tokens[:, :-1], tokens[:, -1:])
+        for part in first:
+            arguments, keywords = _with_states(part, args, kwargs)
+            self._outputs.append((self._unlimited or self._layer).forward(*arguments, **keywords))
         return _with_states(last, args, kwargs)
 
     def after(self, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from hf_specgen.libraries import has_virtual_tokens, uses_activated_lora
 from hf_specgen.targets.model_parts import (
     INDEXED_TYPES,
     STATE_TYPES,
+    TAKES_2D_MASK,
     WITHOUT_CACHE,
     decoder,
     is_causal_kernel,
@@ -83,12 +84,16 @@ def check_architecture(model: PreTrainedModel) -> None:
     problems = {
         f"keeps a state outside of a cache, {state}": compat.is_stateful(model)
         and (compat.CACHE not in arguments or any(hasattr(module, "recurrent_states") for module in model.modules())),
+        f"reads a part of its recording in each step and keeps a state of it (encoder_cache), {state}": (
+            "encoder_cache" in arguments
+        ),
         f"keeps a state in layers of type {unknown}, {state}": bool(unknown),
         f"uses attention implementation {implementation!r}, and what masks it takes is not known; load the model with "
         "attn_implementation='sdpa' or 'eager'": implementation not in ATTENTION_IMPLEMENTATIONS and not is_causal,
         f"has layers of type {masked}, whose mask {implementation!r} does not take; load the model with "
         "attn_implementation='sdpa'": bool(masked),
         f"derives positions from a 2-D mask (ALiBi){place}": places_tokens and bool(getattr(config, "alibi", False)),
+        f"takes a mask of padding alone{place}": config.model_type in TAKES_2D_MASK,
         f"takes no position_ids{place}": places_tokens and "position_ids" not in arguments and bool(kinds),
         f"builds its local attention mask inside the layers{place}": (
             places_tokens and "local" in (getattr(config, "attention_layers", None) or ())

@@ -79,13 +79,14 @@ class Target:
         passed: Any = model_kwargs.get(compat.CACHE)
         self.returns_cache = compat.is_user_defined(passed)
         """Whether the caller of `generate` gave a cache, and so sees its contents even if only tokens are returned."""
-        reads_encoder = "encoder_outputs" in model_kwargs
-        self._passed_cache = passed.self_attention_cache if reads_encoder else passed
+        self._passed_cache = getattr(passed, "self_attention_cache", passed)
         call = self._config, generation_config, input_ids, model_kwargs.get("attention_mask")
         self.cache = call_cache(self._passed_cache, *call, keeps_all=bool(self._graphs))
         self._model_cache: Any = self.cache
-        if reads_encoder:
-            self._model_cache = EncoderDecoderCache(self.cache, passed.cross_attention_cache)
+        if "encoder_outputs" in model_kwargs or "encoder_hidden_states" in model_kwargs:
+            # A decoder alone wraps a cache of Transformers so itself.
+            of_encoder = getattr(passed, "cross_attention_cache", DynamicCache())
+            self._model_cache = EncoderDecoderCache(self.cache, of_encoder)
 
     @property
     def rows(self) -> list[int]:

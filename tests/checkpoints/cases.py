@@ -1,6 +1,5 @@
 """Runs the cases of a checkpoint: speculation and plain `generate()` with the same inputs and seed."""
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto import modeling_auto
 
 from hf_specgen import DraftModelCandidates, NgramCandidates
-from hf_specgen.compat import CACHE
+from hf_specgen.compat import CACHE, has_own_decoding
 from hf_specgen.targets.model_parts import keeps_state
 from tests.checkpoints import inputs
 from tests.checkpoints.configs import FIRST_SPECIAL, tiny_config
@@ -49,9 +48,11 @@ def _oracle(accuracy: float, branching: bool = False) -> Callable[[Any, Answers]
 
 
 def _draft(model: Any, _: Answers) -> Any:
-    """A model of the same class; where layers have a state, which a draft may not have, a decoder with attention."""
+    """A model of the same class; a text model where layers have a state, or the class reads no text alone (BLIP)."""
     has_state = keeps_state(model.config.get_text_config(decoder=True))
-    return DraftModelCandidates(tiny_model("llama") if has_state else perturbed_copy(model, noise=0.1), k=3)
+    of_images = model.main_input_name == "pixel_values" and not model.config.is_encoder_decoder
+    draft = tiny_model("llama") if has_state or of_images else perturbed_copy(model, noise=0.1)
+    return DraftModelCandidates(draft, k=3)
 
 
 SIBLINGS = "oracle with wrong siblings"
@@ -89,7 +90,7 @@ def class_name(checkpoint: Checkpoint) -> str:
     return checkpoint.architecture or next(table[checkpoint.kind] for table in tables if checkpoint.kind in table)
 
 
-def build(checkpoint: Checkpoint, eager: bool = False) -> Any:
+def build(checkpoint: Checkpoint, eager: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """A random model of the checkpoint's class, with SDPA where there is one."""
     model_class = getattr(transformers, class_name(checkpoint))
     config = tiny_config(checkpoint.kind, **checkpoint.settings)
@@ -104,8 +105,9 @@ def build(checkpoint: Checkpoint, eager: bool = False) -> Any:
     settings.pad_token_id, settings.eos_token_id, settings.bos_token_id = 0, None, 1
     settings.decoder_start_token_id, settings.num_beams = 3, 1
     settings.forced_bos_token_id, settings.forced_eos_token_id = None, None
-    settings.suppress_tokens = list(range(FIRST_SPECIAL, VOCAB))  # a placeholder without its image is no text
-    return model.eval()
+    if not has_own_decoding(model):  # whose tokens may be those of codebooks
+        settings.suppress_tokens = list(range(FIRST_SPECIAL, VOCAB))  # a placeholder without its image is no text
+    return model.eval().to(dtype)
 
 
 def _spread(model: Any) -> None:
@@ -145,19 +147,17 @@ def run_all(checkpoint: Checkpoint, cases: list[Case] = CASES) -> dict[str, Outc
     outcomes = {}
     with llama4_repaired():
         try:
-            models = {eager: build(checkpoint, eager) for eager in {case.eager for case in cases}}
+            models = {key: build(checkpoint, *key) for key in {(case.eager, case.dtype) for case in cases}}
         except ImportError as error:  # of a library that only this class needs
             return {f"text: {case.name}": Outcome(PLAIN_FAILS, describe(error)) for case in cases}
         for kind, prompt in prompts.items():
             for case in cases:
-                outcomes[f"{kind}: {case.name}"] = run(models[case.eager], prompt, case)
+                outcomes[f"{kind}: {case.name}"] = run(models[case.eager, case.dtype], prompt, case)
     return outcomes
 
 
 def run(model: Any, prompt: Callable[[Any, int], Any], case: Case) -> Outcome:
     """Compare speculation with plain `generate` in one case."""
-    if case.dtype != torch.float32:
-        model = copy.deepcopy(model).to(case.dtype)
     prepared = {
         name: tensor.to(case.dtype) if tensor.is_floating_point() else tensor
         for name, tensor in prompt(model, case.batch).items()
@@ -165,19 +165,12 @@ def run(model: Any, prompt: Callable[[Any, int], Any], case: Case) -> Outcome:
     try:
         plain, after_plain = _generate(model, prepared, case, None)
     except Exception as error:
-        plain, after_plain, failure = None, None, error
-    generated = torch.zeros(case.batch, TOKENS, dtype=torch.long)
-    if plain is not None:
-        generated = _answers(plain[0])
+        return Outcome(PLAIN_FAILS, describe(error))
     try:
-        strategy = case.strategy(model, generated)
+        strategy = case.strategy(model, _answers(plain[0]))
         ours, after_ours = _generate(model, prepared, case, strategy)
     except Exception as error:
-        if is_refusal(error):
-            return Outcome(REFUSED, str(error))
-        return Outcome(CRASH, describe(error)) if plain is not None else Outcome(PLAIN_FAILS, describe(failure))
-    if plain is None or after_plain is None:
-        return Outcome(PLAIN_FAILS, describe(failure))
+        return Outcome(REFUSED, str(error)) if is_refusal(error) else Outcome(CRASH, describe(error))
     outcome = _compared(plain, ours, torch.equal(after_plain, after_ours), case)
     statistics = getattr(strategy, "speculation", None)
     return outcome._replace(accepted=statistics.accepted if statistics else 0)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from tests.checkpoints.configs import AUDIO_TOKEN, FIRST_SPECIAL, IMAGE_TOKEN
 from tests.checkpoints.table import Checkpoint
@@ -16,7 +17,7 @@ SIDE = 16
 PATCHES = 4
 """Patches of an image, in both directions."""
 TEXT_LENGTH = 12
-AUDIO = ("mel", "mel_seen", "wave")
+AUDIO = ("mel", "mel_seen", "mel_masked", "mel_last", "wave")
 
 
 def text(model: Any, batch: int) -> Inputs:
@@ -123,9 +124,21 @@ def _mllama(config: Any, batch: int, random: Random) -> Inputs:
     }
 
 
+def _crops(config: Any, batch: int, random: Random) -> Inputs:
+    """The whole image, and a crop that shows all of it."""
+    return {
+        "image_pixel_values": random(batch, 2, 3, SIDE, SIDE),
+        "image_sizes": torch.tensor([[SIDE, SIDE]] * batch),
+        "image_attention_mask": torch.ones(batch, 2, PATCHES, PATCHES),
+    }
+
+
 def _mel(config: Any, batch: int, random: Random) -> Inputs:
     audio = config.audio_config
-    return {"input_features": random(batch, audio.num_mel_bins, 2 * getattr(audio, "max_source_positions", 40))}
+    frames = 2 * getattr(audio, "max_source_positions", 40)
+    if hasattr(config, "audio_length_per_tok"):  # each token of the text reads some
+        frames = 60 * config.audio_length_per_tok
+    return {"input_features": random(batch, audio.num_mel_bins, frames)}
 
 
 def _mel_seen(config: Any, batch: int, random: Random) -> Inputs:
@@ -134,6 +147,20 @@ def _mel_seen(config: Any, batch: int, random: Random) -> Inputs:
         "input_features": features,
         "feature_attention_mask": torch.ones(batch, features.shape[2], dtype=torch.long),
     }
+
+
+def _mel_masked(config: Any, batch: int, random: Random) -> Inputs:
+    frames = 2 * getattr(config.audio_config, "n_window", 8)
+    features = random(batch, config.audio_config.num_mel_bins, frames)
+    return {"input_features": features, "input_features_mask": torch.ones(batch, frames, dtype=torch.long)}
+
+
+def _encoder_pixels_text(config: Any, batch: int, random: Random) -> Inputs:
+    """An image of 17 features before the text."""
+    text = _encoder_text(config, batch, random)
+    ids = pad(text["input_ids"], (PATCHES**2 + 1, 0), value=IMAGE_TOKEN)
+    mask = pad(text["attention_mask"], (PATCHES**2 + 1, 0), value=1)
+    return {"input_ids": ids, "attention_mask": mask, "pixel_values": random(batch, 3, SIDE, SIDE)}
 
 
 def _encoder_text(config: Any, batch: int, random: Random) -> Inputs:
@@ -158,6 +185,11 @@ MEDIA: dict[str, Callable[[Any, int, Random], Inputs]] = {
     "mllama": _mllama,
     "mel": _mel,
     "mel_seen": _mel_seen,
+    "mel_masked": _mel_masked,
+    "mel_last": lambda config, batch, random: {"input_features": random(batch, 30, config.encoder_config.input_dim)},
+    "crops": _crops,
+    "flat_patches": lambda config, batch, random: {"pixel_values": random(batch, PATCHES**2, 3 * config.patch_size**2)},
+    "encoder_pixels_text": _encoder_pixels_text,
     "encoder_text": _encoder_text,
     "encoder_mel": lambda config, batch, random: {"input_features": random(batch, config.num_mel_bins, 40)},
     "encoder_wave": lambda config, batch, random: {"input_values": random(batch, 16000)},

@@ -18,7 +18,7 @@ RECORD = Path(__file__).parents[1] / "assets" / "checkpoints.json"
 TYPES = Path(__file__).parents[1] / "assets" / "architectures.json"
 TREES, CHAINS = "trees", "chains"
 Result = dict[str, list[str]]
-"""By "text" and the kind of media: a status and the reason of refusals."""
+"""By "text" and the kind of media: the verdict in float32, the reason of refusals, the verdict in bfloat16."""
 
 
 def recorded() -> dict[str, Any]:
@@ -36,19 +36,19 @@ def record(results: dict[str, Result]) -> None:
 
 
 def result(outcomes: dict[str, Outcome]) -> Result:
-    """The verdicts of text and of media in float32: "trees", "chains", or one of `Verdict`."""
+    """The verdicts of text and of media; in float32 "trees" or "chains" in place of "same"."""
     by_kind: dict[str, dict[str, Outcome]] = {}
     for name, outcome in outcomes.items():
         kind, _, case = name.partition(": ")
-        if "bfloat16" not in case:
-            by_kind.setdefault(kind, {})[case] = outcome
+        by_kind.setdefault(kind, {})[case] = outcome
     results = {}
     for kind, of_kind in by_kind.items():
+        half = [of_kind.pop(case) for case in list(of_kind) if "bfloat16" in case]
         status, reason = verdict(list(of_kind.values()))
         if status == SAME:  # the first path of the trees with wrong siblings is always wrong
             accepted = sum(outcome.accepted for case, outcome in of_kind.items() if case.startswith(SIBLINGS))
             status = TREES if accepted else CHAINS
-        results[kind] = [status, reason]
+        results[kind] = [status, reason, verdict(half).status]
     return results
 
 
@@ -65,11 +65,12 @@ def section() -> str:
 
 def _line(row: Checkpoint, result: Result) -> str:
     text, media, reasons = "", "", list[str]()
-    for kind, (status, reason) in result.items():
+    for kind, (status, reason, half) in result.items():
+        shown = status if half in (SAME, status) else f"{status} ({half} in bfloat16)"
         if kind in ("text", "encoder_text"):
-            text = "" if status == PLAIN_FAILS else status
+            text = "" if status == PLAIN_FAILS else shown
         else:
-            media = f"{'audio' if kind.removeprefix('encoder_') in AUDIO else 'image'}: {status}"
+            media = f"{'audio' if kind.removeprefix('encoder_') in AUDIO else 'image'}: {shown}"
         if status != PLAIN_FAILS and reason not in reasons:
             reasons += [reason] * bool(reason)
     cells = (row.name, f"`{class_name(row)}`", text, media, row.heads, "; ".join(reasons).replace("|", "/"))

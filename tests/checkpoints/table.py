@@ -56,7 +56,11 @@ IMAGE_TO_TEXT = "vision-encoder-decoder"
 STATES: dict[str, Any] = {"layers": "lf", "linear_num_value_heads": 4}
 INDEXED = {"layers": ["linear_attention", "indexed_attention"], "indexer_n_heads": 4, "indexer_kv_heads": 1}
 QWEN4 = QWEN | MROPE | INDEXED | {"indexer_head_dim": 16, "indexer_budget": 6, "indexer_compress_ratio": 2}
-GLM_NEXT = {"num_key_value_heads": 4, "index_kpool": 2, "qk_rope_head_dim": 0}
+GLM_NEXT: dict[str, Any] = {
+    **{"num_key_value_heads": 4, "index_kpool": 2, "qk_rope_head_dim": 0, "linear_num_heads": 4, "linear_head_dim": 16},
+    "layers": ["linear_attention", "indexed_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
 KIMI = {"projection_hidden_size": 32}
 GEMMA_VISION = of("gemma4_vision", pooling_kernel_size=2)
 UNIFIED = of("gemma4_unified_vision")
@@ -72,6 +76,13 @@ MLLAMA_VISION = {
 LLAMA4 = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 128}
 ALL_FEATURES = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
 ONE_TILE = {"image_grid_pinpoints": [[16, 16]]}
+PHI_VISION = {"image_token_id": 98, "crop_size": 16}
+PHI_AUDIO = {"ext_pw_out_channel": 32, "nemo_conv_channels": 32, "depthwise_separable_out_channel": 32}
+GRANITE_SPEECH = {
+    "encoder_config": {"input_dim": 16, "hidden_dim": 32, "dim_head": 16, "output_dim": 8, "context_size": 8},
+    "projector_config": {"encoder_hidden_size": 32},
+}
+VIBE = {"num_filters": 2, "depths": [1] * 7}
 CSM = {
     "codec_config": {"upsample_groups": 32, "codebook_dim": 16, "vector_quantization_hidden_dimension": 16},
     "depth_decoder_config": {"backbone_hidden_size": 64},
@@ -129,7 +140,14 @@ CHECKPOINTS = [
     row("GLM-4.5V, GLM-4.6V", "glm4v_moe", "grid 4", text=rope(1, 1, 2)),
     row("GLM-4.6V-Flash", "glm46v", "grid 4", text=MROPE),
     row("GLM-OCR", "glm_ocr", "grid 4", text=MROPE),
-    row("GLM-5.3-Flash", "glm5_next", "grid 4", heads="DSpark, DFlash2", text=GLM_NEXT),
+    row(
+        "GLM-5.3-Flash",
+        "glm5_next",
+        "grid 4",
+        "DSpark, DFlash2",
+        text=GLM_NEXT,
+        vision={"projection_intermediate_size": 64},
+    ),
     row("ERNIE-4.5-VL", "ernie4_5_vl_moe", "grid 4", text={"moe_intermediate_size": [48, 32], **rope(3, 3, 2)}),
     row("PaddleOCR-VL", "paddleocr_vl", "grid_pixels 4", text=MROPE),
     row("EXAONE 4.5", "exaone4_5", "grid 4", text=MIXED),
@@ -174,7 +192,7 @@ CHECKPOINTS = [
     row("GOT-OCR 2", "got_ocr2", "pixels 1"),
     row("DeepSeek-VL", "deepseek_vl", "pixels 16"),
     row("MiniCPM-V 4.6", "minicpmv4_6", "minicpm 1", text=QWEN),
-    row("Phi-4-multimodal", "phi4_multimodal"),
+    row("Phi-4-multimodal", "phi4_multimodal", "crops 13", vision=PHI_VISION, audio_config=PHI_AUDIO),
     row("GIT", "git", "pixels"),
     row("BLIP", "blip", "pixels"),
     row("BLIP-2", "blip-2", "pixels 4"),
@@ -192,28 +210,28 @@ CHECKPOINTS = [
     row("ShieldGemma 2", "shieldgemma2", "pixels 4", text=MIXED),
     row("Qianfan-OCR", "qianfan_ocr", "pixels 4"),
     row("Step 3.7", "step3p7", "pixels 1", text={"sliding_window": 8}),
-    row("Fuyu", "fuyu"),
+    row("Fuyu", "fuyu", "flat_patches 16", patch_size=4),
     # Text and audio
     row("Qwen2-Audio", "qwen2_audio", "mel_seen 4"),
     row("Voxtral", "voxtral", "mel 8"),
     row("Voxtral Realtime", "voxtral_realtime", "mel"),
-    row("Granite Speech", "granite_speech"),
-    row("Qwen3-ASR", "qwen3_asr"),
-    row("Audio Flamingo 3", "audioflamingo3"),
-    row("GLM-ASR", "glmasr"),
+    row("Granite Speech", "granite_speech", "mel_last 6", **GRANITE_SPEECH),
+    row("Qwen3-ASR", "qwen3_asr", "mel_masked 13", audio_config={"downsample_hidden_size": 32}),
+    row("Audio Flamingo 3", "audioflamingo3", "mel_masked 4"),
+    row("GLM-ASR", "glmasr", "mel_masked 2", audio_config={"intermediate_size": 128}),
     row("CSM", "csm", architecture="CsmForConditionalGeneration", **CSM),
     row("Higgs Audio v2", "higgs_audio_v2", architecture="HiggsAudioV2ForConditionalGeneration"),
-    row("VibeVoice", "vibevoice"),
+    row("VibeVoice", "vibevoice", audio_config=VIBE, semantic_model_config=VIBE),
     # Encoder-decoders
     row("Whisper", "whisper", "encoder_mel", heads="distil-whisper"),
     row("Moonshine", "moonshine", "encoder_wave"),
     row("T5, FLAN-T5", "t5", "encoder_text"),
     row("T5Gemma", "t5gemma", "encoder_text", encoder=MIXED, decoder=MIXED),
-    row("T5Gemma 2", "t5gemma2", "encoder_text", heads="DSpark"),
+    row("T5Gemma 2", "t5gemma2", "encoder_text", "DSpark", encoder={"text_config": MIXED}, decoder=MIXED),
     row("BART", "bart", "encoder_text"),
     row("Marian", "marian", "encoder_text"),
     row("NLLB, M2M-100", "m2m_100", "encoder_text"),
-    row("Florence-2", "florence2", "encoder_text", vision=FLORENCE),
+    row("Florence-2", "florence2", "encoder_pixels_text", vision=FLORENCE),
     row("TrOCR", IMAGE_TO_TEXT, "encoder_pixels", encoder=of("vit"), decoder=decoder("trocr")),
     row("Donut", IMAGE_TO_TEXT, "encoder_pixels", encoder=SWIN, decoder=decoder("mbart")),
     row("ViT-GPT2", IMAGE_TO_TEXT, "encoder_pixels", encoder=of("vit"), decoder=decoder("gpt2")),

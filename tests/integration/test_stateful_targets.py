@@ -48,6 +48,20 @@ def test_model_that_counts_positions_in_the_cache_takes_one_row(kind: str) -> No
         assert_same_tokens(stateful_model(kind), prompts(2), ORACLES["sometimes"], max_new_tokens=14)
 
 
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2"])
+def test_time_steps_below_the_limit_of_a_scan_same_tokens(kind: str) -> None:
+    """Would catch: a scan over a draft that raises short time steps to its limit, as steps over one token do not."""
+    model = copy.deepcopy(stateful_model(kind))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter -= 4
+            elif parameter.dim() > 1:
+                parameter *= 6
+    statistics = assert_same_tokens(model, prompts(3), partial(Oracle, accuracy=0.6), max_new_tokens=14)
+    assert 0 < statistics.accepted < statistics.drafted
+
+
 def test_many_uncached_tokens_are_processed_in_a_pass_of_their_own() -> None:
     """Would catch: passes that grow without end where no draft is accepted whole, or tokens read twice."""
     model = stateful_model("qwen3_5_text")
