@@ -83,6 +83,10 @@ class ReplayQueue:
         self.is_in_pass = True
         return self._starts, reads
 
+    def replayed(self, row: int) -> int:
+        """How many tokens of a row the last pass has read before the new ones."""
+        return self._replayed[row]
+
     def align(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
         """`[batch, tokens of the pass, …]` values to `[batch, tokens, …]` of the new tokens alone."""
         positions = torch.tensor(self._replayed)[:, None] + torch.arange(tokens)

@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedModel
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier
 from hf_specgen.targets.inputs import PreparedCall, takes_positions
-from hf_specgen.targets.model_parts import decoder_config, may_have_recurrent_state
+from hf_specgen.targets.model_parts import decoder, decoder_config, may_have_recurrent_state
 from hf_specgen.targets.passes import PassOutput
 from hf_specgen.targets.replay_queue import MAX_ROW_SKEW, MAX_UNCACHED, ReplayQueue
 from hf_specgen.targets.stepped_scan import scanning_layers, stepped
@@ -30,6 +30,9 @@ class ReplayTarget(Target):
         common_start = counts_slots(prepared.model, prepared.model_kwargs)
         if common_start:
             self.max_row_skew = MAX_ROW_SKEW
+        self._skipped_token = _skipped_token(self.model) if common_start else None
+        self._read: list[list[int]] = []
+        """The tokens of each row in the last pass."""
         self._queue = ReplayQueue(self.batch, common_start)
         self._scanning_layers = scanning_layers(self.model)
         self._has_pending = True
@@ -67,8 +70,21 @@ class ReplayTarget(Target):
         if not self._queue.is_in_pass:  # after the prefill
             super().commit(paths)
             return
-        self._queue.commit([None if path is None else self._has_pending + len(path) for path in paths])
+        counts = [None if path is None else self._has_pending + len(path) for path in paths]
+        self._check_positions(counts)
+        self._queue.commit(counts)
         self._set_lengths(self._queue.cached)
+
+    def _check_positions(self, counts: Sequence[int | None]) -> None:
+        """Raise if tokens after a padding token are kept, whose positions a pass over several tokens counts without it."""
+        for row, tokens in enumerate(self._read if self._skipped_token is not None else ()):
+            kept = tokens[: self._queue.replayed(row) + (counts[row] or 0)]
+            if self._skipped_token in kept[:-1]:
+                raise ValueError(
+                    f"{type(self.model).__name__} does not count the padding token, {self._skipped_token}, which row {row} "
+                    "has generated, in the positions of a pass over several tokens; forbid it (suppress_tokens=) or call "
+                    "generate() without candidate_generator="
+                )
 
     def rewind(self, kept: Sequence[int]) -> None:
         if self._queue.is_in_pass:
@@ -99,6 +115,7 @@ class ReplayTarget(Target):
         takes_part = [row in present and (active is None or active[row]) for row in range(self.batch)]
         starts, texts = self._queue.next_pass(new, takes_part, limit)
         self._set_lengths(starts)
+        self._read = texts
         # A row without tokens gets padding, which the next pass overwrites like the padding on the right.
         texts = [tokens or [0] for tokens in texts]
         chains = DraftTree.chains([tokens[1:] for tokens in texts])
@@ -114,6 +131,12 @@ class ReplayTarget(Target):
             self._replay([()] * self.batch, takes_part, limit)
             queue.commit([0 if takes else None for takes in takes_part])
             self._set_lengths(queue.cached)
+
+
+def _skipped_token(model: PreTrainedModel) -> int | None:
+    """The padding token, if a decoder numbers the other tokens of a pass by what ids they have."""
+    modules = (module for module in decoder(model).modules() if hasattr(module, "create_position_ids_from_input_ids"))
+    return next((module.padding_idx for module in modules), None)
 
 
 def needs_replay(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:

@@ -130,6 +130,14 @@ TABLES = {
 }
 
 
+def test_generated_padding_token_whose_position_is_not_counted_is_refused() -> None:
+    """Would catch: other tokens after a padding token in the text, which M2M-100 skips when it numbers a pass."""
+    model = encoder_decoder("m2m_100")
+    arguments = {"candidate_generator": NgramCandidates(k=3), "max_new_tokens": 12, "do_sample": False}
+    with pytest.raises(ValueError, match="M2M100ForConditionalGeneration does not count the padding token, 0,"):
+        model.generate(**encoder_inputs("m2m_100", 1), **arguments, suppress_tokens=list(range(1, VOCAB)))
+
+
 @pytest.mark.parametrize("kind", TABLES)
 def test_drafts_stay_within_the_table_of_positions(kind: str) -> None:
     """Would catch: a draft token behind the last position, an index error in the embedding."""
