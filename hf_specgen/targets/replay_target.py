@@ -76,14 +76,14 @@ class ReplayTarget(Target):
         self._set_lengths(self._queue.cached)
 
     def _check_positions(self, counts: Sequence[int | None]) -> None:
-        """Raise if tokens after a padding token are kept, whose positions a pass over several tokens counts without it."""
+        """Raise if tokens after a padding token are kept: a pass over several tokens does not count it in positions."""
         for row, tokens in enumerate(self._read if self._skipped_token is not None else ()):
             kept = tokens[: self._queue.replayed(row) + (counts[row] or 0)]
             if self._skipped_token in kept[:-1]:
                 raise ValueError(
-                    f"{type(self.model).__name__} does not count the padding token, {self._skipped_token}, which row {row} "
-                    "has generated, in the positions of a pass over several tokens; forbid it (suppress_tokens=) or call "
-                    "generate() without candidate_generator="
+                    f"{type(self.model).__name__} does not count the padding token, {self._skipped_token}, which row "
+                    f"{row} has generated, in the positions of a pass over several tokens; forbid it "
+                    "(suppress_tokens=) or call generate() without candidate_generator="
                 )
 
     def rewind(self, kept: Sequence[int]) -> None:
