@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import yaml
+from accelerate import PartialState
+from safetensors import SafetensorError
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.utils.import_utils import is_torch_bf16_gpu_available as gpu_has_bf16
@@ -20,7 +25,7 @@ Config = TypeVar("Config")
 PRESETS = Path(__file__).with_name("presets.yaml")
 POSITIVE = (
     "max_length", "per_device_train_batch_size", "batch_size", "evaluation_per_domain", "evaluation_tokens",
-    "max_new_tokens", "anchors", "depth", "num_heads", "num_layers", "exit_layer", "rank",
+    "max_new_tokens", "anchors", "depth", "num_heads", "num_layers", "exit_layer", "rank", "limit",
 )  # fmt: skip
 LEAST = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(("learning_rate", "warmup_steps", "weight_decay", "seed"), 0)
 """Lowest values of the arguments of all recipes."""
@@ -96,8 +101,8 @@ class Arguments(DataArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         DataArguments.__post_init__(self)
-        if self.max_steps == 0:
-            raise ValueError("max_steps must be at least 1, or -1 for num_train_epochs, got 0")
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(f"max_steps must be at least 1, or -1 for num_train_epochs, got {self.max_steps}")
         if not self.loss or not set(self.loss) <= {"kl", "ce", "tv", "lk", "confidence"}:
             raise ValueError(f"loss must weigh some of kl, ce, tv and lk, got {dict(self.loss)}")
         if self.push_to_hub and not self.hub_model_id:
@@ -185,9 +190,62 @@ def _set_defaults(parser: ArgumentParser, values: Any, file: Path | None) -> Non
             raise ValueError(f"{file}: unknown key {name!r}; --help lists all keys")
 
 
-def launch(main: Callable[[], Any]) -> None:
-    """Run the script; an expected error ends it with one sentence instead of a traceback."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPED = "stopped; what was finished is kept, and the same command goes on"
+FULL_DISK = ("No space left on device", "PytorchStreamWriter failed writing", "inline_container")
+"""What Python and safetensors, and PyTorch, say when a file cannot be written."""
+
+
+@contextmanager
+def calling_at_signals(act: Callable[[], None]) -> Iterator[None]:
+    """Call a function at the first SIGINT or SIGTERM; the next one raises `KeyboardInterrupt`, as SIGINT does else."""
+
+    def handle(*_: Any) -> None:
+        for one in SIGNALS:
+            signal.signal(one, signal.default_int_handler)
+        act()
+
+    before = {one: signal.signal(one, handle) for one in SIGNALS}
     try:
-        main()
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@contextmanager
+def expected_errors() -> Iterator[None]:
+    """SIGTERM raises `KeyboardInterrupt`, and a full disk an `OSError` that says so, whatever was being written."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not any(text in str(error) for text in FULL_DISK):
+            raise
+        raise OSError("the disk is full; free some space and start again, with --resume true in training") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def launch(main: Callable[[], Any]) -> None:
+    """Run the script; a signal or an expected error ends it with one sentence instead of a traceback."""
+    name = Path(sys.argv[0]).name
+    try:
+        with expected_errors():
+            _check_processes()
+            main()
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt as stop:
+        print(f"{name}: {stop.args[0] if stop.args else STOPPED}", file=sys.stderr)
+        sys.exit(130)
+
+
+def _check_processes() -> None:
+    """Raise where `accelerate launch --cpu --num_processes 2` has started one process alone, as Accelerate 1 does."""
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in os.environ
+    if asked and "WORLD_SIZE" not in os.environ and PartialState(cpu=True).num_processes == 1:
+        raise ValueError(
+            "accelerate launch --cpu starts one process, whatever --num_processes says; for several processes on CPUs "
+            "use torchrun --nproc_per_node 2 instead of it"
+        )

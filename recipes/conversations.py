@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ def read_rows(source: str, split: str = "train", config: str | None = None, stre
     if next(iter(rows), None) is None:
         raise ValueError(f"{source} has no rows; training needs {FORMATS}")
     return rows
+
+
+@contextmanager
+def naming_row(number: int) -> Iterator[None]:
+    """Add the number of a row, counted from 0, to errors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"row {number + 1}: {error}") from None
 
 
 def domain_of(row: Row) -> str:
@@ -101,6 +111,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = {ALIASES.get(name, name): value for name, value in message.items() if value is not None}
     if "role" not in fields:
         raise ValueError(f"a message needs a role and its content, got {dict(message)!r:.80}")
+    if not isinstance(fields.get("content", ""), str | list):
+        raise ValueError(f"the content of a message must be a text, or a list of parts, got {fields['content']!r:.80}")
     return {"content": "", **fields, "role": ROLES.get(fields["role"], fields["role"])}
 
 
@@ -196,12 +208,15 @@ def _labelled(ids: list[int], answered: list[bool], max_length: int) -> Iterator
 def encoded(rows: Any, chat: ChatFormat, max_length: int, packing: bool = False) -> Any:
     """All conversations with an answer, encoded; `packing` fills rows of `max_length` tokens with several of them."""
 
-    def encode(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def encode(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         each = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-        found = [new for row in each for new in chat.encode(row, max_length)]
+        found = []
+        for number, row in zip(numbers, each, strict=True):
+            with naming_row(number):
+                found += chat.encode(row, max_length)
         return {name: [row[name] for row in found] for name in ("input_ids", "labels", "length")}
 
-    result = rows.map(encode, batched=True, remove_columns=list(next(iter(rows))))
+    result = rows.map(encode, with_indices=True, batched=True, remove_columns=list(next(iter(rows))))
     if packing:
         result = result.map(lambda columns: _packed(columns, max_length), batched=True)
     if next(iter(result), None) is None:

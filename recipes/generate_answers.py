@@ -7,7 +7,7 @@ Prompts are conversations in any format of training data; answers that these hav
 Prompts are divided among the processes and have a seed each, so the result does not depend on the number of processes;
 a drafter (`--drafter`, by default n-grams of the text) changes the speed alone.
 An interrupted run continues where it stopped: until all answers are there, they are kept in a folder beside OUTPUT, one
-for each choice of settings and prompts.
+for each choice of settings. A run with fewer or more prompts (`--limit`) uses those that are there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,14 @@ from huggingface_hub import InferenceClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arguments import DataArguments, Options, launch, option, parse
-from conversations import ChatFormat, Row, domain_of, first_of_domains, prompt_of, read_rows
+from conversations import ChatFormat, Row, domain_of, first_of_domains, naming_row, prompt_of, read_rows
 from hf_specgen import AutoCandidates, Completion, generate_many
-from hf_specgen.cli.generate import answer_missing, write_rows
+from hf_specgen.cli.generate import answer_missing, read_answers, write_rows
 
 Numbered = Sequence[tuple[int, Row]]
-"""Rows with their numbers among all."""
+"""Rows with their numbers, which decide the seeds of their answers."""
+ROWS_IN_ORDER = 512
+"""Rows that are answered before any of the next ones."""
 
 
 @dataclass(kw_only=True)
@@ -47,6 +48,7 @@ class AnswerArguments(DataArguments):
     server: str | None = option(default=None, help="URL of an OpenAI-compatible server that generates the answers")
     drafter: str | None = option(default=None, help="drafter of the target, for speculative decoding")
     exclude: str | None = option(default=None, help="conversations whose prompts are not used, such as a test set")
+    limit: int | None = option(default=None, help="prompts to answer, a random choice; none: all")
     per_domain: Options = option(default_factory=Options, help="number of prompts by domain; default: for others")
     generation: Options = option(
         default_factory=Options, help="arguments of generate (of the server: of the API) by domain; default: for others"
@@ -63,22 +65,27 @@ def main(arguments: list[str] | None = None) -> None:
     if Path(args.output).exists():
         raise FileExistsError(f"{args.output} exists already; delete it, or give another --output")
     rows, generate = chosen_prompts(args), ask_server if args.server else local_answers
-    parts = folder_of(args, rows)
-    done = answer_missing(parts, range(len(rows)), lambda mine: generate(args, [(n, rows[n]) for n in mine]))
+    parts = folder_of(args)
+    try:
+        done = answer_missing(parts, list(rows), lambda mine, rate: generate(args, [(n, rows[n]) for n in mine], rate))
+    except KeyboardInterrupt:
+        kept = len(read_answers(parts).keys() & rows.keys())
+        raise KeyboardInterrupt(f"stopped; {kept} of {len(rows)} answers are kept: the same command goes on") from None
     if state.is_main_process:
-        write_rows(Path(args.output), (done[number] for number in range(len(rows))))
-        shutil.rmtree(parts)
-        state.print(f"{args.output}: {len(done)} answers {dict(Counter(map(domain_of, done.values())))}")
+        write_rows(Path(args.output), (done[number] for number in rows))
+        if done.keys() <= rows.keys():
+            shutil.rmtree(parts)
+        state.print(f"{args.output}: {len(rows)} answers {dict(Counter(map(domain_of, rows.values())))}")
 
 
-def local_answers(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
+def local_answers(args: AnswerArguments, rows: Numbered, streamer: Any = None) -> Iterator[tuple[int, Row]]:
     """Answers of the target in this process, by speculative decoding."""
     chat = ChatFormat(AutoTokenizer.from_pretrained(args.target), args.chat_template_kwargs)
     model: Any = AutoModelForCausalLM.from_pretrained(args.target, **args.target_kwargs).eval()
     if not {"device_map", "quantization_config"} & args.target_kwargs.keys():
         model = model.to(PartialState().device)
     candidates = AutoCandidates.from_pretrained(args.drafter) if args.drafter else "auto"
-    call = {"max_new_tokens": args.max_new_tokens, "max_rows": args.batch_size}
+    call = {"max_new_tokens": args.max_new_tokens, "max_rows": args.batch_size, "streamer": streamer}
     return answer_rows(model, chat, rows, candidates, args.seed * 1_000_003, args.generation, **call)
 
 
@@ -96,13 +103,21 @@ def answer_rows(
 def completions(
     model: Any, chat: ChatFormat, rows: Numbered, candidates: Any, seed: int, generation: dict[str, Any], **call: Any
 ) -> Iterator[tuple[int, Completion]]:
-    """Generate answers to rows, domain by domain; `call` are arguments of `generate_many`."""
-    for _, group in groupby(sorted(rows, key=lambda one: domain_of(one[1])), lambda one: domain_of(one[1])):
-        members = sorted(group, key=lambda one: len(str(prompt_of(one[1]))))  # of similar length, side by side
-        settings = {"pad_token_id": chat.tokenizer.pad_token_id or 0, **generation_of(generation, members[0][1])}
-        prompts, seeds = [chat.prompt(row) for _, row in members], [seed + number for number, _ in members]
-        for found in generate_many(model, prompts, candidates, seed=seeds, **call, **settings):
-            yield members[found.index][0], found
+    """Generate answers to rows; `call` are arguments of `generate_many`.
+
+    Prompts with the same settings and of similar length run side by side, but only among `ROWS_IN_ORDER` rows: what a
+    stopped run has answered is of all domains and lengths, as the rows are.
+    """
+    for start in range(0, len(rows), ROWS_IN_ORDER):
+        some = sorted(rows[start : start + ROWS_IN_ORDER], key=lambda one: len(str(prompt_of(one[1]))))
+        groups: dict[str, list[tuple[int, Row]]] = {}
+        for one in some:
+            groups.setdefault(repr(generation_of(generation, one[1])), []).append(one)
+        for members in groups.values():
+            settings = {"pad_token_id": chat.tokenizer.pad_token_id or 0, **generation_of(generation, members[0][1])}
+            prompts, seeds = [chat.prompt(row) for _, row in members], [seed + number for number, _ in members]
+            for found in generate_many(model, prompts, candidates, seed=seeds, **call, **settings):
+                yield members[found.index][0], found
 
 
 def answered(row: Row, answer: str, finished: bool) -> Row:
@@ -119,7 +134,7 @@ def generation_of(generation: dict[str, Any], row: Row) -> dict[str, Any]:
     return dict(generation.get(domain_of(row), generation.get("default", {})))
 
 
-def ask_server(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row]]:
+def ask_server(args: AnswerArguments, rows: Numbered, streamer: Any = None) -> Iterator[tuple[int, Row]]:
     """Answers of an OpenAI-compatible server, to `batch_size` prompts at the same time."""
     client = InferenceClient(base_url=args.server)
     extra = {"chat_template_kwargs": dict(args.chat_template_kwargs)} if args.chat_template_kwargs else None
@@ -141,24 +156,42 @@ def ask_server(args: AnswerArguments, rows: Numbered) -> Iterator[tuple[int, Row
         yield from pool.map(ask, rows)
 
 
-def chosen_prompts(args: AnswerArguments) -> list[Row]:
-    """Different prompts, without the excluded ones: a random choice of the wanted number in each domain."""
+def chosen_prompts(args: AnswerArguments) -> dict[int, Row]:
+    """Different prompts by number, without the excluded ones: a random choice of the wanted number in each domain.
+
+    A number depends on prompt and domain alone, so that its answer is the same whatever else is answered.
+    """
     excluded = {_key(row) for row in read_rows(args.exclude)} if args.exclude else set()
-    prompts = {_key(row): row for row in read_rows(args.prompts, args.data_split, args.data_config)}
+    prompts: dict[str, Row] = {}
+    for place, row in enumerate(read_rows(args.prompts, args.data_split, args.data_config)):
+        with naming_row(place):
+            prompts[_key(row)] = row
     rows = [row for key, row in prompts.items() if key not in excluded]
     random.Random(args.seed).shuffle(rows)
-    return first_of_domains(rows, args.per_domain)
+    chosen = first_of_domains(rows, args.per_domain)[: args.limit]
+    digests = (hashlib.sha256((domain_of(row) + _key(row)).encode()).digest() for row in chosen)
+    return {int.from_bytes(digest[:7]): row for digest, row in zip(digests, chosen, strict=True)}
 
 
 def _key(row: Row) -> str:
     return json.dumps([prompt_of(row), row.get("tools")])
 
 
-def folder_of(args: AnswerArguments, rows: Sequence[Row]) -> Path:
-    """The folder for answers of an unfinished run, named by what they depend on: settings and prompts."""
-    settings = {name: value for name, value in asdict(args).items() if name not in ("output", "drafter", "batch_size")}
-    content = json.dumps([settings, [_key(row) for row in rows]])
-    return Path(f"{args.output}.{hashlib.sha256(content.encode()).hexdigest()[:16]}.parts")
+def folder_of(args: AnswerArguments) -> Path:
+    """The folder for answers of an unfinished run, named by the settings that they depend on."""
+    others = {
+        "output",
+        "drafter",
+        "batch_size",
+        "prompts",
+        "data_split",
+        "data_config",
+        "exclude",
+        "limit",
+        "per_domain",
+    }
+    settings = {name: value for name, value in asdict(args).items() if name not in others}
+    return Path(f"{args.output}.{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]}.parts")
 
 
 if __name__ == "__main__":

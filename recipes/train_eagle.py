@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -144,7 +143,10 @@ def _known_positions(bound: BoundHead, batch: Batch, features: torch.Tensor, cac
     return head(following, head.combine(features), batch["position_ids"], mask, cache)
 
 
-main = partial(run, EagleDrafter, EagleArguments, __doc__)
+def main(arguments: list[str] | None = None) -> tuple[float, int] | None:
+    """What the script does: `training.run` parses, checks, loads, trains, saves and measures."""
+    return run(EagleDrafter, EagleArguments, __doc__, arguments)
+
 
 if __name__ == "__main__":
     launch(main)

@@ -1,4 +1,4 @@
-"""Runs a recipe: checks, data, the target's states, `Trainer`, the result with its measured acceptance and its card."""
+"""Runs a recipe: checks, data, the target's states, `Trainer`, the result with its measured acceptance."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import json
 import math
 import shutil
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, cast
 
 import psutil
 import torch
-import transformers
-import yaml
 from accelerate import PartialState
+from accelerate.utils import reduce
 from datasets import Dataset
-from huggingface_hub import HfApi, ModelCard, ModelCardData
-from jinja2 import Template
-from transformers import AutoTokenizer, EvalPrediction, PreTrainedModel, Trainer, set_seed
+from huggingface_hub import HfApi
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, EvalPrediction, PreTrainedModel, Trainer, TrainerCallback, set_seed
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-from arguments import Arguments, differences, parse
+from arguments import Arguments, calling_at_signals, differences, parse
+from card import Measured, summary, write_card
 from conversations import (
     ChatFormat,
     StepSampler,
@@ -31,42 +31,39 @@ from conversations import (
     encoded,
     first_of_domains,
     messages_of,
+    naming_row,
     prompt_of,
     read_rows,
 )
 from drafter import Drafter
 from generate_answers import Numbered, answer_rows, completions
-from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates, __version__
-from hf_specgen.call_statistics import Statistics
-from hf_specgen.candidates.auto import chat_template_hash
+from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates
 from hf_specgen.heads.source import source_errors
+from hf_specgen.targets.model_parts import output_matrix
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
 
 RUN = "run.json"  # file in the output folder: the arguments that decide the result
-RECORD = "training.json"  # file beside the weights: for which target, chat template and length they were trained
 RESULTS = ("README.md", "config.json", "adapter_config.json", "model.safetensors")
+FEW_STEPS = 100
+"""Steps below which a warning is printed: published heads took thousands."""
 LENGTHENED = ("max_steps", "num_train_epochs")  # arguments that may change when a run is resumed
-TEMPLATES = Path(__file__).with_name("templates")
 UNDRAFTED = NgramCandidates(policy=FixedDepth(0))
 """Plain decoding, with the same passes in all processes, which a sharded target needs."""
 
 
 def run(
     recipe: type[Drafter], arguments_class: type[Any], documentation: str | None, arguments: list[str] | None = None
-) -> None:
-    """Everything that a recipe's script does: parse, check, load, train, save, measure."""
+) -> tuple[float, int] | None:
+    """Everything that a recipe's script does: parse, check, load, train, save, measure.
+
+    A dry run returns the seconds of a step and the number of steps.
+    """
     args = parse(arguments_class, documentation, arguments)
     check_arguments(args)
     with source_errors(args.target):
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    chat = ChatFormat(tokenizer, args.chat_template_kwargs)
-    source = read_rows(args.data, args.data_split, args.data_config, args.streaming)
-    messages_of(next(iter(source)))  # refuses other columns now, and below not after the training
-    asked = read_rows(args.evaluation) if args.evaluation else []
-    prompts = list(enumerate(first_of_domains(asked, {"default": args.evaluation_per_domain})))
-    for _, row in prompts:
-        prompt_of(row)
-    needs_answers = bool(prompts) and (args.eval_strategy != "no" or args.simulate)
+        chat = ChatFormat(AutoTokenizer.from_pretrained(args.target), args.chat_template_kwargs)
+    source, prompts = read_data(args)
+    needs_answers = bool(prompts) and not args.dry_run and (args.eval_strategy != "no" or args.simulate)
     folders = [Path(args.features or "") / name for name in ("train", "evaluation")[: 1 + needs_answers]]
     is_complete = args.features is not None and all(map(is_stored, folders))
     target = target_without_layers(args) if is_complete else load_target(args)
@@ -77,12 +74,13 @@ def run(
     check_row_count(data, args.rows_per_step)
     set_seed(args.seed)
     drafter = recipe(args, target, data)
+    sizes = check_space(args, drafter, 0 if is_complete or not args.features else sum(data["length"]))
+    rows, held_out = data, None
 
     def answers() -> Any:
         return encoded(target_answers(args, drafter.target, chat, prompts), chat, args.max_length)
 
-    rows, held_out = data, None
-    if args.features:
+    if args.features and (is_complete or not args.dry_run):
         tokens, call = [data["input_ids"][:], data["labels"][:]], [prompts, args.generation, args.evaluation_tokens]
         rows = stored_states(args, drafter, "train", tokens, lambda: data)
         held_out = stored_states(args, drafter, "evaluation", call, answers) if needs_answers else None
@@ -90,16 +88,28 @@ def run(
     elif needs_answers:
         held_out = answers()
     del target
-    trainer = DrafterTrainer(args, drafter, tokenizer.pad_token_id or 0, rows, held_out)
+    trainer = DrafterTrainer(args, drafter, chat.tokenizer.pad_token_id or 0, rows, held_out)
     if args.simulate:
         return trainer.log_metrics("eval", trainer.evaluate())
     if args.dry_run:
-        return trainer.dry_run()
+        return trainer.dry_run(sizes)
     if PartialState().is_main_process:
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         (Path(args.output_dir) / RUN).write_text(json.dumps(args.own_values(), indent=2) + "\n", encoding="utf-8")
-    trainer.train(resume_from_checkpoint=last_checkpoint(args) if args.resume else None)
+    trainer.train_until_stopped(last_checkpoint(args) if args.resume else None)
     finish(recipe, trainer, data, chat, prompts)
+    return None
+
+
+def read_data(args: Arguments) -> tuple[Any, Numbered]:
+    """The rows to train on and the held-out prompts; other columns are refused now, and not after the training."""
+    source = read_rows(args.data, args.data_split, args.data_config, args.streaming)
+    messages_of(next(iter(source)))
+    asked = read_rows(args.evaluation) if args.evaluation else []
+    prompts = list(enumerate(first_of_domains(asked, {"default": args.evaluation_per_domain})))
+    for number, row in prompts:
+        with naming_row(number):
+            prompt_of(row)
+    return source, prompts
 
 
 def check_arguments(args: Arguments) -> None:
@@ -127,6 +137,9 @@ def check_arguments(args: Arguments) -> None:
     elif args.overwrite and PartialState().is_main_process:
         for old in folder.glob("checkpoint-*"):
             shutil.rmtree(old)
+    if PartialState().is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()  # raises where nothing can be written
     for callback in get_reporting_integration_callbacks(args.report_to):
         try:
             callback()
@@ -141,10 +154,49 @@ def check_arguments(args: Arguments) -> None:
     args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]  # streamed batches differ in width
 
 
+def with_resume(args: Arguments) -> str:
+    """What has to be added to a command that is to go on."""
+    return "" if args.resume else ", with --resume true"
+
+
+def check_space(args: Arguments, drafter: Drafter, tokens: int) -> str:
+    """What the run will write, as a text; raises where a disk has no space for it; `tokens`: of hidden states."""
+    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
+    matrix, kept = output_matrix(drafter.target).weight, args.save_total_limit or 1
+    sizes = {args.output_dir: 12 * trained * (1 + kept)}  # weights and two moments in float32; one is written more
+    if tokens:
+        sizes[str(args.features)] = tokens * (len(drafter.layers) + 1) * matrix.shape[1] * matrix.element_size()
+    texts = []
+    for name, size in sizes.items():
+        path = Path(name).absolute()
+        free = shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
+        written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        texts.append(f"{name}: up to {size / 2**30:.2f} GiB, free {free / 2**30:.2f} GiB")
+        if size - written > free:
+            raise ValueError(
+                f"{texts[-1]}; give a folder on another disk, or train on fewer rows or without --features"
+            )
+    return "\n".join(texts)
+
+
 def last_checkpoint(args: Arguments) -> str | None:
     """The last complete checkpoint in the output folder; `Trainer` writes its state last."""
     found = Path(args.output_dir).glob("checkpoint-*/trainer_state.json")
     return str(max((path.parent for path in found), key=lambda path: int(path.name.split("-")[1]), default="")) or None
+
+
+class StopAtSignals(TrainerCallback):
+    """Ends a run in all processes, with a checkpoint, once a stop is requested in one of them."""
+
+    wanted = False
+
+    def request(self) -> None:
+        self.wanted = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_stopped = reduce(torch.tensor(float(self.wanted), device=args.device)) > 0
+        if is_stopped and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
 
 
 class DrafterTrainer(Trainer):
@@ -171,6 +223,23 @@ class DrafterTrainer(Trainer):
         self.begins.append(time.perf_counter())
         return super().training_step(*args, **kwargs)
 
+    def train_until_stopped(self, checkpoint: str | None) -> None:
+        """Train; SIGINT or SIGTERM ends the run after the step in work, with a checkpoint."""
+        if self.steps < FEW_STEPS:
+            PartialState().print(
+                f"only {self.steps} steps: {len(self.lengths)} rows, {self.recipe_args.rows_per_step} in a step; a "
+                "drafter needs hundreds at least: give more rows, more --num-train-epochs or a smaller --batch-size"
+            )
+        stop = StopAtSignals()
+        self.add_callback(stop)
+        with calling_at_signals(stop.request):
+            self.train(resume_from_checkpoint=checkpoint)
+        if self.state.global_step < self.state.max_steps:
+            raise KeyboardInterrupt(
+                f"stopped after step {self.state.global_step} of {self.state.max_steps}, which is saved in "
+                f"{self.args.output_dir}: the same command goes on{with_resume(self.recipe_args)}"
+            )
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, self.drafter.trained(state_dict or self.drafter.state_dict()))
 
@@ -182,11 +251,15 @@ class DrafterTrainer(Trainer):
         state = self.drafter.trained(self.accelerator.get_state_dict(self.model_wrapped) or {})
         return {name: tensor.cpu() for name, tensor in state.items()}
 
-    def dry_run(self) -> None:
-        """Train a step to warm up and three more, and print what the whole run would take."""
-        args, rows = self.recipe_args, self.recipe_args.rows_per_step
-        per_epoch = len(self.lengths) // rows
-        steps = args.max_steps if args.max_steps > 0 else math.ceil(per_epoch * args.num_train_epochs)
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        args, per_epoch = self.recipe_args, len(self.lengths) // self.recipe_args.rows_per_step
+        return args.max_steps if args.max_steps > 0 else math.ceil(per_epoch * args.num_train_epochs)
+
+    def dry_run(self, sizes: str) -> tuple[float, int]:
+        """Train a step to warm up and three more; print what the run takes, and return seconds a step and steps."""
+        args, steps, rows = self.recipe_args, self.steps, self.recipe_args.rows_per_step
         args.max_steps, args.save_strategy, args.eval_strategy, args.report_to = 4, "no", "no", []
         self.train()
         seconds = (time.perf_counter() - self.begins[args.gradient_accumulation_steps]) / 3
@@ -195,10 +268,11 @@ class DrafterTrainer(Trainer):
         is_gpu = args.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated() if is_gpu else psutil.Process().memory_info().rss
         PartialState().print(
-            f"trained parameters: {parameters:,}\nmemory: {memory / 2**30:.2f} GiB per process\n"
+            f"trained parameters: {parameters:,}\nmemory: {memory / 2**30:.2f} GiB per process\n{sizes}\n"
             f"steps: {steps:,} of {rows} rows\ntime: {seconds:.3f} s per step, {tokens / seconds:,.0f} tokens per "
             f"second, {steps * seconds / 3600:.2f} hours in all"
         )
+        return seconds, steps
 
 
 def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -218,34 +292,33 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
     weights, folder = trainer.trained_weights(), Path(args.output_dir)
     if any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in drafter.parameters()):
         drafter = recipe(args, drafter.target, rows)  # the trained one is sharded
+    trained = {"history": trainer.state.log_history, "rows": len(trainer.lengths)}
     if state.is_main_process:
         drafter.load_state_dict(weights, strict=False)
         drafter.eval().save(folder)
-        write_card(drafter, chat, trainer.state.log_history, {})
+        write_card(drafter, chat, {}, **trained)
     state.wait_for_everyone()
+    results: dict[str, Measured] = {}
     if prompts:
         target = load_target(args) if args.features else drafter.target
         drafter.use_target(target)
-        results = measure(args, target, chat, prompts, drafter.settings)
+        try:
+            results = measure(args, target, chat, prompts, drafter.settings)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"{folder} has the trained drafter, but its measurement was stopped: the same command "
+                f"measures it{with_resume(args)}"
+            ) from None
         if state.is_main_process:
-            write_card(drafter, chat, trainer.state.log_history, results)
+            write_card(drafter, chat, results, **trained)
+    state.print(summary(args, results))
     if args.hub_always_push and state.is_main_process:
         HfApi(token=args.hub_token).upload_folder(
             repo_id=str(args.hub_model_id),
             folder_path=folder,
-            ignore_patterns=["checkpoint*", "*/checkpoint*", "runs/*", "wandb/*", "training_args.bin"],
+            ignore_patterns=["checkpoint*", "*/checkpoint*", "runs/*", "wandb/*", "training_args.bin", RUN],
         )
     state.wait_for_everyone()
-
-
-@dataclass
-class Measured:
-    """What was counted in the generations of one domain: with chains, with trees; whether tokens are those of plain."""
-
-    chain: Statistics = field(default_factory=lambda: Statistics([]))
-    tree: Statistics = field(default_factory=lambda: Statistics([]))
-    identical: int = 0
-    prompts: int = 0
 
 
 def target_answers(args: Arguments, target: PreTrainedModel, chat: ChatFormat, prompts: Numbered) -> Dataset:
@@ -263,10 +336,15 @@ def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Numbered, s
     load, policy = AutoCandidates.from_pretrained, FixedDepth()
     drafters = [load(args.output_dir, policy=policy, **settings(with_tree)) for with_tree in (False, True)]
     call = {"max_new_tokens": args.evaluation_tokens, "max_rows": 16}
+    bar: Any = {"total": len(prompts), "unit": "prompt", "disable": not PartialState().is_main_process}
     with torch.random.fork_rng():
         plain, chains, trees = (
-            dict(completions(target, chat, prompts, drafter, 0, args.generation, **call))
-            for drafter in (UNDRAFTED, *drafters)
+            dict(
+                tqdm(
+                    completions(target, chat, prompts, drafter, 0, args.generation, **call), f"measuring {name}", **bar
+                )
+            )
+            for name, drafter in zip(("plain generate", "chains", "trees"), (UNDRAFTED, *drafters), strict=True)
         )
     results: dict[str, Measured] = {}
     for number, row in prompts:
@@ -276,40 +354,3 @@ def measure(args: Arguments, target: Any, chat: ChatFormat, prompts: Numbered, s
         result.identical += chains[number].tokens == tokens == trees[number].tokens
         result.prompts += 1
     return results
-
-
-def write_card(drafter: Any, chat: ChatFormat, history: list[dict[str, Any]], results: dict[str, Measured]) -> None:
-    """Write card, record and custom code into the output folder."""
-    args, folder = drafter.args, Path(drafter.args.output_dir)
-    record = {"target": args.target, "chat_template": chat_template_hash(chat.tokenizer)}
-    record |= {"chat_template_kwargs": dict(args.chat_template_kwargs), "max_length": args.max_length}
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    write_custom_generate(folder, args.hub_model_id or args.output_dir)
-    data = ModelCardData(
-        library_name=drafter.library,
-        tags=["speculative-decoding", "hf_specgen"],
-        base_model=args.target if not Path(args.target).exists() else None,  # ids of the Hub only
-    )
-    trained = sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad)
-    card = ModelCard.from_template(
-        data,
-        str(TEMPLATES / "card.md.j2"),
-        title=folder.name,
-        name=args.hub_model_id or args.output_dir,
-        drafter=drafter,
-        args=args,
-        parameters=trained / 1e6,
-        results=results,
-        dtype=str(drafter.target.dtype).removeprefix("torch."),
-        arguments=yaml.safe_dump(args.own_values(), sort_keys=False),
-        loss=next((entry["loss"] for entry in reversed(history) if "loss" in entry), None),
-        versions=f"hf-specgen {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
-    )
-    card.save(folder / "README.md")
-
-
-def write_custom_generate(folder: Path, name: str) -> None:
-    """Write `custom_generate/generate.py` into the folder of a drafter that is loaded from `name`."""
-    path, template = folder / "custom_generate" / "generate.py", TEMPLATES / "custom_generate.py.j2"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(Template(template.read_text(encoding="utf-8")).render(name=name) + "\n", encoding="utf-8")

@@ -20,6 +20,7 @@ COMMANDS: dict[Any, tuple[str, str]] = {
     options.DoctorSettings: ("doctor", "doctor.show"),
     options.TuneSettings: ("tune", "doctor.tune"),
     options.FindSettings: ("find", "checkpoints.find"),
+    options.TrainSettings: ("train", "train.show"),
 }
 """By the options of a command its name, and the function that takes them."""
 

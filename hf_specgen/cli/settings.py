@@ -139,6 +139,25 @@ class GenerateSettings(AnswerSettings):
     seed: Annotated[int, Option(help="Seed; that of each row is its number added to it.")] = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Train a drafter: answers of the target, training, evaluation; the same command continues a stopped run.
+
+    What follows -- are arguments of the recipe.
+    """
+
+    model: Annotated[str, Argument(help="Hub id or folder of the target.")]
+    recipe_arguments: Annotated[list[str], Argument(help="Arguments of the recipe, after --.")] = NONE
+    data: Annotated[str, Option(help="Prompts: a .jsonl, .csv or .parquet file, a folder, or a dataset of the Hub.")]
+    kind: Annotated[
+        Literal["eagle3", "medusa", "dflash", "dspark", "draft", "layer-skip"], Option(help="What to train.")
+    ] = "eagle3"
+    hours: Annotated[float, Option(help="Time for everything: fewer answers and steps if it is short.", min=0.01)] = 8.0
+    output: Annotated[Path | None, Option(help="Folder for the result; MODEL-KIND if left out.")] = None
+    max_new_tokens: NewTokens = 256
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan with its times, and stop.")] = False
+
+
 @contextmanager
 def errors() -> Iterator[None]:
     """Prints an expected error as one sentence and exits with code 2; without messages of other libraries meanwhile."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from card import write_custom_generate
 from hf_specgen import EagleCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates
 from hf_specgen.candidates.auto import chat_template_hash
 from hf_specgen.heads import MedusaConfig, MedusaHeads, export_head, load_head, save_head
@@ -20,7 +21,6 @@ from tests.helpers.goodness_of_fit import fit_of_two_tokens
 from tests.helpers.head_fixtures import FIXTURES
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import small_llama
-from training import write_custom_generate
 
 HYDRA = {"reads_path": True}
 TGI = "medusa_lm_head.safetensors"

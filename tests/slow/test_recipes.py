@@ -108,7 +108,7 @@ def test_any_target_gets_any_drafter(folder: Path, tmp_path: Path, architecture:
     assert_drafts(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert "Loss at the end: 0." in card.text and ("1 of 1" in card.text) == (architecture == "gemma3_text")
-    assert "AutoCandidates" in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
+    assert str(tmp_path) not in card.content and not (tmp_path / "out" / "custom_generate").exists()
 
 
 class Interrupted(training.DrafterTrainer):
@@ -278,7 +278,8 @@ def test_the_hub_is_asked_before_training_and_gets_the_result(folder: Path, monk
         train_draft.main(arguments(folder, "pushed", "--layers", "0", *hub, "other/head"))
     train_draft.main(arguments(folder, "pushed", "--layers", "0", *hub, "user/draft"))
     assert calls[:2] == ["other/head", "user/draft"] and calls[2][0] == "user/draft" and calls[2][2] == "checkpoint*"
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training.json"} <= calls[2][1]
+    names = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training.json", "custom_generate"}
+    assert names <= calls[2][1] and "user/draft" in (folder / "pushed" / "custom_generate" / "generate.py").read_text()
     assert 'AutoCandidates.from_pretrained("user/draft")' in (folder / "pushed" / "README.md").read_text()
 
 

@@ -1,13 +1,15 @@
 """What recipes read: formats of conversations, labels, packing, the order of rows; arguments; resumed answers."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors import SafetensorError
 
-from arguments import Options, parse, preset
+from arguments import Options, calling_at_signals, launch, parse, preset
 from conversations import (
     IGNORED,
     ChatFormat,
@@ -21,7 +23,7 @@ from conversations import (
     read_rows,
 )
 from drafter import answer_numbers, choose_anchors
-from generate_answers import AnswerArguments, folder_of
+from generate_answers import AnswerArguments, chosen_prompts, folder_of
 from losses import later_pairs
 from tests.helpers.paths import ROOT
 from tests.helpers.recipes import write_rows
@@ -191,6 +193,7 @@ def test_presets_are_valid_for_every_recipe(recipe: Any, name: str) -> None:
         (["--stesp", "3"], "unknown option --stesp"),
         (["--steps", "many"], "invalid int value: 'many'"),
         (["--steps", "0"], "max_steps must be at least 1"),
+        (["--steps", "-5"], "max_steps must be at least 1, or -1 for num_train_epochs, got -5"),
         (["--learning-rate", "-1"], "learning_rate must be at least 0, got -1.0"),
         (["--learning-rate", "nan"], "learning_rate must be at least 0, got nan"),
         (["--batch-size", "4", "--micro-batch-size", "3"], "batch_size 4 must be a multiple of"),
@@ -224,7 +227,7 @@ def test_the_reference_preset_is_whole_for_every_recipe_and_names_files_that_exi
             assert (ROOT / value).exists(), f"{key}: {value}"
 
 
-PROMPTS = [{"domain": "math", "prompt": "1 + 1?"}, {"domain": "code", "prompt": "Sort a list."}]
+PROMPTS = [{"domain": "math", "prompt": "1 + 1?"}, {"domain": "code", "prompt": "Sort a list."}, {"prompt": "Hi."}]
 
 
 def answer_arguments(**changed: Any) -> AnswerArguments:
@@ -232,19 +235,89 @@ def answer_arguments(**changed: Any) -> AnswerArguments:
 
 
 @pytest.mark.parametrize(
-    ("changed", "prompts", "is_continued"),
+    ("changed", "is_continued"),
     [
-        ({"drafter": "org/head", "batch_size": 4}, PROMPTS, True),
-        ({"seed": 1}, PROMPTS, False),
-        ({"max_new_tokens": 9}, PROMPTS, False),
-        ({"generation": {"default": {}}}, PROMPTS, False),
-        ({}, PROMPTS[::-1], False),
+        ({"drafter": "org/head", "batch_size": 4}, True),
+        ({"prompts": "more.jsonl", "limit": 5, "per_domain": {"code": 1}}, True),
+        ({"seed": 1}, False),
+        ({"max_new_tokens": 9}, False),
+        ({"generation": {"default": {}}}, False),
     ],
 )
-def test_interrupted_answers_continue_with_their_own_settings(changed: Any, prompts: Any, is_continued: bool) -> None:
-    """Would catch: answers of two settings, or of other prompts of the same name, in one file."""
-    folder = folder_of(answer_arguments(**changed), prompts)
-    assert (folder == folder_of(answer_arguments(), PROMPTS)) == is_continued
+def test_interrupted_answers_continue_with_their_own_settings(changed: Any, is_continued: bool) -> None:
+    """Would catch: answers of two settings in one file, or a run of more prompts that begins anew."""
+    assert (folder_of(answer_arguments(**changed)) == folder_of(answer_arguments())) == is_continued
+
+
+def test_a_prompt_keeps_its_number_whatever_else_is_answered(tmp_path: Path) -> None:
+    """Would catch: the answer to another prompt, or one with another domain's settings, after the list has changed."""
+    write_rows(tmp_path / "few.jsonl", PROMPTS[1:])
+    write_rows(tmp_path / "all.jsonl", [PROMPTS[0], {**PROMPTS[1], "domain": "math"}, PROMPTS[2]])
+    few, more = (chosen_prompts(answer_arguments(prompts=str(tmp_path / f"{name}.jsonl"))) for name in ("few", "all"))
+    assert len(few) == 2 and len(more) == 3
+    assert [few[number]["prompt"] for number in few.keys() & more.keys()] == ["Hi."]
+    limited = chosen_prompts(answer_arguments(prompts=str(tmp_path / "all.jsonl"), limit=2))
+    assert list(limited.items()) == list(more.items())[:2]
+
+
+def test_errors_in_data_name_the_row(tokenizer: Any, tmp_path: Path) -> None:
+    """Would catch: an error in one of 500,000 rows that says nothing of where it is."""
+    rows = [{"prompt": "a", "response": "b", "text": None}, {"prompt": None, "response": "b", "text": None}]
+    with pytest.raises(ValueError, match="row 2: the data have the columns prompt, response, text, but"):
+        encoded(Dataset.from_list(rows), ChatFormat(tokenizer), 50)
+    write_rows(tmp_path / "numbers.jsonl", [{"prompt": 4}, {"prompt": 5}])
+    with pytest.raises(ValueError, match="row 1: the content of a message must be a text, or a list of parts, got 4"):
+        chosen_prompts(answer_arguments(prompts=str(tmp_path / "numbers.jsonl")))
+
+
+def failing(error: BaseException) -> Any:
+    def main() -> None:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(28, "No space left on device"), "the disk is full"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/3"), "the disk is full"),
+        (ValueError("depth must be at least 1"), "depth must be at least 1"),
+    ],
+)
+def test_launch_ends_with_one_sentence(error: Exception, code: str) -> None:
+    """Would catch: a traceback of 60 lines at the end of a run of hours, whose disk became full."""
+    with pytest.raises(SystemExit, match=code):
+        launch(failing(error))
+
+
+def test_launch_ends_with_one_sentence_at_sigterm(capsys: Any) -> None:
+    """Would catch: a scheduler's signal that ends a run without a word, and a handler that outlives it."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        launch(lambda: signal.raise_signal(signal.SIGTERM))
+    assert ended.value.code == 130 and "the same command goes on" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_first_signal_is_a_request_and_the_second_one_ends() -> None:
+    """Would catch: a checkpoint that Ctrl-C interrupts, or a run that Ctrl-C cannot end."""
+    requests: list[int] = []
+    with pytest.raises(KeyboardInterrupt), calling_at_signals(lambda: requests.append(1)):
+        signal.raise_signal(signal.SIGTERM)
+        assert requests == [1]
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_launch_refuses_what_accelerate_starts_once_on_cpus(monkeypatch: Any) -> None:
+    """Would catch: `accelerate launch --cpu --num_processes 2` that trains in one process without a word."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match=r"starts one process, whatever --num_processes says; .* use torchrun"):
+        launch(failing(AssertionError("it ran")))
 
 
 def test_check_arguments_to_resume_a_result_without_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""`hf-specgen train`: from prompts to a measured drafter, by the scripts of the folder `recipes`, in one process.
+
+A first measurement on a few prompts gives the time of everything. The plan is kept beside the result, so that the same
+command goes on with it: a stage that is done is left out, one that was stopped continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import typer
+
+import hf_specgen
+from hf_specgen.cli.checkpoints import without_weights
+from hf_specgen.cli.doctor import ranking
+from hf_specgen.cli.settings import TrainSettings, terminal
+from hf_specgen.evaluation import workloads
+from hf_specgen.evaluation.measure import Comparison, Variant, measure_call
+
+RECIPES = Path(hf_specgen.__file__).parents[1] / "recipes"
+SCRIPTS = {"eagle3": "train_eagle", "layer-skip": "train_layer_skip"}
+"""Recipes whose names are not those of the kind."""
+SIZES = {"0.5b": 2e9, "8b": 2e10, "70b": float("inf")}
+"""Presets of the recipes, and the number of parameters below which a target has that size."""
+FEW = 8
+"""Prompts by which times are measured in the beginning, and the speed in the end."""
+MEASURED = 64
+"""Answers whose time the measurements in the end take, about."""
+EPOCHS, LEAST_STEPS = 10, 300
+"""Passes over the answers, if the time is enough, and steps where that would be fewer."""
+
+
+def show(settings: TrainSettings) -> None:
+    """Plan, then run every stage that is not done; a signal ends it with a sentence that says how to go on."""
+    if not (RECIPES / "training.py").exists():
+        raise ValueError(
+            "hf-specgen train runs the scripts of the folder recipes/, which an installed package does not have: clone "
+            "the repository of hf-specgen and run pip install -e '.[train]' in it"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("hf-specgen train is one process; for several, start the recipes as docs/training.md says")
+    sys.path.insert(0, str(RECIPES))
+    arguments = import_module("arguments")
+    import_module("datasets").disable_progress_bars()
+    try:
+        with arguments.expected_errors():
+            _Training(settings).run()
+    except KeyboardInterrupt as stop:
+        typer.echo(f"hf-specgen train: {stop.args[0] if stop.args else arguments.STOPPED}", err=True)
+        raise typer.Exit(130) from None
+
+
+class _Training:
+    """One training: where its files are, and the recipes with their arguments."""
+
+    def __init__(self, settings: TrainSettings):
+        self.settings, self.console = settings, terminal()
+        names = ("arguments", "conversations", "generate_answers")
+        self.arguments, self.conversations, self.answers = map(import_module, names)
+        self.recipe = import_module(SCRIPTS.get(settings.kind, f"train_{settings.kind}"))
+        self.target = without_weights(workloads.checkpoint(settings.model))
+        self.output = settings.output or Path(f"{Path(settings.model).name}-{settings.kind}")
+        self.work = self.output.with_name(f"{self.output.name}-work")
+        self.held_out, self.data = self.work / "held-out.jsonl", self.work / "answers.jsonl.gz"
+        self.work.mkdir(parents=True, exist_ok=True)
+
+    def run(self) -> None:
+        plan = self.plan()
+        self.console.print(self.description(plan), highlight=False)
+        if self.settings.dry_run:
+            return
+        if not self.data.exists():
+            self.answers.main([*self.answer_arguments(), "--limit", str(plan["answers"])])
+        if not plan["trained"]:
+            self.recipe.main([*self.recipe_arguments(plan), "--data", str(self.data), "--resume", "true"])
+            self.keep(plan | {"trained": True})
+        self.compare()
+
+    def keep(self, plan: dict[str, Any]) -> dict[str, Any]:
+        """Write the plan; the file is complete whenever it is there."""
+        self.answers.write_rows(self.work / "plan.json", [plan])
+        return plan
+
+    def plan(self) -> dict[str, Any]:
+        """The plan of an earlier run with the same settings, or a new one."""
+        chosen = {
+            name: str(value) for name, value in asdict(self.settings).items() if name not in ("dry_run", "output")
+        }
+        file = self.work / "plan.json"
+        if not file.exists():
+            return self.keep({"settings": chosen, "trained": False, **self.measured_plan()})
+        plan: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if changed := self.arguments.differences(plan["settings"], chosen):
+            raise ValueError(f"{self.work} has a run with {changed}; give another --output, or delete that folder")
+        return plan
+
+    def measured_plan(self) -> dict[str, Any]:
+        """Hold out some prompts, answer a few others and train three steps on these answers: so all times are known.
+
+        The answers get half of the time at most; training gets what is left beside them, this plan and measurements.
+        """
+        started = perf_counter()
+        rows = list(self.conversations.read_rows(self.settings.data))
+        if len(rows) < 2 * FEW:
+            raise ValueError(f"{self.settings.data} has {len(rows)} rows; give at least {2 * FEW}, better thousands")
+        self.answers.write_rows(self.held_out, rows[:: max(5, len(rows) // 100)])
+        args = self.arguments.parse(self.answers.AnswerArguments, None, self.answer_arguments())
+        prompts = list(self.answers.chosen_prompts(args).items())
+        answers, begin = self.answers.local_answers(args, prompts[:FEW]), perf_counter()
+        found = [row for _, row in answers]
+        answer_time, hours = (perf_counter() - begin) / len(found), self.settings.hours
+        count = min(len(prompts), max(FEW, int(hours * 1800 / answer_time)))
+        batch = min(64, 2 ** ((count // 8).bit_length() - 1))
+        size = count * 2 * self.settings.max_new_tokens * 16 * self.target.config.get_text_config().hidden_size
+        plan = {"answers": count, "batch": batch, "steps": max(LEAST_STEPS, EPOCHS * count // batch)}
+        plan["features"] = size < shutil.disk_usage(self.work).free / 2  # four states of each token in float32
+        few = self.work / "few.jsonl"
+        self.answers.write_rows(few, found * -(-4 * batch // len(found)))
+        dry = ["--data", str(few), "--dry-run", "true"]
+        step_time, steps = self.recipe.main([*self.recipe_arguments(plan), *dry])
+        if steps == plan["steps"]:  # not chosen by an argument of the recipe
+            left = int((3600 * hours - (count + MEASURED) * answer_time - (perf_counter() - started)) / step_time)
+            steps = max(1, min(steps, left))
+        return plan | {"steps": steps, "seconds": [answer_time, step_time]}
+
+    def description(self, plan: dict[str, Any]) -> str:
+        """The stages with their times."""
+        answer, step = (seconds / 60 for seconds in plan["seconds"])
+        tokens, answers, steps, rows = self.settings.max_new_tokens, plan["answers"], plan["steps"], plan["batch"]
+        return (
+            f"1. {answers} answers of up to {tokens} tokens: {answers * answer:.1f} minutes\n"
+            f"2. hidden states and training, {steps} steps of {rows} rows: {steps * step:.1f} minutes\n"
+            f"3. measured on the prompts of {self.held_out}: about {MEASURED * answer:.1f} minutes\n"
+            f"the result will be in {self.output}, everything else in {self.work}; a stopped run continues with the "
+            "same command"
+        )
+
+    def answer_arguments(self) -> list[str]:
+        """The arguments of generate_answers.py."""
+        given = ["--target", self.settings.model, "--prompts", self.settings.data, "--exclude", str(self.held_out)]
+        return [*given, "--output", str(self.data), "--max-new-tokens", str(self.settings.max_new_tokens)]
+
+    def recipe_arguments(self, plan: dict[str, Any]) -> list[str]:
+        """The arguments of the recipe but for the data."""
+        size = next(name for name, most in SIZES.items() if self.target.num_parameters() < most)
+        micro = min(plan["batch"], self.arguments.preset(size, "")["per_device_train_batch_size"])
+        layers = self.target.config.get_text_config().num_hidden_layers
+        own = {"draft": ["--layers", *map(str, range(0, layers, 4))], "layer-skip": ["--exit-layer", str(layers // 2)]}
+        given = ["--preset", size, "--target", self.settings.model, "--output", str(self.output)]
+        given += ["--batch-size", str(plan["batch"]), "--micro-batch-size", str(micro), "--steps", str(plan["steps"])]
+        given += ["--evaluation", str(self.held_out), "--save-steps", "0.05", *own.get(self.settings.kind, [])]
+        if plan["features"]:
+            given += ["--features", str(self.work / "features")]
+        return [*given, *self.settings.recipe_arguments]
+
+    def compare(self) -> None:
+        """Print the speed of the result, of n-grams and of plain `generate` on held-out prompts."""
+        model, tokenizer = workloads.load(workloads.checkpoint(self.settings.model), "auto")
+        found = workloads.strategies([str(self.output)], tokenizer=tokenizer)
+        measured = Comparison([Variant(workloads.PLAIN, dict), *(one.variant(compile=False) for one in found)])
+        generation = workloads.generation_settings(self.settings.max_new_tokens, 0)
+        chat = self.conversations.ChatFormat(tokenizer)
+        for number, row in enumerate(list(self.conversations.read_rows(str(self.held_out)))[:FEW]):
+            ids = torch.tensor([chat.prompt(row)])
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            if number == 0:  # not counted: this loads drafters and prepares kernels
+                for variant in measured.variants:
+                    measure_call(model, inputs, variant, generation | {"max_new_tokens": 8}, 0)
+            for _ in measured.measure(model, inputs, generation):
+                pass
+        self.console.print(ranking(measured, f"{min(FEW, number + 1)} held-out prompts, greedy"))
+        self.console.print(f"model.generate(**inputs, candidate_generator={found[-1].code})", highlight=False)

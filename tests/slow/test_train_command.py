@@ -1,0 +1,122 @@
+"""`hf-specgen train`: from prompts to a drafter in one command; signals in every stage, after which it goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_specgen import AutoCandidates
+from hf_specgen.cli.__main__ import app
+from tests.helpers.cli import run
+from tests.helpers.paths import ROOT
+from tests.helpers.processes import started
+from tests.helpers.recipes import arguments, losses, write_rows
+
+SHORT = ["--max-new-tokens", "12", "--", "--steps", "8", "--max-length", "96", "--evaluation-tokens", "6"]
+SHORT += ["--disable-tqdm", "true"]
+KINDS = {
+    "eagle3": ["--depth", "2", "--anchors", "8"],
+    "medusa": ["--num-heads", "2"],
+    "dflash": ["--depth", "2", "--anchors", "8"],
+    "dspark": ["--depth", "2", "--anchors", "8", "--markov-rank", "4"],
+    "draft": [],
+    "layer-skip": ["--rank", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty short prompts without answers."""
+    lines = (ROOT / "benchmarks" / "assets" / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    write_rows(path, [{"prompt": json.loads(line)["prompt"][:40]} for line in lines[:500:25]])
+    return path
+
+
+def command(folder: Path, prompt_file: Path, output: Path, kind: str = "eagle3") -> list[str]:
+    given = ["train", str(folder / "target"), "--data", str(prompt_file), "--kind", kind, "--output", str(output)]
+    return [*given, *SHORT, *KINDS[kind]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_train_makes_every_kind_of_drafter(folder: Path, prompt_file: Path, tmp_path: Path, kind: str) -> None:
+    """Would catch: a stage whose files the next one does not find, a drafter that does not load, missing figures."""
+    output = tmp_path / "head"
+    printed = run(*command(folder, prompt_file, output, kind))
+    assert "1. 16 answers of up to 12 tokens" in printed and "tokens per step" in printed and "n-grams" in printed
+    assert printed.endswith(f"candidate_generator=AutoCandidates.from_pretrained('{output}'))")
+    target: Any = AutoModelForCausalLM.from_pretrained(folder / "target")
+    ids = torch.arange(5, 14)[None]
+    drafted = target.generate(
+        ids, max_new_tokens=8, do_sample=False, candidate_generator=AutoCandidates.from_pretrained(output)
+    )
+    assert torch.equal(drafted, target.generate(ids, max_new_tokens=8, do_sample=False))
+    assert str(tmp_path) not in (output / "README.md").read_text(encoding="utf-8")
+
+
+def test_train_dry_run_prints_the_plan_and_keeps_to_it(folder: Path, prompt_file: Path, tmp_path: Path) -> None:
+    """Would catch: a plan that trains; a run that measures anew, or that mixes answers of two settings."""
+    given, short = command(folder, prompt_file, tmp_path / "head"), ["--dry-run", "--hours", "0.5"]
+    planned = run(*given[:1], *short, *given[1:])
+    assert "hidden states and training, 8 steps of 2 rows" in planned and "a stopped run continues" in planned
+    assert not (tmp_path / "head" / "config.json").exists()
+    assert planned.endswith(run(*given[:1], *short, *given[1:]))
+    changed = run(*given[:1], "--hours", "0.25", *given[1:], exit_code=2)
+    assert "has a run with hours '0.5' (now '0.25'); give another --output, or delete that folder" in changed
+
+
+STAGES = {
+    "plan": "*-work/held-out.jsonl",
+    "answers": "*-work/answers.jsonl.gz.*.parts/process-0.jsonl",
+    "hidden states": "*-work/features/train/index.json",
+    "training": "head/checkpoint-*/trainer_state.json",
+    "measurement": "head/README.md",
+}
+
+
+def in_process(arguments: list[str], log: Path) -> None:
+    """The command in a process of its own; its output goes to a file."""
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    app(arguments)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_train_goes_on_after_a_signal_in_any_stage(
+    folder: Path, prompt_file: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Would catch: a traceback, a stage that begins anew, half of a file that the next run takes for a whole one."""
+    given = [*command(folder, prompt_file, tmp_path / "head"), "--steps", "60"]
+    for stage, files in STAGES.items():
+        process = started(in_process, given, tmp_path / "log")
+        while process.is_alive() and not list(tmp_path.glob(files)):
+            time.sleep(0.005)
+        assert process.is_alive(), (stage, (tmp_path / "log").read_text(encoding="utf-8"))
+        os.kill(process.pid, number)
+        process.join()
+        printed = (tmp_path / "log").read_text(encoding="utf-8")
+        assert "Traceback" not in printed
+        if number != signal.SIGKILL:
+            assert process.exitcode == 130, (stage, printed)
+            assert printed.splitlines()[-1].startswith("hf-specgen train: ") and "the same command" in printed
+    assert "100%" not in run(*given).split("measuring")[0]
+
+
+def test_torchrun_trains_in_two_processes_what_one_trains(folder: Path, tmp_path: Path) -> None:
+    """The documented launcher itself; would catch: two runs of one process each, losses that depend on the number."""
+    more = ["--depth", "2", "--anchors", "8", "--save-strategy", "steps", "--save-steps", "2"]
+    script, launcher = str(ROOT / "recipes" / "train_eagle.py"), ["-m", "torch.distributed.run", "--nproc_per_node"]
+    for name, count in (("one", "1"), ("two", "2")):
+        given = arguments(folder, str(tmp_path / name), *more)
+        call = [sys.executable, *launcher, count, "--master_port", "0", script, *given]
+        subprocess.run(call, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    parts = [json.loads(path.read_text())["gradient_accumulation_steps"] for path in tmp_path.glob("*/run.json")]
+    assert sorted(parts) == [1, 2]
