@@ -134,7 +134,7 @@ class NgramHistory:
     def _similar(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
         """Where the answers are to the stored prompt that shares most n-grams with a new one, if few tokens differ."""
         text = self.index.tokens
-        scores = Counter[int]()
+        scores: dict[int, float] = {}
         prompts: dict[int, array[int]] = {}
         for part in range(8):
             end = len(prompt) * (part + 1) // 8
@@ -145,8 +145,8 @@ class NgramHistory:
                     prompts[key := _hash(own)] = own
                     found.add(key)
             for key in found:  # n-grams of many prompts, as of a chat template, say little
-                scores[key] += 1 / len(found)
-        for key, _ in scores.most_common(1):
+                scores[key] = scores.get(key, 0.0) + 1 / len(found)
+        for key in sorted(scores, key=scores.__getitem__)[-1:]:
             other = prompts[key]
             longer = max(len(prompt), len(other))
             common = (Counter(prompt) & Counter(other)).total()
