@@ -20,7 +20,7 @@ WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	@echo "installing PyTorch, Transformers and hf_specgen into .venv; a few minutes"
 	@$(PIP) install --upgrade pip
 	@$(PIP) install --constraint constraints.txt $$($(CPU_WHEELS)) torch==2.13.0
-	@$(PIP) install --constraint constraints.txt --editable '.[adapters,cli]'
+	@$(PIP) install --constraint constraints.txt --editable '.[adapters,cli,published]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed

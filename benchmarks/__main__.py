@@ -84,7 +84,9 @@ def with_plan_options(command: Callable[..., None]) -> Callable[..., None]:
 @app.command()
 @with_plan_options
 def suite(
-    name: Annotated[str, Argument(help="full, domains, batches, drafting, heads, memory or projected.")] = "full",
+    name: Annotated[
+        str, Argument(help="full, domains, published, batches, drafting, heads, memory or projected.")
+    ] = "full",
     *,
     wide: Annotated[
         bool,

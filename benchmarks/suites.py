@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.harness.plan import Plan, Suite
+from hf_specgen.evaluation.published import PUBLISHED
 
 NO_SWEEPS: dict[str, Any] = {"batches": (), "temperatures": (), "contexts": ()}
 BY_DOMAIN: dict[str, Any] = {"domains": ("embedded",), "max_new_tokens": 128, "repeats": 3, **NO_SWEEPS}
@@ -20,6 +21,19 @@ SUITES: dict[str, Suite] = {
             **{**BY_DOMAIN, "peers": (), "prompts": 1, "repeats": 1, "batches": (1, 4, 8, 16)},
         ),
         table="batch",
+    ),
+    # A published model, strategies that need no draft against plain decoding and prompt lookup.
+    "published": Suite(
+        Plan(
+            model=PUBLISHED,
+            strategies=("ngram", "auto"),
+            default_settings=True,
+            domains=("everyday", "spec-bench"),
+            prompts=2,
+            max_new_tokens=64,
+            repeats=1,
+            **NO_SWEEPS,
+        )
     ),
     # Draft models and layer skip, against Transformers' assisted decoding with the same weights.
     "drafting": Suite(Plan(strategies=("draft", "layerskip=4", "layerskip"), **BY_DOMAIN)),

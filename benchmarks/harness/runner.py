@@ -30,6 +30,7 @@ from hf_specgen import Candidates
 from hf_specgen.depth import CostCurve, LatencyModel
 from hf_specgen.evaluation.cost import QUERIES, measure_cost_curve, widen
 from hf_specgen.evaluation.measure import Sample, Variant, first_difference
+from hf_specgen.evaluation.published import PUBLISHED, published
 from hf_specgen.evaluation.workloads import load
 from hf_specgen.prepacked_weights import prepacked
 
@@ -183,10 +184,13 @@ def run(plan: Plan, folder: Path, console: Console, *, resume: bool = False) -> 
     state = PartialState(cpu=plan.device == "cpu")
     device = plan.device if plan.device == "cpu" else str(state.device)
     profile = LatencyModel.load(plan.profile) if plan.profile else None
-    model, tokenizer = load(plan.model, plan.dtype, device)
+    outcome = Outcome(plan)
+    target = published(outcome.notes.append) if plan.model == PUBLISHED else plan.model
+    if target is None:
+        raise ValueError("; ".join(outcome.notes))
+    model, tokenizer = load(target, plan.dtype, device)
     if plan.widen:
         model = widen(model, plan.widen)
-    outcome = Outcome(plan)
     if profile is not None:
         outcome.notes.append(
             f"Drafts were decided by the latency profile {Path(plan.profile).name}, not by the latencies of this "

@@ -69,12 +69,35 @@ def export(
             typer.echo(file)
 
 
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+PASSED_ON: Any = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+"""A command whose options are those of another program."""
+
+
+@app.command(**PASSED_ON)
 def serve(context: typer.Context) -> None:
     """Start `transformers serve` for a model that speculates."""
     with errors():
         from hf_specgen.cli.serve import command
     command()(context.args, prog_name="hf-specgen serve")
+
+
+@app.command("lm-eval", **PASSED_ON)
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness with a model that speculates; the options are those of the harness."""
+    with errors():
+        try:
+            from hf_specgen.cli.harness import register
+            from hf_specgen.cli.harness import run as run_harness
+
+            register()
+        except ImportError as error:
+            if not str(error.name).startswith("lm_eval"):
+                raise
+            raise ImportError("this needs lm-evaluation-harness: pip install 'lm-eval[hf]'") from None
+    run_harness(context.args)
 
 
 if __name__ == "__main__":

@@ -1,102 +1,139 @@
-"""`hf-specgen demo`: plain `generate` and every strategy on two bundled targets, measured while you watch.
+"""`hf-specgen demo`: five everyday tasks for a published model, answered by plain `generate` and every strategy.
 
 The comparison is level: all variants run eagerly, with the weights as they are.
 """
 
 from __future__ import annotations
 
-from itertools import product
 from time import perf_counter
 from typing import Any
 
 import torch
 from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
 from hf_specgen.candidates.combined import AUTO
+from hf_specgen.cli.chat import ACCEPTED, AnswerWriter
 from hf_specgen.cli.checkpoints import BAD
-from hf_specgen.cli.doctor import SIGNS, judge, ranking, recommend
+from hf_specgen.cli.doctor import SIGNS, judge, ranking, recommend, verification_cost
 from hf_specgen.cli.settings import DemoSettings, terminal
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.cost import fast_dtype, widen
+from hf_specgen.evaluation.cost import measure_cost_curve
 from hf_specgen.evaluation.measure import Comparison, Variant, measure_call
+from hf_specgen.evaluation.published import published
 from hf_specgen.evaluation.workloads import DEFAULT, PEER, PLAIN, Strategy, encode
 
-FIRST_SHARE = 0.3
-"""Fraction of the time for the first of two targets; a prompt takes longer on the second."""
+SHORTEST = 24
+"""Tokens of an answer, where the time is not enough for so many."""
+Task = tuple[str, str, dict[str, Any]]
+"""Name, prompt, arguments of `generate`."""
 
 
 def show(settings: DemoSettings, console: Console | None = None) -> bool:
     """Run the demo and print it; returns False if a token differs in float32."""
     console = console or terminal()
-    begin = perf_counter()
-    model, tokenizer = workloads.load("", settings.dtype, settings.device)
-    end = begin + settings.seconds
-    first_end = begin + settings.seconds * (FIRST_SHARE if settings.wide else 1)
-    same = measure_target("16M", model, tokenizer, settings, first_end, console)
-    if settings.wide and settings.seconds and perf_counter() > end:
-        console.print(f"[yellow]The {settings.wide}M target was left out: the first one took all of the time.[/]")
-    elif settings.wide:
-        with console.status("widening the layers"):
-            dtype = fast_dtype(model, settings.wide * 10**6)
-            model = widen(model, settings.wide * 10**6, getattr(torch, dtype))
-        console.print()
-        same &= measure_target(f"{settings.wide}M", model, tokenizer, settings, end, console)
-        console.print(
-            f"[dim]The target of {settings.wide}M computes the function of the small one with wider layers: a latency "
-            "model of a larger target. Texts and acceptance are those of the small one, the cost of a step is not.[/]"
-        )
-    console.print("[dim]All variants run eagerly, none with prepacked weights.[/]")
-    return same
+    source = None if settings.bundled else published(lambda said: console.print(f"[dim]{said}[/]", highlight=False))
+    begin = perf_counter()  # a download takes no time of the demo
+    model, tokenizer = workloads.load(source or "", settings.dtype, settings.device)
+    if source is None:
+        tasks = [(name, texts[0], workloads.DOMAINS[name]) for name, texts in workloads.domain_prompts(1).items()]
+        drafts = [str(draft) for draft in (workloads.EMBEDDED_EAGLE, workloads.EMBEDDED_DRAFT)]
+    else:
+        tasks = [(name, texts[0], workloads.GREEDY) for name, texts in workloads.everyday_prompts().items()]
+        drafts = []
+    demo = Demo(model, tokenizer, drafts, console)
+    demo.measure(tasks, settings.max_new_tokens, begin + settings.seconds)
+    return demo.conclude()
 
 
-def measure_target(
-    size: str, model: Any, tokenizer: Any, settings: DemoSettings, deadline: float, console: Console
-) -> bool:
-    """Measure all variants on a target and print them; returns False if a token differs in float32.
+class Demo:
+    """The answers of all variants to tasks, shown while they are generated, and the table of what was measured.
 
-    Answers are cut so that a prompt of each domain fits into the time, if no variant is slower than plain `generate`.
+    Args:
+        drafts: folders of what drafts for the model, besides n-grams and Token Recycling.
     """
-    title = f"{size} {str(model.dtype).removeprefix('torch.')}"
-    measured = Comparison(variants(settings))
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        live.update(f"{title}: loading drafts, checking the target, warming up", refresh=True)
-        (inputs,) = encode(tokenizer, ["Write a function that adds two numbers."], 1)
-        warm_up = {"max_new_tokens": 8, "do_sample": False}
-        plain, *_ = [measure_call(model, inputs, variant, warm_up, 0) for variant in measured.variants]
-        speed = max(1, plain.tokens - 1) / max(1e-3, plain.seconds - plain.first_token)
-        domains = workloads.domain_prompts()
+
+    def __init__(self, model: Any, tokenizer: Any, drafts: list[str], console: Console):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.console = console
+        self.answer = Text()
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.title = f"{model.name_or_path.rpartition('/')[2]}, {dtype}"
+        n_grams, *found = workloads.strategies(drafts, dtype=dtype)
+        self.measured = Comparison(
+            [
+                Variant(PLAIN, lambda: {"streamer": self._writer()}),
+                Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10, "streamer": self._writer()}),
+                *(self._variant(one) for one in (n_grams, Strategy(DEFAULT, '"auto"', AUTO), *found)),
+            ]
+        )
+
+    def _variant(self, strategy: Strategy) -> Variant:
+        arguments = strategy.variant(compile=False).arguments
+        return Variant(strategy.name, lambda: {**arguments(), "monitor": self._writer()})
+
+    def _writer(self) -> AnswerWriter:
+        """What shows the answer of the call that begins; accepted draft tokens are coloured."""
+        self.answer = Text()
+        return AnswerWriter(
+            self.tokenizer, lambda text, accepted: self.answer.append(text, style=ACCEPTED if accepted else None)
+        )
+
+    def measure(self, tasks: list[Task], max_new_tokens: int, deadline: float) -> None:
+        """Answer the tasks with all variants, as many as fit into the time, and at least one.
+
+        Answers are cut so that all tasks fit, if no variant is slower than plain `generate`.
+        """
+        variants = self.measured.variants
+        with self.console.status(f"{self.title}: checking the model, measuring its latency"):
+            (inputs,) = encode(self.tokenizer, ["Write a function that adds two numbers."], 1)
+            plain, *_ = [measure_call(self.model, inputs, one, {"max_new_tokens": 8, **workloads.GREEDY}, 0)
+                         for one in variants]  # fmt: skip
+        fitting = (deadline - perf_counter()) * plain.tokens / plain.seconds / (len(variants) * len(tasks))
+        length = int(min(max_new_tokens, max(SHORTEST, fitting)))
         slowest = 0.0
-        fitting = (deadline - perf_counter()) * speed / (len(measured.variants) * len(domains))
-        length = int(min(settings.max_new_tokens, max(24, fitting)))
-        # The first prompt of every domain, then the second of every domain, and so on.
-        for number, domain in product(range(min(map(len, domains.values()))), domains):
-            started = perf_counter()
-            if slowest and started + slowest > deadline:
+        for name, prompt, generation in tasks:
+            begin = perf_counter()
+            if slowest and begin + slowest > deadline:
+                self.console.print("[yellow]The other tasks were left out: the time is up.[/]")
                 break
-            (inputs,) = encode(tokenizer, [domains[domain][number]], 1)
-            for name in measured.measure(model, inputs, {"max_new_tokens": length, **workloads.DOMAINS[domain]}):
-                live.update(Group(ranking(measured, title), f"[dim]{domain}, {name}[/]"), refresh=True)
-            slowest = max(slowest, perf_counter() - started)
-    console.print(ranking(measured, title))
-    ours = [name for name in measured.samples if name not in (PLAIN, PEER)]
-    count = len(measured.plain)
-    (best, reason), prompts = recommend(measured, ours), f"{count} prompt{'' if count == 1 else 's'}"
-    console.print(f"[bold green]{best}[/]: {reason} ({prompts}, up to {length} new tokens each)", highlight=False)
-    findings = list(judge(measured, ours, exact=model.dtype == torch.float32))
-    for finding in findings:
-        console.print(f"{SIGNS[finding.result]} {finding.found}", highlight=False)
-    return all(finding.result != BAD for finding in findings)
+            (inputs,) = encode(self.tokenizer, [prompt], 1)
+            self._show_task(name, inputs, {"max_new_tokens": length, **generation})
+            slowest = max(slowest, perf_counter() - begin)
 
+    def _show_task(self, name: str, inputs: dict[str, torch.Tensor], generation: dict[str, Any]) -> None:
+        """Show the answers of all variants while they are generated, then the last one and all speeds."""
+        heading = Text.assemble((name, "bold"), (f" ({inputs['input_ids'].shape[1]} tokens)", "dim"))
+        variant = PLAIN
+        with Live(
+            get_renderable=lambda: Group(heading, self.answer, Text(f"{variant} …", "dim")),
+            console=self.console,
+            refresh_per_second=8,
+            transient=True,
+        ):
+            for variant in self.measured.measure(self.model, inputs, generation):  # noqa: B007  (shown above)
+                self.answer = Text()
+        last = {name: samples[-1] for name, samples in self.measured.samples.items()}
+        speeds = ", ".join(f"{name} {one.tokens / one.seconds:.1f}" for name, one in last.items())
+        self.console.print(heading, self.answer, Text(f"tokens per second: {speeds}\n", "dim"), sep="\n")
 
-def variants(settings: DemoSettings) -> list[Variant]:
-    """Plain `generate`, Transformers' prompt lookup, n-grams, the default strategy, and those of the bundled drafts."""
-    drafts = [workloads.EMBEDDED_EAGLE, workloads.EMBEDDED_DRAFT]
-    if settings.every:
-        drafts += [workloads.EMBEDDED_HEADS, workloads.EMBEDDED_DSPARK, workloads.EMBEDDED_ADAPTER]
-    n_grams, *found = workloads.strategies([str(draft) for draft in drafts], dtype=settings.dtype)
-    return [
-        Variant(PLAIN, dict),
-        Variant(PEER, lambda: {"prompt_lookup_num_tokens": 10}),
-        *(one.variant(compile=False) for one in (n_grams, Strategy(DEFAULT, '"auto"', AUTO), *found)),
-    ]
+    def conclude(self) -> bool:
+        """Print the table and what follows from it; returns False if a token differs in float32."""
+        measured = self.measured
+        ours = [name for name in measured.samples if name not in (PLAIN, PEER)]
+        count = len(measured.plain)
+        self.console.print(ranking(measured, self.title))
+        best, reason = recommend(measured, ours)
+        prompts = f"{count} task{'' if count == 1 else 's'}, each answered once"
+        self.console.print(f"[bold green]{best}[/]: {reason} ({prompts})", highlight=False)
+        curve = measure_cost_curve(self.model, (1, 2, 4, 8, 16), context=128, repeats=2)
+        findings = [*judge(measured, ours, exact=self.model.dtype == torch.float32), verification_cost(curve)]
+        for finding in findings:
+            self.console.print(f"{SIGNS[finding.result]} {finding.found}", highlight=False)
+        self.console.print(
+            f"[dim][{ACCEPTED}]Accepted draft tokens[/] are coloured. Intervals: 95%, over the tasks. All variants run "
+            "eagerly, none with prepacked weights.[/]"
+        )
+        return all(finding.result != BAD for finding in findings)

@@ -37,7 +37,7 @@ from hf_specgen.evaluation.workloads import PLAIN, Strategy, strategies
 
 LINE = "model.generate(**inputs, candidate_generator={})"
 SIGNS = {GOOD: "[green]✓[/]", WARNING: "[yellow]![/]", BAD: "[red]✗[/]"}
-BAR = 15
+BAR = 10
 """Width of the longest bar, in columns of the terminal."""
 BUSY = 1.3
 """Time of plain `generate` over the time in which its thread ran, above which times are not reliable."""
@@ -83,19 +83,24 @@ def show(settings: DoctorSettings) -> bool:
 
 
 def ranking(measured: Comparison, title: str = "", texts: Mapping[str, str] = {}) -> Table:
-    """The variants that were measured, fastest first, with a text for each, such as its code."""
+    """The variants that were measured, fastest first, with a text for each, such as its code.
+
+    A bar is green where the interval of the speedup over plain `generate` lies above 1.
+    """
     speeds = {name: measured.tokens_per_second(name) for name, samples in measured.samples.items() if samples}
     view = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
-    for column in ("", "tokens/s", "", "over plain", "tokens per step", "accepted"):
+    for column in ("", "tokens/s", "", "over plain", "per step", "accepted", "same"):
         view.add_column(column, justify="right" if column else "left", no_wrap=True)
     if texts:
         view.add_column("candidate_generator=")
     for name in sorted(speeds, key=speeds.__getitem__, reverse=True):
         counts = total_counts(measured.samples[name])
-        speedup = speeds[name] / speeds[PLAIN]
-        bar = Bar(max(speeds.values()), 0, speeds[name], width=BAR, color="green" if speedup > 1 else "yellow")
+        speed = measured.speed(name)
+        bar = Bar(max(speeds.values()), 0, speeds[name], width=BAR, color="green" if speed.low > 1 else "yellow")
         steps = (f"{counts.tokens_per_step:.2f}", f"{counts.acceptance_rate:.0%}") if counts.steps else ("", "")
-        view.add_row(name, f"{speeds[name]:.1f}", bar, f"{speedup:.2f}", *steps, *filter(None, [texts.get(name)]))
+        same = "[red]✗[/]" if measured.different[name] else "✓"
+        about = filter(None, [texts.get(name)])
+        view.add_row(name, f"{speeds[name]:.1f}", bar, "" if name == PLAIN else str(speed), *steps, same, *about)
     return view
 
 
@@ -276,7 +281,9 @@ def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     if is_single:
         return best, f"{rank}: {found.value:.2f}x plain in a single measurement, which shows no interval"
     doubt = "" if found.low > 1 else "; not certain yet, a longer measurement makes the interval smaller"
-    return best, f"{rank}: {found.value:.2f}x plain ({found.low:.2f}-{found.high:.2f}){doubt}"
+    doubt = "; measured once, so no interval" if is_single else doubt
+    interval = "" if is_single else f" ({found.low:.2f}-{found.high:.2f})"
+    return best, f"{rank}: {found.value:.2f}x plain{interval}{doubt}"
 
 
 def tune(settings: TuneSettings) -> None:

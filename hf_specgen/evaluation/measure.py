@@ -132,6 +132,9 @@ class Interval:
         """False if the interval includes 1: the measurement shows no difference."""
         return not self.low <= 1 <= self.high
 
+    def __str__(self) -> str:
+        return f"{self.value:.2f}" + (f" ({self.low:.2f}-{self.high:.2f})" if self.low < self.high else "")
+
 
 def speedup_interval(tokens: Any, seconds: Any, plain_tokens: Any, plain_seconds: Any) -> Interval:
     """Ratio of two throughputs, each the sum of tokens divided by the sum of time, with its 95% confidence interval.

@@ -45,6 +45,7 @@ def _assets() -> Path:
 
 
 ASSETS = _assets()
+EVERYDAY_PROMPTS = Path(__file__).with_name("everyday.jsonl")
 EMBEDDED_MODEL = ASSETS / "reference-lm"
 EMBEDDED_PROMPTS = ASSETS / "validation.jsonl"
 EMBEDDED_DRAFT = ASSETS / "draft-lm"
@@ -166,6 +167,14 @@ def domain_prompts(per_domain: int = 5) -> dict[str, list[str]]:
     for row in read_rows(EMBEDDED_PROMPTS):
         found[row["domain"]].append(row["prompt"])
     return {domain: prompts[:per_domain] for domain, prompts in found.items()}
+
+
+def everyday_prompts() -> dict[str, list[str]]:
+    """Prompts of everyday tasks, written for published models of any size, by the name of the task."""
+    found: dict[str, list[str]] = {}
+    for row in read_rows(EVERYDAY_PROMPTS):
+        found.setdefault(row["domain"], []).append(row["prompt"])
+    return found
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ BAD_INPUT = [
     (["doctor", "./no-such-folder"], "there is no folder './no-such-folder'"),
     (["doctor", "org/none"], "cannot load 'org/none'"),
     (["demo", "--device", "toaster"], "device 'toaster' cannot be used here"),
-    (["demo", "--wide", "-1"], "--wide"),
+    (["demo", "--seconds", "-1"], "--seconds"),
     (["chat", MODEL, "--adapter", "/nonexistent"], "there is no folder '/nonexistent'"),
     (["tune", MODEL, "--context", "100000"], "positions"),
     (["tune", MODEL, "--batch-size", "100000000000000"], "not enough memory"),
@@ -466,3 +466,9 @@ def test_serve_help_lists_the_options_of_both() -> None:
     """Would catch: an error that points to a help without the options of `transformers serve`."""
     shown = run("serve", "--help")
     assert all(option in shown for option in ("--draft", "--revision", "--cb-num-blocks", "--default-seed"))
+
+
+def test_lm_eval_without_the_harness_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a traceback where another library is missing."""
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert "pip install 'lm-eval[hf]'" in run("lm-eval", "--tasks", "gsm8k", exit_code=2)

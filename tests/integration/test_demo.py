@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from rich.console import Console
 from transformers import GenerationMixin
 from typer.testing import CliRunner
@@ -17,29 +18,47 @@ from hf_specgen.call_statistics import RowStep, Statistics
 from hf_specgen.cli import demo, doctor
 from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.chat import AnswerWriter, Chat
-from hf_specgen.cli.settings import DemoSettings
 from hf_specgen.evaluation.cost import widen
 from hf_specgen.evaluation.measure import Comparison, Sample, Variant
-from hf_specgen.evaluation.workloads import ASSETS, domain_prompts
+from hf_specgen.evaluation.published import NAME, PUBLISHED
+from hf_specgen.evaluation.workloads import ASSETS, domain_prompts, everyday_prompts
 from tests.helpers.cli import run
 
 SHOWN = ("plain", "prompt lookup", "auto", "n-grams  ", "EAGLE", "draft model", "n-grams + draft")
+SHORT = ("demo", "--bundled", "--device", "cpu", "--max-new-tokens", "4")
 
 
-def test_demo_shows_two_targets_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_of_the_bundled_model_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a wrapped or cut table, a strategy left out, tokens that differ, time limits that are ignored."""
     monkeypatch.setenv("COLUMNS", "80")
-    arguments = ["demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, [*SHORT, "--seconds", "0"])
     assert result.exit_code == 0, result.output
     lines, text = result.output.splitlines(), " ".join(result.output.split())
-    assert max(map(len, lines)) <= 80 and "…" not in result.output
+    assert max(map(len, lines)) <= 80
     rows = [line for line in lines if "█" in line]
-    assert len(rows) == 2 * len(SHOWN) and all(sum(row.startswith(name) for row in rows) == 2 for name in SHOWN)
-    assert "16M float32" in text and ("18M bfloat16" in text or "18M float32" in text)
+    assert len(rows) == len(SHOWN) and all(sum(row.startswith(name) for row in rows) == 1 for name in SHOWN)
+    assert all(row.rstrip().endswith("✓") for row in rows if not row.startswith("prompt lookup"))  # it samples others
+    assert "reference-lm, float32" in text and "tokens per second: plain " in text
     assert f"the tokens of all {len(SHOWN) - 2} answers are those of plain generate" in text
-    assert text.count("(1 prompt, up to 4 new tokens each)") == 2 and "All variants run eagerly" in text
-    assert "a latency model of a larger target" in text
+    assert "(1 task, each answered once)" in text and "All variants run eagerly" in text
+    assert "The other tasks were left out" in text and "T(1)" in text
+
+
+def test_demo_shows_everyday_tasks_of_a_published_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reference_model: Any, tokenizer: Any
+) -> None:
+    """The model is the bundled one in the folder to which the published one would be unpacked.
+
+    Would catch: a task that is not shown, an answer of another variant, a second download.
+    """
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    reference_model.save_pretrained(tmp_path / "hf-specgen" / NAME)
+    tokenizer.save_pretrained(tmp_path / "hf-specgen" / NAME)
+    output = run("demo", "--device", "cpu", "--max-new-tokens", "4")
+    assert f"{PUBLISHED}: weights of 4 bits" in output and f"{NAME}, float32" in output
+    assert all(f"{name} (" in output for name in everyday_prompts()) and len(everyday_prompts()) == 5
+    assert "(5 tasks, each answered once)" in output
+    assert "the tokens of all 10 answers are those of plain generate" in output
 
 
 def measured_with(seconds: dict[str, float], calls: int = 1) -> Comparison:
@@ -58,12 +77,14 @@ def shown(table: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_demo_is_level_and_honest_where_nothing_gains() -> None:
+def test_demo_is_level_and_honest_where_nothing_gains(reference_model: Any, tokenizer: Any) -> None:
     """Would catch: graphs on our side only, one call of each taken for a tie; other choices: `test_doctor.py`."""
-    assert all(one.arguments().get("compile", False) is False for one in demo.variants(DemoSettings()))
+    shown_variants = demo.Demo(reference_model, tokenizer, [], Console(quiet=True)).measured.variants
+    assert len(shown_variants) == 4 and all(one.arguments().get("compile", False) is False for one in shown_variants)
     faster = measured_with({"plain": 1.0, "prompt lookup": 2.0, "x": 0.5})
     one_prompt, two_prompts = (measured_with({"plain": 1.0, "x": 0.98}, calls) for calls in (1, 2))
     assert doctor.recommend(one_prompt, ["x"])[0] == "plain" and doctor.recommend(two_prompts, ["x"])[0] == "x"
+    assert doctor.recommend(faster, ["x"])[1].endswith("2.00x plain; measured once, so no interval")
     lines = [line.split()[0] for line in shown(doctor.ranking(faster)).splitlines() if "█" in line]
     assert lines == ["x", "plain", "prompt"]
 
@@ -105,7 +126,7 @@ def test_demo_without_the_data_package_in_an_installed_wheel(monkeypatch: pytest
     """Would catch: a message about a draft model's folder where the whole package is missing."""
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: not path.is_relative_to(ASSETS) and exists(path))
-    assert "pip install 'hf-specgen[demo]'" in run("demo", exit_code=2)
+    assert "pip install 'hf-specgen[demo]'" in run("demo", "--bundled", exit_code=2)
 
 
 def test_demo_fails_if_a_token_differs_and_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +139,9 @@ def test_demo_fails_if_a_token_differs_and_ends_in_time(monkeypatch: pytest.Monk
         return ids
 
     monkeypatch.setattr(GenerationMixin, "generate", disturbed)
-    output = run("demo", "--device", "cpu", "--max-new-tokens", "4", "--wide", "18", "--seconds", "0.1", exit_code=1)
+    output = run(*SHORT, "--seconds", "0.1", exit_code=1)
     assert "1 of 5 answers differ from plain generate, of n-grams; rounding explains" in output
-    assert "The 18M target was left out" in output
+    assert "The other tasks were left out" in output
 
 
 def test_domain_prompts_come_in_the_order_of_the_domains() -> None:

@@ -53,7 +53,7 @@ def test_help_takes_less_than_half_a_second_of_cpu_and_loads_no_torch() -> None:
     run = run_python(code)
     seconds, loaded = json.loads(run.stdout.splitlines()[-1])
     assert seconds < 0.5 and loaded == [] and run.stderr == ""
-    for command in ("demo", "chat", "generate", "doctor", "find", "tune", "export"):
+    for command in ("demo", "chat", "generate", "doctor", "find", "tune", "export", "lm-eval"):
         assert f" {command} " in run.stdout
 
 
