@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.micro.block_verification import block_verification
 from benchmarks.micro.draft_window import draft_window
 from benchmarks.micro.grammars import grammar_drafts, grammar_verification
+from benchmarks.micro.harness import harness_scores
 from benchmarks.micro.known_acceptance import known_acceptance
 from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
@@ -32,13 +33,14 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "block-verification": block_verification,
     "grammar-drafts": grammar_drafts,
     "grammar-verification": grammar_verification,
+    "lm-eval": harness_scores,
     "large-target": large_target,
     "large-target-graphs": large_target_graphs,
     "known-acceptance": known_acceptance,
     "quantised-cost": quantised_cost,
 }
 IF_NAMED = (
-    "packed-passes", "generate-batch", "generate-many", "batch-of-eight", "rollouts",
+    "packed-passes", "generate-batch", "generate-many", "batch-of-eight", "rollouts", "lm-eval",
     "large-target", "large-target-graphs", "known-acceptance", "quantised-cost",
 )  # fmt: skip
 """Measurements that are made only if they are named: of minutes, or for a GPU."""

@@ -89,15 +89,14 @@ def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness with a model that speculates; the options are those of the harness."""
     with errors():
         try:
-            from hf_specgen.cli.harness import register
-            from hf_specgen.cli.harness import run as run_harness
+            from hf_specgen.cli import harness
 
-            register()
+            model = harness.register()
         except ImportError as error:
             if not str(error.name).startswith("lm_eval"):
                 raise
             raise ImportError("this needs lm-evaluation-harness: pip install 'lm-eval[hf]'") from None
-    run_harness(context.args)
+    harness.run(model, context.args)
 
 
 if __name__ == "__main__":

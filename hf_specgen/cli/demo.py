@@ -131,7 +131,8 @@ class Demo:
         curve = measure_cost_curve(self.model, (1, 2, 4, 8, 16), context=128, repeats=2)
         findings = [*judge(measured, ours, exact=self.model.dtype == torch.float32), verification_cost(curve)]
         for finding in findings:
-            self.console.print(f"{SIGNS[finding.result]} {finding.found}", highlight=False)
+            meaning = f"; {finding.meaning}" if finding.meaning else ""
+            self.console.print(f"{SIGNS[finding.result]} {finding.found}{meaning}", highlight=False)
         self.console.print(
             f"[dim][{ACCEPTED}]Accepted draft tokens[/] are coloured. Intervals: 95%, over the tasks. All variants run "
             "eagerly, none with prepacked weights.[/]"

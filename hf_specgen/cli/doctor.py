@@ -281,9 +281,7 @@ def recommend(measured: Comparison, names: Sequence[str]) -> tuple[str, str]:
     if is_single:
         return best, f"{rank}: {found.value:.2f}x plain in a single measurement, which shows no interval"
     doubt = "" if found.low > 1 else "; not certain yet, a longer measurement makes the interval smaller"
-    doubt = "; measured once, so no interval" if is_single else doubt
-    interval = "" if is_single else f" ({found.low:.2f}-{found.high:.2f})"
-    return best, f"{rank}: {found.value:.2f}x plain{interval}{doubt}"
+    return best, f"{rank}: {found.value:.2f}x plain ({found.low:.2f}-{found.high:.2f}){doubt}"
 
 
 def tune(settings: TuneSettings) -> None:

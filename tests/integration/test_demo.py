@@ -84,7 +84,6 @@ def test_demo_is_level_and_honest_where_nothing_gains(reference_model: Any, toke
     faster = measured_with({"plain": 1.0, "prompt lookup": 2.0, "x": 0.5})
     one_prompt, two_prompts = (measured_with({"plain": 1.0, "x": 0.98}, calls) for calls in (1, 2))
     assert doctor.recommend(one_prompt, ["x"])[0] == "plain" and doctor.recommend(two_prompts, ["x"])[0] == "x"
-    assert doctor.recommend(faster, ["x"])[1].endswith("2.00x plain; measured once, so no interval")
     lines = [line.split()[0] for line in shown(doctor.ranking(faster)).splitlines() if "█" in line]
     assert lines == ["x", "plain", "prompt"]
 

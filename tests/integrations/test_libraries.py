@@ -16,6 +16,8 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specgen
+from benchmarks.micro import harness
+from tests.helpers.cli import run
 from tests.helpers.paths import REFERENCE_LM, ROOT
 from tests.helpers.processes import run_in_ranks
 
@@ -98,6 +100,38 @@ def test_lm_eval_generate_until_same_answers(model: Any, tokenizer: Any, prompt:
     with hf_specgen.attached(model) as totals:
         assert answers(model, tokenizer, data) == plain
     assert len(plain) == 3 and totals.calls >= 2 and totals.drafted > 0
+
+
+TASK = """\
+task: continued
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{prompt}}}}"
+generation_kwargs: {{until: ["<none>"], max_gen_toks: 12, do_sample: false}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+def test_command_line_of_lm_eval_speculates(tmp_path: Path, prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a model that the registry does not know, a strategy that is not attached, options that are lost."""
+    pytest.importorskip("lm_eval", exc_type=ImportError)
+    monkeypatch.setattr(sys, "argv", [])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    (tmp_path / "task.yaml").write_text(TASK.format(data=tmp_path / "rows.jsonl", cache=tmp_path / "cache"))
+    arguments = ["--model_args", f"pretrained={REFERENCE_LM},dtype=float32", "--device", "cpu"]
+    output = run("lm-eval", *arguments, "--tasks", str(tmp_path / "task.yaml"))
+    assert "hf-specgen (" in output and "|continued|" in output.replace(" ", "")
+    assert "tokens per step" in output
+
+
+def test_scores_of_lm_eval_are_equal(model: Any, tokenizer: Any) -> None:
+    """Would catch: the recorded comparison with other answers, or with a strategy that is not attached."""
+    pytest.importorskip("lm_eval", exc_type=ImportError)
+    row = harness.compare(model, tokenizer, harness.edits(2)._replace(new_tokens=16), 2, 1)
+    assert row["same answers"] and row["score"] == row["score without"] and row["tokens per step"] > 1
 
 
 PROMPTS = ["def add(x, y):", "1, 2, 3, 1, 2,", "The quick brown fox"]
