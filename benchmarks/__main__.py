@@ -163,6 +163,7 @@ def micro(
     quick: Quick = False,
     prompt: Annotated[str | None, Option(help="Text to continue in step-operations (a bundled prompt).")] = None,
     max_new_tokens: Annotated[int | None, Option(help="Tokens of a call in step-operations (80).")] = None,
+    model: Annotated[str | None, Option(help="Folder of a model in first-call (the bundled one).")] = None,
     out: Annotated[Path, Option(help="Folder for one JSON file of each.")] = RESULTS,
 ) -> None:
     """Single parts, each with a table."""
@@ -170,7 +171,7 @@ def micro(
         from rich.console import Console
 
         from benchmarks.harness.provenance import provenance
-        from benchmarks.micro import IF_NAMED, MICRO, WITH_PROMPT
+        from benchmarks.micro import IF_NAMED, MICRO, WITH_MODEL, WITH_PROMPT
         from benchmarks.report.tables import show
 
         if unknown := sorted(set(names) - set(MICRO)):
@@ -181,11 +182,14 @@ def micro(
             raise ValueError(
                 f"--prompt and --max-new-tokens belong to {', '.join(WITH_PROMPT)}; name it, or leave them out"
             )
+        if model is not None and not set(names) & set(WITH_MODEL):
+            raise ValueError(f"--model belongs to {', '.join(WITH_MODEL)}; name it, or leave the option out")
         console = Console()
         out.mkdir(parents=True, exist_ok=True)
         for name in names or (name for name in MICRO if name not in IF_NAMED):
             begin = perf_counter()
-            rows = MICRO[name](1 if quick else repeats, quick, **(settings if name in WITH_PROMPT else {}))
+            options = settings if name in WITH_PROMPT else {"model": model or ""} if name in WITH_MODEL else {}
+            rows = MICRO[name](1 if quick else repeats, quick, **options)
             if not rows:
                 console.print(
                     f"{name}: nothing written; the libraries that it measures are not installed", markup=False

@@ -41,7 +41,7 @@ class StepRecord:
         requested: `[rows]` maximum draft depth of each row, after it was cut to what the row can use.
         rows: `[rows]` drafted, accepted and emitted tokens; None for a row that took no part.
         tokens_per_row: tokens of each row in the target's forward pass: the pending token, the largest draft, padding.
-        seconds: wall time by part: "draft", "forward", "verify".
+        seconds: wall time by part: "draft", "forward", "verify"; "thread": that in which the thread ran in "forward".
         drafter_passes: tokens in each forward pass of the drafter, over all rows, without its prefill. None if unknown:
             then one pass with one token per row is assumed for each level of the deepest draft.
         context: tokens in the longest row, prompt included.

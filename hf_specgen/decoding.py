@@ -27,6 +27,7 @@ from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.candidates.base import WrappedSession, checked_draft, leftmost_chains
 from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
 from hf_specgen.candidates.grammar import grammar_drafts
+from hf_specgen.depth.calibrate import THREAD, thread_clock
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
@@ -300,9 +301,13 @@ class StepTimer:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """A context whose time is added to a part; parts do not contain each other."""
+        clock = thread_clock()
+        began_thread = clock()
         began = perf_counter()
         yield
         self.add(name, perf_counter() - began)
+        if name == "forward":
+            self.step[THREAD] = clock() - began_thread
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds to a part."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.micro.block_verification import block_verification
 from benchmarks.micro.draft_window import draft_window
+from benchmarks.micro.first_call import first_call
 from benchmarks.micro.grammars import grammar_drafts, grammar_verification
 from benchmarks.micro.harness import harness_scores
 from benchmarks.micro.known_acceptance import known_acceptance
@@ -30,6 +31,7 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "batch-of-eight": batch_of_eight,
     "rollouts": rollouts,
     "draft-window": draft_window,
+    "first-call": first_call,
     "block-verification": block_verification,
     "grammar-drafts": grammar_drafts,
     "grammar-verification": grammar_verification,
@@ -41,8 +43,10 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
 }
 IF_NAMED = (
     "packed-passes", "generate-batch", "generate-many", "batch-of-eight", "rollouts", "lm-eval",
-    "large-target", "large-target-graphs", "known-acceptance", "quantised-cost",
+    "large-target", "large-target-graphs", "known-acceptance", "quantised-cost", "first-call",
 )  # fmt: skip
 """Measurements that are made only if they are named: of minutes, or for a GPU."""
 WITH_PROMPT = ("step-operations",)
 """Measurements on a prompt that may be given."""
+WITH_MODEL = ("first-call",)
+"""Measurements of a model that may be given."""

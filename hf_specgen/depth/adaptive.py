@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import torch
 
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
-from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
-from hf_specgen.depth.latency import CostCurve, LatencyModel, StepLatency, fastest
+from hf_specgen.depth.calibrate import DrafterTimer, known_curve, learns_from_steps, target_curve
+from hf_specgen.depth.latency import ASSUMED, CostCurve, LatencyModel, StepLatency, assumed_latency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.targets.target import Target
 
@@ -60,12 +61,13 @@ class AdaptiveDepth(Policy):
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
     call, only drafts without a forward pass are made. T(q) of the target and the time of drafting are measured once per
-    model, rows and context (`hf_specgen.depth.calibrate`), in the time of eight to twelve plain steps. All ranks of a
-    tensor-parallel model use the first rank's.
+    model, rows and context (`hf_specgen.depth.calibrate`): by two passes and by the first steps on a CPU, on an
+    accelerator in the time of eight to twelve plain steps. All ranks of a tensor-parallel model use the first rank's.
 
     Args:
-        latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead: nothing is then measured, and
-            nothing is carried over from earlier calls, so that equal calls make the same drafts.
+        latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead; "assumed" for a fixed curve
+            for the type of device, as also under `torch.use_deterministic_algorithms(True)`. Nothing is then measured,
+            and nothing is carried over from earlier calls: equal calls make the same drafts, in every process.
 
     Raises:
         ValueError: for a file that is not a latency file.
@@ -76,7 +78,9 @@ class AdaptiveDepth(Policy):
     """
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
-        self.latency = LatencyModel.load(latency) if isinstance(latency, str | Path) else latency
+        self.is_assumed = latency == ASSUMED
+        is_file = isinstance(latency, str | Path) and not self.is_assumed
+        self.latency = LatencyModel.load(cast(str, latency)) if is_file else None if self.is_assumed else latency
         if not isinstance(self.latency, LatencyModel | None):
             raise TypeError(f"latency must be a LatencyModel or a file of hf-specgen tune, got {latency!r}")
 
@@ -84,7 +88,8 @@ class AdaptiveDepth(Policy):
         return AdaptiveSession(self, call)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({'' if self.latency is None else 'given latency'})"
+        latency = "latency='assumed'" if self.is_assumed else "" if self.latency is None else "given latency"
+        return f"{type(self).__name__}({latency})"
 
 
 class SharedDepth(Policy):
@@ -116,7 +121,11 @@ class AdaptiveSession(PolicySession):
         drafting = call.drafting
         self._has_shared_loss = False
         self._is_alone = False
-        self.remembers = policy.latency is None and call.settings.memory
+        self._is_measured = policy.latency is None and not (
+            policy.is_assumed or torch.are_deterministic_algorithms_enabled()
+        )
+        self._learns = self._is_measured and learns_from_steps(call.model)
+        self.remembers = self._is_measured and call.settings.memory
         self._model = call.model if self.remembers else None
         self._key = ("loss", drafting.key, call.temperature)
         self._loss = memory.recall(self._model, self._key, DraftingLoss)
@@ -126,10 +135,11 @@ class AdaptiveSession(PolicySession):
         self._nodes_per_level = 1.0  # a prior: two tokens, accepted at 0.7
         self._uncached = call.context_length
         self._has_drafted = False
-        if policy.latency is None:
-            self._use(known_curve(call))
+        if self._is_measured:
+            self._use(known_curve(call, self._learns))
         else:
-            self.latency = policy.latency.select(str(drafting.key[0]), drafting.negligible_cost)
+            latency = policy.latency or assumed_latency(call.state.device)
+            self.latency = latency.select(str(drafting.key[0]), drafting.negligible_cost)
 
     def share(self, loss: DraftingLoss | None, curve: CostCurve | None) -> None:
         """See `SharedDepth`; before the first step."""
@@ -138,7 +148,11 @@ class AdaptiveSession(PolicySession):
             self._has_shared_loss = True
             # Drafts are cut to the common budget later, so that each call drafts as if alone.
             self._is_alone = self._call.drafting.negligible_cost
-        if curve is not None:
+        if self._learns:  # in common passes steps of one call time no sizes
+            self._learns = False
+            self.latency = self._timer = None
+            self._use(known_curve(self._call))
+        if curve is not None and self._is_measured:
             self._use(curve)
 
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
@@ -149,11 +163,11 @@ class AdaptiveSession(PolicySession):
 
     def prefilled(self, target: Target) -> None:
         if self.latency is None:
-            self._use(target_curve(self._call, target))
+            self._use(target_curve(self._call, target, self._learns))
 
     def _use(self, curve: CostCurve | None) -> None:
         if curve is not None:
-            self._timer = DrafterTimer(self._call, curve)
+            self._timer = DrafterTimer(self._call, curve, self._learns)
             self.latency = self._timer.latency()
 
     def _at(self, rows: int) -> StepLatency:
@@ -200,7 +214,9 @@ class AdaptiveSession(PolicySession):
         return 1 + fastest(tokens, seconds + depths * drafter.seconds_of(rows))
 
     def observe(self, step: StepRecord) -> None:
-        """Count the loss and the acceptance of a step with a draft."""
+        """Use the times of a step; count the loss and the acceptance of one with a draft."""
+        if self._timer is not None and self._timer.time_size(step):
+            self.latency = self._timer.latency()
         if self.latency is None or not step.has_draft:
             return
         rows = [row for row in step.rows if row is not None]

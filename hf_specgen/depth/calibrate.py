@@ -1,10 +1,12 @@
 """Measures T(q), the target's latency by tokens per row, and the time of drafting, once per model, rows and context.
 
 T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
-sizes, which are rolled back. Together they take about the time of eight plain steps, at most twelve. The time of
-drafting is taken from the first drafts. Both are kept as long as the model; T(q) is measured again if a later pass
-takes less than half of it, which proves that other processes delayed the measurement. All ranks of a tensor-parallel
-model use what the first rank measured.
+sizes, which are rolled back. On a CPU these are 1 and 8, and the first steps time the other sizes (`DrafterTimer`). On
+accelerators, where steps are asynchronous, and for passes that calls share, more sizes are timed, in the time of eight
+plain steps, at most twelve. The time of drafting is taken from the first drafts. Both are kept as long as the model;
+another object of the same architecture begins with its T(q). T(q) is measured again if a later pass takes less than
+half of it, which proves that other processes delayed the measurement. All ranks of a tensor-parallel model use what the
+first rank measured.
 """
 
 from __future__ import annotations
@@ -34,15 +36,35 @@ from hf_specgen.tree import DraftTree
 T = TypeVar("T")
 QUERIES = (1, 8, 2, 24, 1, 64)
 """Tokens per row of the timed passes, in this order, as far as there is time for them."""
+FIRST_QUERIES = QUERIES[:2]
+"""Those of passes that are timed before the first step, where steps time the others."""
+STEPS_OF_SIZE = 3
+"""Steps of one size that may change T(q); later ones leave it, so that decisions depend on the texts alone."""
+THREAD = "thread"
+"""In the seconds of a step: those in which the thread ran in the target's pass."""
 MAX_PLAIN_STEPS = 8.0
 MAX_FIRST_STEPS = 12.0
 """Plain steps after which no pass is timed again, and after which no further size is timed. Where T(8) is three plain
 steps, T(24) may be no more, which deep drafts need to know: in the time of eight it would not be measured there."""
 
 
-def known_curve(call: Call) -> CostCurve | None:
-    """T(q) of the target, if an earlier call has measured it for this dtype, device, rows and context."""
-    return None if call.model is None else memory.recall(call.model, _key(call), lambda: None)
+def known_curve(call: Call, learns: bool = False) -> CostCurve | None:
+    """T(q) of the target, if an earlier call has measured it for this dtype, device, rows and context.
+
+    The call may have had another model of the same architecture. `learns`: whether steps time the other sizes.
+    """
+    if call.model is None:
+        return None
+    curve: CostCurve | None = memory.recall(call.model, _key(call, learns), lambda: None)
+    if curve is None and lockstep_group(call.model) is None:
+        curve = memory.recall(type(call.model), _shared_key(call, learns), lambda: None)
+        memory.store(call.model, _key(call, learns), curve)
+    return curve
+
+
+def learns_from_steps(model: Any) -> bool:
+    """Whether the steps of a call time its passes: on a CPU, where they are not asynchronous, and on one rank."""
+    return model is not None and compat.input_device(model).type == "cpu" and lockstep_group(model) is None
 
 
 def model_curve(model: PreTrainedModel) -> CostCurve | None:
@@ -64,21 +86,28 @@ def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     return target
 
 
-def _key(call: Call) -> tuple[Hashable, ...]:
+def _key(call: Call, learns: bool = False) -> tuple[Hashable, ...]:
     model: Any = call.model
     attention = compat.attention_implementation(text_config(model))
     rows = (call.state.batch - 1).bit_length()  # powers of two
     context = max(0, (call.state.prompt_length - 1).bit_length() - 9) // 2  # powers of four from 1,024 on
     captured = bool(call.settings.compile) and is_captured(model)
-    return "T(q)", model.dtype, compat.input_device(model), attention, captured, rows, context
+    return "T(q)", learns, model.dtype, compat.input_device(model), attention, captured, rows, context
 
 
-def target_curve(call: Call, target: Target) -> CostCurve | None:
+def _shared_key(call: Call, learns: bool) -> tuple[Hashable, ...]:
+    """The key for all models of a class: with the config, the classes of the modules and the number of threads."""
+    model = cast(PreTrainedModel, call.model)
+    classes = hash(tuple(map(type, model.modules())))
+    return *_key(call, learns), model.config.to_json_string(), classes, torch.get_num_threads()
+
+
+def target_curve(call: Call, target: Target, learns: bool = False) -> CostCurve | None:
     """T(q) of the target, measured now and kept; None near the end of its position table.
 
     Times chains of several sizes for `MAX_PLAIN_STEPS`, or `MAX_FIRST_STEPS` if some have not been timed by then; the
     minimum of each size counts. Sizes beyond are assumed to take time in proportion, so that no large tree is built
-    because a small one was fast.
+    because a small one was fast. With `learns`, only `FIRST_QUERIES` are timed.
     """
     longest = target.last_position - max(target.first_positions, default=0) + 1
     if longest <= QUERIES[1]:
@@ -87,9 +116,39 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
     group = lockstep_group(call.model)
     target = target.copy()  # drafters read the hidden states of the prompt of the original
     target.capture_now()
+    if learns:
+        times = {q: time_pass(target, pending, q) for q in FIRST_QUERIES}
+    else:
+        times = _timed_passes(target, pending, [q for q in QUERIES if q <= longest], group)
+    delayed = memory.recall(call.model, ("delayed", *_key(call, learns)), lambda: None) or times.__getitem__
+    smallest = {q: min(seconds, delayed(q)) for q, seconds in times.items()}
+    curve = _curve(smallest, call.context_length, call.state.batch, learns)
+    memory.store(call.model, _key(call, learns), curve)
+    if group is None and call.model is not None:
+        memory.store(type(call.model), _shared_key(call, learns), curve)
+    return curve
+
+
+def _curve(times: dict[int, float], context: int, batch: int, learns: bool) -> CostCurve:
+    """T(q) with sizes beyond the timed ones in proportion to their tokens.
+
+    Where steps time every size that they use, the next size is assumed to lie between a pass that the memory limits and
+    one that arithmetic does: what is taken for too slow is never tried.
+    """
+    points = dict(times)
+    for q in sorted(QUERIES) if learns else QUERIES[-1:]:
+        if q > (largest := max(points)):
+            ratio = q / largest
+            points[q] = points[largest] * (sqrt(ratio) if learns and largest in times else ratio)
+    sizes = tuple(sorted(points))
+    return CostCurve(sizes, tuple(points[q] for q in sizes), context, batch)
+
+
+def _timed_passes(target: Target, pending: Sequence[int], sizes: Sequence[int], group: Any) -> dict[int, float]:
+    """Seconds of passes by tokens per row, the smallest of each size."""
     times: dict[int, float] = {}
     spent = 0.0
-    for q in cycle(q for q in QUERIES if q <= longest):
+    for q in cycle(sizes):
         if times:
             largest = max(times)
             expected = times.get(q, times[largest] * sqrt(q / largest))  # between memory-bound and compute-bound
@@ -100,12 +159,7 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
         seconds = from_first_rank(time_pass(target, pending, q), group)
         times[q] = min(seconds, times.get(q, seconds))
         spent += seconds / times[1]
-    times.setdefault(QUERIES[-1], times[max(times)] * QUERIES[-1] / max(times))
-    delayed = memory.recall(call.model, ("delayed", *_key(call)), lambda: None) or times.__getitem__
-    smallest = tuple(min(times[q], delayed(q)) for q in sorted(times))
-    curve = CostCurve(tuple(sorted(times)), smallest, call.context_length, call.state.batch)
-    memory.store(call.model, _key(call), curve)
-    return curve
+    return times
 
 
 def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
@@ -151,12 +205,15 @@ class DrafterTimer:
         fraction: time of a drafter's pass over q tokens / T(q); of a draft without passes / T(1).
     """
 
-    def __init__(self, call: Call, curve: CostCurve):
+    def __init__(self, call: Call, curve: CostCurve, learns: bool = False):
         self._call = call
         self._curve = curve
+        self._learns = learns
         self._model = cast(PreTrainedModel, call.model)
         self._without_passes = call.drafting.negligible_cost
+        self._curve_key = _key(call, learns)
         self._key = (*_key(call), call.drafting.key)
+        self._steps: dict[int, tuple[float, ...]] = memory.recall(self._model, ("steps", *self._curve_key), dict)
         self._group = lockstep_group(self._model)
         self._is_cpu = compat.input_device(self._model).type == "cpu"
         known: float | None = memory.recall(self._model, self._key, lambda: None)
@@ -181,8 +238,30 @@ class DrafterTimer:
         queries = (step.pass_rows + self._call.state.other_rows) * step.tokens_per_row / self._curve.batch
         seconds = step.seconds.get("forward", inf) if self._is_cpu and self._group is None else inf
         if 1 <= queries <= QUERIES[1] and 2 * seconds < self._curve(queries):
-            memory.store(self._model, ("delayed", *self._key[:-1]), self._curve)
-            memory.store(self._model, self._key[:-1], None)
+            memory.store(self._model, ("delayed", *self._curve_key), self._curve)
+            memory.store(self._model, self._curve_key, None)
+            memory.store(self._model, ("steps", *self._curve_key), {})
+            if self._group is None:
+                memory.store(type(self._model), _shared_key(self._call, self._learns), None)
+
+    def time_size(self, step: StepRecord) -> bool:
+        """Use the time of a pass for its size, where steps time sizes; returns whether T(q) has changed by it.
+
+        The smallest time of a size counts, as for passes that are timed on purpose.
+        """
+        seconds = step.seconds.get(THREAD, 0.0) if self._learns and not self._call.state.other_rows else 0.0
+        queries, rest = divmod(step.pass_rows * step.tokens_per_row, self._curve.batch)
+        known = self._steps.get(queries, ())
+        if seconds <= 0 or rest or not 1 <= queries <= QUERIES[-1] or len(known) == STEPS_OF_SIZE:
+            return False
+        self._steps[queries] = (*known, seconds)
+        timed = {q: self._curve(q) for q in (*FIRST_QUERIES, *self._steps)}
+        is_timed = bool(known) or queries in FIRST_QUERIES
+        timed[queries] = min(seconds, timed[queries]) if is_timed else seconds
+        self._curve = _curve(timed, self._curve.context, self._curve.batch, learns=True)
+        memory.store(self._model, ("steps", *self._curve_key), self._steps)
+        memory.store(self._model, self._curve_key, self._curve)
+        return True
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a draft; returns whether the latencies have changed by it.

@@ -12,17 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from math import inf, log2
+from math import inf, log2, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 FORMAT = "hf_specgen latency profile 1"
 Floats = NDArray[np.floating[Any]]
 ANY_DRAFTER = "any"
 """The entry used for every kind of drafter without an entry of its own."""
+ASSUMED = "assumed"
+"""In place of a latency file: latencies that are the same in every process, see `assumed_latency`."""
 MIN_BATCH_GAIN = 0.02
 """Relative gain in tokens per second below which a step of several calls verifies no draft."""
 
@@ -223,6 +226,18 @@ class LatencyModel:
             raise ValueError(f"{str(path)!r} is not a latency file: {error!r}; hf-specgen tune writes one") from None
         except OSError as error:
             raise OSError(f"cannot read {str(path)!r}: {error.strerror}; hf-specgen tune writes such a file") from None
+
+
+def assumed_latency(device: torch.device) -> LatencyModel:
+    """Latencies for a type of device, the same in every process: nothing is measured, and T(1) is 1.
+
+    On a CPU T(q) lies between that of a pass which reading the weights limits and that of one which arithmetic limits;
+    an accelerator is limited by the weights up to many more tokens. A pass of a drafter takes 0.3 of the target's.
+    """
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    seconds = tuple(sqrt(q) for q in sizes) if device.type == "cpu" else tuple(1 + q / 64 for q in sizes)
+    drafter = DraftLatency(tuple(map(float, sizes)), tuple(0.3 * one for one in seconds))
+    return LatencyModel((Bucket(CostCurve(sizes, seconds, 512, 1), {ANY_DRAFTER: drafter}),))
 
 
 def _bucket(data: Any) -> Bucket:

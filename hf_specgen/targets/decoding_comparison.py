@@ -1,9 +1,9 @@
 """Decodes a prompt both ways, in plain steps and by drafts with a rollback, and compares the logits.
 
-The two rows as a tree; where only chains can be verified the draft is t1, t2 and the wrong token::
+The two rows as a tree; where only chains can be verified the draft is t1 and the wrong token::
 
-    row 0  . . a b c d │ t0 ─┬─ wrong              pending t0, nodes (wrong, t1, t2); t1 and t2 are accepted in row 0
-    row 1  e f g h i j │ t0 ─┴─ t1 ── t2           and t1 alone in row 1, so that the next step is ragged
+    row 0  . . a │ t0 ─┬─ wrong       pending t0, nodes (wrong, t1); t1 is accepted in row 0 and nothing in row 1, so
+    row 1  e f g │ t0 ─┴─ t1          that the next step is ragged: t2 in row 0, t1 with the draft t2 in row 1
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEEPS_STATE = (
     "other passes than plain decoding"
 )
 CANNOT_RUN = "it cannot run in float32"
-STEPS = 5
+STEPS = 4
 """Generated tokens per row, of which the last one is not processed."""
 
 
@@ -143,23 +143,23 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
     size = min(2, logits[0].shape[-1])
     wrong = [next((token for token in row if token != row[1]), (row[1] + 1) % size) for row in tokens]
     if target.verifies_chains_only:
-        nodes = [[*row[1:3], token] for row, token in zip(tokens, wrong, strict=True)]
-        parents = chain_parents(3)
+        nodes = [[row[1], token] for row, token in zip(tokens, wrong, strict=True)]
+        parents = chain_parents(2)
         first = 0  # the node of t1
     else:
-        nodes = [[token, *row[1:3]] for row, token in zip(tokens, wrong, strict=True)]
-        parents = Parents((-1, -1, 1))
+        nodes = [[token, row[1]] for row, token in zip(tokens, wrong, strict=True)]
+        parents = Parents((-1, -1))
         first = 1
     tree = DraftTree(nodes, (parents,) * len(tokens))
     if isinstance(target, EarlyExitTarget):
         target.run_early(DraftTree.empty(len(tokens)), torch.tensor([row[:1] for row in tokens]))
-        target.run_early(tree.first_nodes(2), tree.first_nodes(2).tokens)
+        target.run_early(tree.first_nodes(1), tree.first_nodes(1).tokens)
     step = target.forward(tree, [row[0] for row in tokens])
-    logits += [step[:, query] for query in (0, 1 + first, 2 + first)]  # after t0, t1 and t2
-    # Even rows continue after t2, odd rows after t1: their next logits, after t2, repeat those of the last node.
+    logits += [step[:, query] for query in (0, 1 + first)]  # after t0 and t1
+    # Even rows continue after t1, odd rows after t0: their next logits, after t1, repeat those of its node.
     odd = [row % 2 for row in range(len(tokens))]
-    target.commit([[first] if is_odd else [first, first + 1] for is_odd in odd])
-    chains = DraftTree.chains([[row[3]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])
-    step = target.forward(chains, [row[2 if is_odd else 3] for row, is_odd in zip(tokens, odd, strict=True)])
+    target.commit([[] if is_odd else [first] for is_odd in odd])
+    chains = DraftTree.chains([[row[2]] if is_odd else [] for row, is_odd in zip(tokens, odd, strict=True)])
+    step = target.forward(chains, [row[1 if is_odd else 2] for row, is_odd in zip(tokens, odd, strict=True)])
     logits.append(torch.stack([step[row, is_odd] for row, is_odd in enumerate(odd)]))
     return logits

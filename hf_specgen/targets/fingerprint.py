@@ -36,6 +36,10 @@ STANDARD_ATTRIBUTES = tuple(own_attributes(nn.Module()))
 """Attributes of every module, which its constructor makes before all others: its parts and its hooks."""
 
 
+SAMPLE = 16
+"""Values of a weight that tell one training from another."""
+
+
 def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
     """What the computation of a model depends on beside its weights, their dtype and their device.
 
@@ -85,6 +89,23 @@ def _settings_reader(module_class: type[nn.Module]) -> Callable[[Iterable[Any]],
 
 def _plain_attributes(attributes: Iterable[Any]) -> list[Hashable]:
     return [value for value in attributes if type(value) in PLAIN_TYPES]
+
+
+def weights_sample(model: PreTrainedModel) -> Hashable:
+    """Some values of every weight and buffer, with its name, shape, dtype and device: equal for copies of a model.
+
+    Another training of the same architecture has other values: what one of them computes proves nothing for the other.
+    Where values cannot be read, as of offloaded weights, the sample is equal to no other.
+    """
+    places: list[Hashable] = []
+    values = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.is_meta or tensor.layout != torch.strided:
+            return object()
+        places.append((name, tensor.shape, tensor.dtype, tensor.device))
+        flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+        values.append(flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].double().to(compat.input_device(model)))
+    return type(model), tuple(places), torch.cat(values).cpu().numpy().tobytes() if values else b""
 
 
 def matmul_precision(model: PreTrainedModel) -> torch.dtype:

@@ -1,16 +1,17 @@
 """The self-check: a model must compute with drafts and rollbacks what it computes in plain `generate`.
 
 No interface guarantees that a model places tokens by `position_ids`, respects a 4-D mask, or keeps all its state in the
-cache. So before a model is used, up to three trials decode a prompt twice, token by token and with a draft and a
-rollback; a model that differs is refused:
+cache. So before a model is used, trials decode a prompt twice, token by token and with a draft and a rollback; a model
+that differs is refused. A model that reads an encoder, or inputs beside text, is tried on the prompt of the call:
 
 | trial | prompt | runs |
 |---|---|---|
-| rows | a short text in rows of different lengths | always, unless the model reads an encoder |
-| single row | the text in one row without padding | if the rows differ: a call with one row may be possible |
+| single row | a short text in one row | if the call has one row without padding; also for what to say if rows differ |
+| rows | the text in rows of different lengths | if the call has several rows or padding |
 | own prompt | the prompt of the call | if the call has inputs beside text, or the model reads an encoder |
 
-A result holds as long as `hf_specgen.targets.fingerprint.computation` of the model has the same value.
+A result holds as long as `hf_specgen.targets.fingerprint.computation` of the model has the same value, and for another
+object of the same class and weights with that value.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.targets.decoding_comparison import RANDOM, STEPS, UndecidedError, find_difference
 from hf_specgen.targets.early_exit import divisible_layers
-from hf_specgen.targets.fingerprint import computation, matmul_precision
+from hf_specgen.targets.fingerprint import computation, matmul_precision, weights_sample
 from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.inputs import accompanying_inputs, without_router_loss
 from hf_specgen.targets.model_parts import reads_encoder, takes_no_mask, text_config
@@ -79,12 +80,19 @@ class Results:
     ) -> str | None:
         """The reason that a trial has given; it runs if it has not yet run in this state, the model's `computation`."""
         if (*key, self._stable(state)) not in self._reasons:
-            reason = trial()
-            pairs = enumerate(zip(state, computation(model), strict=False))
-            self._changed_by_passes |= {index for index, (before, after) in pairs if before != after}
-            self._reasons[*key, self._stable(state)] = reason
-            if len(self._reasons) > MAX_RESULTS:
-                self._reasons.popitem(last=False)
+            shared = (*key, state, weights_sample(model))
+            with _lock:
+                is_shared = shared in _shared
+                reason = _shared.get(shared)
+            if not is_shared:
+                reason = trial()
+                pairs = enumerate(zip(state, computation(model), strict=False))
+                changed = {index for index, (before, after) in pairs if before != after}
+                self._changed_by_passes |= changed
+                if not changed:
+                    with _lock:
+                        _keep(_shared, shared, reason)
+            _keep(self._reasons, (*key, self._stable(state)), reason)
         return self._reasons[*key, self._stable(state)]
 
     def _stable(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -94,7 +102,16 @@ class Results:
         return tuple(value for index, value in enumerate(state) if index not in self._changed_by_passes)
 
 
+def _keep(results: OrderedDict[tuple[Any, ...], str | None], key: tuple[Any, ...], reason: str | None) -> None:
+    """Add a result, and remove the oldest one where there are too many."""
+    results[key] = reason
+    if len(results) > MAX_RESULTS:
+        results.popitem(last=False)
+
+
 _lock = threading.Lock()
+_shared: OrderedDict[tuple[Any, ...], str | None] = OrderedDict()
+"""Results for every object of the same class and weights."""
 _results: WeakKeyDictionary[PreTrainedModel, Results] = WeakKeyDictionary()
 
 
@@ -143,12 +160,12 @@ class SelfCheck:
             mask = model_kwargs.get("attention_mask")
             is_single = len(input_ids) == 1 and (mask is None or bool(mask.all()))
             alike = len(input_ids) <= 2 or treats_rows_alike(self._model)
-            problem = self._rows_differ(2 if alike else len(input_ids))
+            problem = None if is_single else self._rows_differ(2 if alike else len(input_ids))
+            if is_single or problem is not None:
+                # Where rows differ: does the model itself fail, or only rows of different lengths?
+                problem = self._run(self._single_row()) or problem
             if problem is not None:
-                # The model itself fails, or only rows of different lengths do, which this call may not have.
-                single_problem = self._run(self._single_row())
-                if single_problem is not None or not is_single:
-                    return single_problem or problem
+                return problem
         if reads or accompanying_inputs(model_kwargs):
             return self._run(self._own_prompt(reads, input_ids, config, model_kwargs))
         return None
@@ -215,6 +232,7 @@ class SelfCheck:
 def _text(model: PreTrainedModel, rows: int) -> Prompt:
     """Rows of text, of which the first is padded, or one row without padding."""
     input_ids = _prompt(model).repeat(-(-rows // 2), 1)[:rows]
+    input_ids = input_ids[:, :2] if rows == 1 else input_ids
     mask = torch.ones_like(input_ids)
     if rows > 1:
         mask[0, : min(2, input_ids.shape[1] - 1)] = 0
@@ -228,9 +246,9 @@ def _text(model: PreTrainedModel, rows: int) -> Prompt:
 
 
 def _prompt(model: PreTrainedModel) -> torch.Tensor:
-    """`[2, tokens]` ids spread over the vocabulary, without special tokens; at most six per row."""
+    """`[2, tokens]` ids spread over the vocabulary, without special tokens; at most three per row."""
     config = model.config.get_text_config()
-    length = max(1, min(6, last_position(config, (0,)) + 1 - (STEPS - 1)))
+    length = max(1, min(3, last_position(config, (0,)) + 1 - (STEPS - 1)))
     special = {
         value
         for any_config in (model.config, config)

@@ -1,6 +1,7 @@
 """Calls and targets without a model, for tests of depth policies."""
 
 from collections.abc import Sequence
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +13,22 @@ from hf_specgen.call import Call, DraftingSettings, GenerationState
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import PolicySession
 
+NUMBERS = count()
+
 
 class Model(nn.Module):
-    """What is read of a target model."""
+    """What is read of a target model; those of one name have the same architecture."""
 
     device, dtype = torch.device("cpu"), torch.float32
-    config = SimpleNamespace(
-        is_encoder_decoder=False, get_text_config=lambda **_: SimpleNamespace(_attn_implementation="sdpa")
-    )
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            is_encoder_decoder=False,
+            get_text_config=lambda **_: SimpleNamespace(_attn_implementation="sdpa"),
+            to_json_string=lambda: name or f"{next(NUMBERS)}",
+        )
+
     tp_size: int = 1
     _device_mesh: Any = None
 

@@ -48,6 +48,33 @@ def test_adaptive_depth_with_given_latency_repeats() -> None:
     assert depths[0] == depths[1]
 
 
+def assumed_answers(rank: int, folder: str) -> list[Any]:
+    """In a process of its own, with a clock of its own: drafts and tokens of two calls for each way to repeat."""
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/target", dtype=torch.bfloat16).eval()
+    found: list[Any] = []
+    with mock.patch.object(time, "thread_time", lambda: (1 + rank) * time.perf_counter() ** 2):
+        for policy, is_deterministic in ((AdaptiveDepth("assumed"), False), (AdaptiveDepth(), True)):
+            torch.use_deterministic_algorithms(is_deterministic)
+            for strategy in (NgramCandidates(policy=policy), DraftModelCandidates(f"{folder}/draft", policy=policy)):
+                for _ in range(2):
+                    tokens = model.generate(**prompts(2), max_new_tokens=40, candidate_generator=strategy)
+                    steps = [[(step.depth, step.drafted) for step in row] for row in strategy.speculation.rows]
+                    found.append((steps, tokens.tolist()))
+    return found
+
+
+def test_adaptive_depth_with_assumed_latency_drafts_alike_in_every_process(tmp_path: Path) -> None:
+    """Would catch: drafts by measured times, which in half precision may change near-ties from process to process."""
+    target = fresh_model("llama")
+    target.save_pretrained(tmp_path / "target")
+    perturbed_copy(target).save_pretrained(tmp_path / "draft")
+    first, *others = run_in_ranks(assumed_answers, [(rank, str(tmp_path)) for rank in range(3)])
+    assert others == [first] * 2
+    assert first[0::2] == first[1::2], "two calls of one process"
+    assert first[:4] == first[4:] and any(drafted for row in first[0][0] for _, drafted in row)
+    assert repr(AdaptiveDepth("assumed")) == "AdaptiveDepth(latency='assumed')"
+
+
 def test_policy_of_a_call_overrides_that_of_the_strategy_once() -> None:
     """Would catch: a policy that is ignored, or that stays with the strategy for later calls."""
     model, ngram = tiny_model("llama"), NgramCandidates(k=5, policy=FixedDepth(2))

@@ -1,5 +1,6 @@
 """A model that does not compute what plain generate computes is refused with the true reason, before anything runs."""
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -10,7 +11,7 @@ import accelerate
 import peft
 import pytest
 import torch
-from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration
+from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, LlamaForCausalLM
 
 from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
 from hf_specgen.targets.requirements import TargetRequirements
@@ -105,6 +106,31 @@ def test_first_call_on_a_model_logs_nothing(caplog: pytest.LogCaptureFixture) ->
     """Would catch: a warning of Transformers about arguments of the self-check, which the user did not give."""
     fresh_model("llama").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, candidate_generator=NgramCandidates())
     assert not caplog.records
+
+
+class CountsPasses(LlamaForCausalLM):
+    """Counts the passes of all its objects."""
+
+    passes = 0
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        CountsPasses.passes += 1
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+def test_another_object_of_the_same_weights_is_not_tried_again() -> None:
+    """Would catch: a trial for each copy of a model; a result that is believed for other weights of the class."""
+    model = CountsPasses(llama().config).eval()
+    counts = []
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight.mul_(0.5)
+    for one in (model, copy.deepcopy(model), changed):
+        CountsPasses.passes = 0
+        strategy = NgramCandidates(k=3, policy=FixedDepth())
+        one.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1, do_sample=False, candidate_generator=strategy)
+        counts.append(CountsPasses.passes)
+    assert counts == [8, 1, 8]
 
 
 def test_autocast_is_rounded_as_half_precision_and_refuses_no_later_call() -> None:

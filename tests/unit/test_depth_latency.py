@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -225,6 +225,36 @@ def test_target_curve_is_measured_once_per_model_rows_and_context(clock: Clock) 
         assert (session.latency is None) == measured, "known before the prefill"
         session.prefilled(target)  # type: ignore[arg-type]
         assert (len(target.passes) > before) == measured, (rows, prompt)
+
+
+def test_target_curve_of_another_object_of_the_same_architecture(clock: Clock) -> None:
+    """Would catch: a measurement for each object of a model, or the latency of another model."""
+    target: Any = Target(clock, CURVES["flat"])
+    for name, is_known in (("one", False), ("one", True), ("two", False)):
+        session = AdaptiveDepth().start(depth_call(model=Model(name)))
+        assert (session.latency is not None) == is_known, name
+        session.prefilled(target)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_drafter_timer_takes_the_sizes_of_the_first_steps(name: str, clock: Clock) -> None:
+    """Would catch: T(q) that is assumed for ever, a delayed step that counts, or decisions that never settle."""
+    call, target = depth_call(model=Model()), Target(clock, CURVES[name])
+    curve = calibrate.target_curve(call, cast(Any, target), learns=True)
+    assert curve is not None and target.passes == [1, 8], "the first call is slower by the time of two passes"
+    assert curve.queries == (1, 8, 24, 64)
+    timer = calibrate.DrafterTimer(call, curve, learns=True)
+
+    def step(size: int, delay: float = 1.0) -> bool:
+        rows = [RowStep(size - 1, size - 1, 0, 1)]
+        return timer.time_size(StepRecord([size - 1], rows, size, {"thread": delay * CURVES[name](size)}))
+
+    assert step(24, 5.0) and step(24) and step(24, 2.0) and step(2, 3.0) and step(2) and step(1, 9.0)
+    assert not step(24, 0.1), "settled"
+    assert not timer.time_size(StepRecord([3], [RowStep(3, 3, 0, 1)], 4, {"forward": 9.0})), "no time of the thread"
+    known = calibrate.known_curve(call, learns=True)
+    assert known is not None and timer.latency().at(1, 100).target == known
+    assert [known(q) for q in (1, 2, 8, 24)] == pytest.approx([CURVES[name](q) for q in (1, 2, 8, 24)])
 
 
 def test_target_curve_near_the_end_of_the_position_table(clock: Clock) -> None:
