@@ -40,6 +40,8 @@ FIRST_QUERIES = QUERIES[:2]
 """Those of passes that are timed before the first step, where steps time the others."""
 STEPS_OF_SIZE = 3
 """Steps of one size that may change T(q); later ones leave it, so that decisions depend on the texts alone."""
+MIN_SECONDS = 1e-9
+"""Of a pass that takes less than a step of the clock: times are divided by each other."""
 THREAD = "thread"
 """In the seconds of a step: those in which the thread ran in the target's pass."""
 MAX_PLAIN_STEPS = 8.0
@@ -173,7 +175,7 @@ def time_pass(target: Target, pending: Sequence[int], queries: int) -> float:
     begin = clock()
     target.forward(tree, pending)
     wait(target.device)
-    seconds = clock() - begin
+    seconds = max(clock() - begin, MIN_SECONDS)
     target.rewind([0] * len(pending))
     return seconds
 
@@ -274,7 +276,7 @@ class DrafterTimer:
         seconds = step.seconds.get("draft", 0.0)
         if self._is_cpu:  # other processes prolong wall times, that of the target's pass alike
             rows = step.pass_rows + self._call.state.other_rows
-            seconds *= self._curve.seconds_of(rows * step.tokens_per_row) / step.seconds["forward"]
+            seconds *= self._curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
         self._ratios.append(seconds / (sum(map(self._curve.seconds_of, step.passes)) or self._curve.seconds[0]))
         self.is_known = len(self._ratios) == (5 if self._is_cpu else 16)
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):
