@@ -55,10 +55,14 @@ def test_doctor_measures_and_recommends_every_strategy_that_is_named(monkeypatch
     for subject in ("tokenizers", "chat template", "heads", "same tokens"):
         assert found[subject]["result"] == "good"
     assert found["draft size"]["result"] == "warning"  # half the target
-    names = ["plain", "auto", "throughput", "memory", "n-grams", "draft model", "n-grams + draft", "Medusa"]
+    # N-grams with their defaults are the preset "throughput", and measured once.
+    names = ["plain", "auto", "throughput", "memory", "draft model", "n-grams + draft", "Medusa"]
     once, others = calls[: len(names)], calls[len(names) :]
     assert len(set(once)) == len(names) and once[0] == id(None), "a whole warm-up of every variant"
-    assert others == [*once, once[0], *once[2:], once[1]], "plain first, then the others in turns"
+    turns = [*once, once[0], *once[2:], once[1]]
+    assert others[: 2 * len(names)] == turns, "plain first, then the others in turns"
+    rounds, rest = divmod(len(others), len(names))
+    assert 2 <= rounds <= 6 and not rest, "more rounds while undecided, at most three times as many"
     assert set(report["measured"]) == set(names) and report["measured"]["plain"]["speedup"] == 1
     for name in names[1:]:
         measured = report["measured"][name]
