@@ -210,7 +210,7 @@ def encoded(rows: Any, chat: ChatFormat, max_length: int, packing: bool = False)
 
     def encode(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
         each = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-        found = []
+        found: list[dict[str, Any]] = []
         for number, row in zip(numbers, each, strict=True):
             with naming_row(number):
                 found += chat.encode(row, max_length)

@@ -292,7 +292,7 @@ def finish(recipe: type[Drafter], trainer: DrafterTrainer, rows: Any, chat: Chat
     weights, folder = trainer.trained_weights(), Path(args.output_dir)
     if any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in drafter.parameters()):
         drafter = recipe(args, drafter.target, rows)  # the trained one is sharded
-    trained = {"history": trainer.state.log_history, "rows": len(trainer.lengths)}
+    trained: dict[str, Any] = {"history": trainer.state.log_history, "rows": len(trainer.lengths)}
     if state.is_main_process:
         drafter.load_state_dict(weights, strict=False)
         drafter.eval().save(folder)

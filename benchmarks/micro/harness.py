@@ -14,7 +14,7 @@ from hf_specgen import attached
 from hf_specgen.evaluation.published import PUBLISHED, published
 from hf_specgen.evaluation.workloads import ASSETS, EMBEDDED_PROMPTS, load, read_rows
 
-LAST_NUMBER = [
+LAST_NUMBER: list[dict[str, Any]] = [
     {"function": "regex", "regex_pattern": r"(-?\d[\d,]*)", "group_select": -1},
     {"function": "take_first"},
 ]

@@ -37,7 +37,7 @@ class AnswerWriter(BaseStreamer, Monitor, MonitorSession):
     `write` receives a piece of text, and whether it is an accepted draft token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], None]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], object]):
         self._tokenizer = tokenizer
         self._write = write
         self._generated = list[int]()

@@ -79,9 +79,13 @@ class AdaptiveDepth(Policy):
 
     def __init__(self, latency: LatencyModel | str | Path | None = None):
         self.is_assumed = latency == ASSUMED
-        is_file = isinstance(latency, str | Path) and not self.is_assumed
-        self.latency = LatencyModel.load(cast(str, latency)) if is_file else None if self.is_assumed else latency
-        if not isinstance(self.latency, LatencyModel | None):
+        self.latency: LatencyModel | None = None
+        if isinstance(latency, str | Path):
+            if not self.is_assumed:
+                self.latency = LatencyModel.load(latency)
+        elif isinstance(latency, LatencyModel | None):
+            self.latency = latency
+        else:
             raise TypeError(f"latency must be a LatencyModel or a file of hf-specgen tune, got {latency!r}")
 
     def start(self, call: Call) -> AdaptiveSession:

@@ -5,7 +5,7 @@ Such are models with recurrent states, and decoders that take no positions; see 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -135,7 +135,8 @@ class ReplayTarget(Target):
 
 def _skipped_token(model: PreTrainedModel) -> int | None:
     """The padding token, if a decoder numbers the other tokens of a pass by what ids they have."""
-    modules = (module for module in decoder(model).modules() if hasattr(module, "create_position_ids_from_input_ids"))
+    all_modules: Iterable[Any] = decoder(model).modules()
+    modules = (module for module in all_modules if hasattr(module, "create_position_ids_from_input_ids"))
     return next((module.padding_idx for module in modules), None)
 
 

@@ -128,9 +128,9 @@ def weights_hash(model: torch.nn.Module | None) -> int:
     """A hash of some values of every weight, from all over it."""
     values = list[bytes]()
     for weight in () if model is None else model.parameters():
-        weight = getattr(weight, "_local_tensor", weight).detach()
-        if not weight.is_meta:
-            flat = weight.reshape(-1)
+        local: torch.Tensor = getattr(weight, "_local_tensor", weight).detach()
+        if not local.is_meta:
+            flat = local.reshape(-1)
             values.append(flat[:: 1 + len(flat) // 64].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return hash(tuple(values))
 

@@ -23,13 +23,17 @@ from tests.checkpoints.page import record, result
 from tests.checkpoints.table import CHECKPOINTS
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.checkpoints", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--names", nargs="+", default=[""], help="parts of names or types of checkpoints")
     parser.add_argument("--cases", nargs="+", default=[""], help="parts of names of cases")
     parser.add_argument("--details", action="store_true", help="print every case that is not the same")
     parser.add_argument("--write", action="store_true", help="write the results to tests/assets/checkpoints.json")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(argv)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     chosen = [row for row in CHECKPOINTS if any(part in f"{row.name} {row.kind}" for part in options.names)]

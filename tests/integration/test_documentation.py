@@ -305,6 +305,7 @@ def read_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         command = group if rest[0].startswith("-") else group.commands[rest[0]]
         known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
         passed_on = rest[0] in ("serve", "lm-eval")  # to `transformers serve`, to the harness
+        rest = rest[: rest.index("--")] if "--" in rest else rest  # the others are a recipe's
         assert passed_on or {word.split("=")[0] for word in rest if word.startswith("--")} <= known
     elif program == "accelerate":
         options = launch_command_parser().parse_args(rest[1:])
