@@ -178,4 +178,6 @@ class _Training:
             for _ in measured.measure(model, inputs, generation):
                 pass
         self.console.print(ranking(measured, f"{min(FEW, number + 1)} held-out prompts, greedy"))
-        self.console.print(f"model.generate(**inputs, candidate_generator={found[-1].code})", highlight=False)
+        self.console.print(
+            f"model.generate(**inputs, candidate_generator={found[-1].code})", highlight=False, soft_wrap=True
+        )

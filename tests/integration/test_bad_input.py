@@ -353,7 +353,6 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
     ("gpt_neo", NgramCandidates, "builds its local attention mask inside the layers"),
     ("bloom", NgramCandidates, "takes no position_ids"),
     ("llama", with_a_history_of_another_tokenizer, "has token 500, but the target's vocabulary ends at 98"),
-    ("gemma4_text", lambda: LayerSkipCandidates(1), "cannot draft with its own first layers"),
     ("llama", lambda: LayerSkipCandidates(0), "exit_layer must be from 1 to 1 .* got 0$"),
     ("llama", lambda: LayerSkipCandidates(2), "exit_layer must be from 1 to 1 .* got 2$"),
     ("llama", lambda: CombinedCandidates([LayerSkipCandidates(1), LayerSkipCandidates(2)]), "different ways"),

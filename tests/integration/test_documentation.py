@@ -322,7 +322,11 @@ def read_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             commands: Any = typer.main.get_command(importlib.import_module("benchmarks.__main__").app)
             commands.commands[words[3]].make_context(words[3], words[4:])
         elif "--help" not in words:
-            importlib.import_module(f"{words[2]}.__main__").make_parser().parse_args(words[3:])
+            module = importlib.import_module(words[2])
+            if hasattr(module, "__path__"):
+                importlib.import_module(f"{words[2]}.__main__").make_parser().parse_args(words[3:])
+            else:
+                assert not words[3:], "no options"
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.M)
     elif program == "pip":

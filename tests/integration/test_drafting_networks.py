@@ -64,7 +64,8 @@ def test_draft_tokens_that_end_a_row_count_as_accepted() -> None:
 
 def check(model: Any, candidates: Any, *read: list[Any]) -> None:
     """Run the self-check of models that have hooks now, and forget what it has read."""
-    model.generate(**prompts(1), max_new_tokens=2, candidate_generator=candidates)
+    for rows in (1, 4):
+        model.generate(**prompts(rows), max_new_tokens=2, candidate_generator=candidates)
     for one in read:
         one.clear()
 

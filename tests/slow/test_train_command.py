@@ -85,6 +85,7 @@ STAGES = {
 def in_process(arguments: list[str], log: Path) -> None:
     """The command in a process of its own; its output goes to a file."""
     sys.stdout = sys.stderr = log.open("w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs the tests in the background
     app(arguments)
 
 
