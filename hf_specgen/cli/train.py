@@ -20,6 +20,7 @@ import torch
 import typer
 
 import hf_specgen
+from hf_specgen.candidates import CombinedCandidates
 from hf_specgen.cli.checkpoints import without_weights
 from hf_specgen.cli.doctor import ranking
 from hf_specgen.cli.settings import TrainSettings, terminal
@@ -177,7 +178,6 @@ class _Training:
                     measure_call(model, inputs, variant, generation | {"max_new_tokens": 8}, 0)
             for _ in measured.measure(model, inputs, generation):
                 pass
+        own = next(one for one in reversed(found) if not isinstance(one.candidates, CombinedCandidates))
         self.console.print(ranking(measured, f"{min(FEW, number + 1)} held-out prompts, greedy"))
-        self.console.print(
-            f"model.generate(**inputs, candidate_generator={found[-1].code})", highlight=False, soft_wrap=True
-        )
+        self.console.print(f"model.generate(**inputs, candidate_generator={own.code})", highlight=False, soft_wrap=True)
