@@ -181,7 +181,9 @@ def check_space(args: Arguments, drafter: Drafter, tokens: int) -> str:
 
 def last_checkpoint(args: Arguments) -> str | None:
     """The last complete checkpoint in the output folder; `Trainer` writes its state last."""
-    found = Path(args.output_dir).glob("checkpoint-*/trainer_state.json")
+    # A process that was killed may have left the file, whose text ends with a brace, without its text.
+    files = Path(args.output_dir).glob("checkpoint-*/trainer_state.json")
+    found = (file for file in files if file.read_text(encoding="utf-8").rstrip().endswith("}"))
     return str(max((path.parent for path in found), key=lambda path: int(path.name.split("-")[1]), default="")) or None
 
 
