@@ -347,6 +347,11 @@ def _problems(
             "output_attentions and output_hidden_states are not available with candidate_generator=; "
             f"give {remedy}{_saved(model, config, *hidden)}"
         )
+    yield from _input_problems(model, model_kwargs, tokens)
+
+
+def _input_problems(model: PreTrainedModel, model_kwargs: dict[str, Any], tokens: int) -> Iterator[str]:
+    """Why a call cannot speculate with this mask, cache or these positions, for a prompt of so many columns."""
     mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
     computes_loss = model_kwargs.get(ROUTER_LOGITS, bool(without_router_loss(model)))
     if computes_loss and mask is not None and not bool(mask.all()):

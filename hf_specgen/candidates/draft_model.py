@@ -1,4 +1,4 @@
-"""Draft model: a smaller model reads the same text as the target, and drafts continuations.
+"""Draft model: a smaller model reads the same text as the target, and drafts the tokens after it.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023); Chen et al. (2023). For
 drafts with another tokenizer: Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms

@@ -9,8 +9,8 @@ from typing import Generic, cast
 import torch
 
 from hf_specgen.call import memory
+from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.base import DraftSession
-from hf_specgen.candidates.continuation import Continuation
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_window import warn_of_length
 from hf_specgen.candidates.level_draft import LevelDraft
@@ -51,7 +51,7 @@ class DrafterSession(DraftSession, Generic[T]):
         self._threshold = confidence_threshold
         self._tree = DraftTree.empty(batch.state.batch)
         self._expanded = 0  # nodes of each row that were expanded in the last draft
-        self._continuation = Continuation()
+        self._estimator = AcceptanceEstimator()
         self._by_length: Counter[tuple[int, bool]] | None = None
         self._length_key = "length", batch.call.drafting.key
         if watches_length:
@@ -80,7 +80,7 @@ class DrafterSession(DraftSession, Generic[T]):
         if self.drafter.is_one_pass:
             self._tree = one_pass_draft(self.batch, self.drafter, text, self._size)
             return self._tree
-        draft = LevelDraft(self.batch, self.drafter, text, self._k, self._size, self._threshold, self._continuation)
+        draft = LevelDraft(self.batch, self.drafter, text, self._k, self._size, self._threshold, self._estimator)
         self._tree = draft.grow()
         self._expanded = draft.growth.expanded
         self.passes = [*text.passes, *draft.passes]
@@ -89,7 +89,7 @@ class DrafterSession(DraftSession, Generic[T]):
     def observe(self, result: VerificationResult) -> None:
         """Count the outcome, and keep what was computed for accepted nodes."""
         self._count_by_length(result)
-        self._continuation.count(sum(result.accepted), sum(map(sum, self._tree.probability or ())))
+        self._estimator.count(sum(result.accepted), sum(map(sum, self._tree.probability or ())))
         self.drafter.commit(self._expanded_paths(result))
 
     def _expanded_paths(self, result: VerificationResult) -> list[list[int]]:

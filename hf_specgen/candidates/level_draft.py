@@ -15,9 +15,9 @@ from typing import Generic
 
 import torch
 
+from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.captured_levels import Drafted, Proposals, grow_captured
-from hf_specgen.candidates.continuation import Continuation
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_size import Plan, tree_size
@@ -32,7 +32,7 @@ class LevelDraft(Generic[T]):
     Args:
         batch, drafter, k, size, threshold: as for `DrafterSession`.
         text: what the drafter has taken for this draft.
-        continuation: of the call.
+        estimator: of the call.
 
     Attributes:
         growth: the trees; set by `grow`.
@@ -49,13 +49,13 @@ class LevelDraft(Generic[T]):
         k: int,
         size: str | int | None,
         threshold: float,
-        continuation: Continuation,
+        estimator: AcceptanceEstimator,
     ):
         self._batch = batch
         self._drafter = drafter
         self._text = text
         self._size = tree_size(
-            None if batch.verifies_chains_only else size, batch, text.depths, drafter.single_pass_tokens, continuation
+            None if batch.verifies_chains_only else size, batch, text.depths, drafter.single_pass_tokens, estimator
         )
         self._k = k
         self._threshold = threshold

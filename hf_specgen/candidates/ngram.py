@@ -1,7 +1,7 @@
 """N-gram candidates: proposes what followed earlier occurrences of the last tokens of the text.
 
 All occurrences vote, each with odds that depend on how long its match is and that are learnt from the outcome of the
-steps. So a long match gives a long chain, occurrences that disagree give a tree with both continuations, and a short
+steps. So a long match gives a long chain, occurrences that disagree give a tree with the tokens of both, and a short
 match little or nothing: the tree with the highest expected tokens per second is verified.
 
 The probability of a token is the sum of the odds of the occurrences that propose it, divided by the odds of all
@@ -245,7 +245,7 @@ class RowText:
             self.index.extend(tokens)
 
     def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
-        """The most probable continuations of the text, tagged with the occurrences that propose them."""
+        """The most probable candidate tokens after the text, tagged with the occurrences that propose them."""
 
         def strength(vote: Vote, depth: int) -> tuple[float, int]:
             return max((self._odds.values[match_class(kind, length + depth)], length) for *_, length, kind in vote[2])

@@ -104,7 +104,7 @@ class RecyclingSession(SearchSession[int]):
         memory.store(model, self._table_key, self._table)  # now, so that requests side by side share it
 
     def search(self, row: int, depth: int, limits: SearchLimits) -> SearchTree[int]:
-        """The most probable continuations of the row's last token."""
+        """The most probable candidate tokens after the row's last token."""
 
         def children(token: int, depth: int) -> list[tuple[int, float, int]]:
             return [(one, acceptance, one) for one, acceptance in self.candidate_tokens(token)]

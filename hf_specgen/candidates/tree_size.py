@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_specgen.candidates.continuation import Continuation, DraftLevels
+from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator, DraftLevels
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.growth import Floats, Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
@@ -135,7 +135,7 @@ class FastestSize(TreeSize):
         pass_rows: rows of the target's pass, if these are more rows.
         children: as for `TreeSize`.
         is_padded: whether the target's passes are padded to the width of a captured one.
-        continuation: of the call; None: of no earlier draft.
+        estimator: of the call; None: of no earlier draft.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class FastestSize(TreeSize):
         pass_rows: int = 0,
         children: int = MAX_CHILDREN,
         is_padded: bool = False,
-        continuation: Continuation | None = None,
+        estimator: AcceptanceEstimator | None = None,
     ):
         super().__init__(MAX_NODES, children)
-        self._continuation = continuation or Continuation()
+        self._estimator = estimator or AcceptanceEstimator()
         self._levels = DraftLevels()
         self._rows = rows
         self._drafter = latency.drafter
@@ -165,7 +165,7 @@ class FastestSize(TreeSize):
             return None
         width = min(len(self._pass), growth.children)
         # Chains are assumed, whose first draft token is there: p further passes verify 1 + p of each row.
-        accepted = self._continuation.expected_of_draft(1 + levels)
+        accepted = self._estimator.expected_of_draft(1 + levels)
         ahead = np.arange(1 + levels)
         drafted = np.minimum(1 + ahead, self.max_nodes)
         tokens = self._rows * (1 + accepted)
@@ -195,17 +195,17 @@ class FastestSize(TreeSize):
         widths = int(np.count_nonzero(snapshot.frontier[:, :widths].sum(axis=0)))
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
-        given = self._levels.add(growth.levels, reached[:, :widths], snapshot.frontier.sum(axis=1))
+        conditional = self._levels.add(growth.levels, reached[:, :widths], snapshot.frontier.sum(axis=1))
         # Without a further pass: the most expected tokens per second with the nodes so far.
-        probability = self._continuation.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
+        probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
         tokens = np.concatenate([[self._rows], probability]).cumsum()
         seconds = self._target[: len(tokens)] + self._spent
         verified = fastest(tokens, seconds)
         # A first draft token may cost far more than each further one, and a run of certain tokens pays when it is
         # verified as a whole: all numbers of further levels are considered, [levels, widths].
         levels = np.arange(1, 1 + max(1, max(growth.limits) - growth.levels))[:, None]
-        below = self._continuation.expected(given, len(levels))  # [2, levels, rows, widths]
-        gains = (below * self._continuation.scaled(reached[:, :widths])).sum(axis=2)
+        below = self._estimator.expected(conditional, len(levels))  # [2, levels, rows, widths]
+        gains = (below * self._estimator.scaled(reached[:, :widths])).sum(axis=2)
         # The path to the frontier is verified too.
         base = min(max(verified, growth.levels), len(tokens) - 1)
         expanded = levels * np.arange(1, 1 + widths)
@@ -221,12 +221,12 @@ class FastestSize(TreeSize):
         return 1 + (choice - 1) % widths if choice else 0
 
     def observe(self) -> None:
-        self._continuation.observe(self._levels)
+        self._estimator.observe(self._levels)
 
     def nodes(self, growth: Growth) -> int:
         if self._snapshot is None or self._snapshot.levels < growth.levels:
             self._snapshot = growth.read()
-        probability = self._continuation.scaled(self._snapshot.probability[:, : self.max_nodes])
+        probability = self._estimator.scaled(self._snapshot.probability[:, : self.max_nodes])
         return self.best_size(probability.tolist(), self._spent)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
@@ -278,7 +278,7 @@ def tree_size(
     batch: DraftBatch,
     depths: Sequence[int],
     only_pass: int = 0,
-    continuation: Continuation | None = None,
+    estimator: AcceptanceEstimator | None = None,
 ) -> TreeSize:
     """How large the next trees of a batch become, of rows with these maximum depths.
 
@@ -299,5 +299,5 @@ def tree_size(
     if only_pass:
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
     return FastestSize(
-        step, rows, pass_rows, is_padded=width > 2, continuation=continuation
+        step, rows, pass_rows, is_padded=width > 2, estimator=estimator
     )  # a captured pass over 2 tokens has 4

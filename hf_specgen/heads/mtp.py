@@ -54,7 +54,7 @@ NAMED_LAYER = re.compile(r"^(?:mtp_|(?:.+\.)?mtp\.)(?:layers\.(?P<layer>\d{1,6})
 """Tensors of layers after those of the target, and of layers that are named MTP; without a number for all of them."""
 EXPERT = re.compile(r"^(.+\.experts)\.\d{1,6}\.(gate|up|down)_proj\.weight$")
 """Matrices of one expert."""
-UNREAD = ("mtp_hidden_states_first", "chain_hidden_post_norm", "mtp_use_dedicated_embeddings")
+UNSUPPORTED_KEYS = ("mtp_hidden_states_first", "chain_hidden_post_norm", "mtp_use_dedicated_embeddings")
 """Keys of a target's config that change what its MTP layers compute, and are refused unless they are false."""
 TARGET_COPIES = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and output matrix, which are not loaded: the target's own are used."""
@@ -142,7 +142,7 @@ def _check_options(config: PretrainedConfig, checkpoint: Checkpoint) -> None:
     """Raise if the config in the checkpoint, or else the target's, has an option of MTP layers that is not read."""
     fields = Fields(checkpoint.config)
     values = {**fields.values, **fields.nested("text_config").values}
-    for key in UNREAD:
+    for key in UNSUPPORTED_KEYS:
         if value := values.get(key, getattr(config, key, False)):
             raise ValueError(f"config.json has {key} = {str(value)[:60]!r}, which is not read; use another strategy")
 

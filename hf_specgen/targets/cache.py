@@ -56,9 +56,9 @@ class RaggedCache(Cache):
         return max((layer.first for layer in self.layers if layer.is_sliding), default=0)
 
     @property
-    def room(self) -> float:
+    def max_pass_tokens(self) -> float:
         """How many tokens of a row the next pass may add."""
-        return min((layer.room for layer in self.layers), default=math.inf)
+        return min((layer.max_pass_tokens for layer in self.layers), default=math.inf)
 
     @property
     def is_plain(self) -> bool:

@@ -58,7 +58,7 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @property
-    def room(self) -> float:
+    def max_pass_tokens(self) -> float:
         """How many tokens of a row a pass may add."""
         return math.inf
 

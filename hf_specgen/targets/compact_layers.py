@@ -141,7 +141,7 @@ class GroupedLayer(RaggedLayer):
         self._like = copy.copy(layer)
 
     @property
-    def room(self) -> float:
+    def max_pass_tokens(self) -> float:
         kept = self._unquantized
         return math.inf if not self.is_initialized else self._residual - (0 if kept >= self._residual else kept)
 

@@ -101,7 +101,7 @@ class Target:
     @property
     def max_draft_tokens(self) -> float:
         """How many draft tokens of a row the next pass can take: experts, or groups of a cache, may have a limit."""
-        return min(self._pass_capacity, self.cache.room) - 1
+        return min(self._pass_capacity, self.cache.max_pass_tokens) - 1
 
     @property
     def is_joinable(self) -> bool:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank
+from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator
 from hf_specgen.candidates.best_first import SearchLimits, best_first
 from hf_specgen.candidates.captured_levels import Proposals
-from hf_specgen.candidates.continuation import Continuation
 from hf_specgen.candidates.growth import LEVELS_PER_READ, Growth
 from hf_specgen.candidates.one_pass import Ranked, best_combinations
 from hf_specgen.candidates.tree_size import FastestSize, FixedSize, TreeSize
@@ -286,10 +286,10 @@ def test_fastest_size_on_an_accelerator_reads_rarely(monkeypatch: Any, is_cpu: b
 def test_fastest_size_passes_before_the_first_read_are_the_fastest_number(monkeypatch: Any, draft_token: float) -> None:
     """Would catch: the draft token of level 1, which needs no further pass, counted as if it needed one.
 
-    Before any draft, the tokens of a level are assumed as in `Continuation`; more than two passes are all passes.
+    Before any draft, a level's tokens are assumed as in `AcceptanceEstimator`; more than two passes are all.
     """
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    tokens = [1 + float(accepted) for accepted in Continuation().expected_of_draft(1 + LEVELS_PER_READ)]
+    tokens = [1 + float(accepted) for accepted in AcceptanceEstimator().expected_of_draft(1 + LEVELS_PER_READ)]
     seconds = [1 + 0.05 * (1 + passes) + draft_token * (1 + passes) for passes in range(1 + LEVELS_PER_READ)]
     best = int(np.argmax(np.array(tokens) / seconds))
     plan = FastestSize(curve(draft_token, 0.05).at(1, 100)).first(new_growth([16], 4), 16)

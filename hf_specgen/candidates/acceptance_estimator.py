@@ -1,4 +1,4 @@
-"""How many of the next levels of a draft will be accepted, estimated from the probabilities of earlier drafts.
+"""Estimates the accepted length of further levels of a draft from the probabilities of earlier drafts of the call.
 
 A drafter that is nearly certain of a token is often nearly certain of the next ones too, as in a copied text or the
 syntax of JSON. How far such a run goes depends on the text: it is learned in each call as a Markov chain. Its states
@@ -25,7 +25,7 @@ FORGETTING = 0.9
 
 
 class DraftLevels:
-    """What the host has read of the levels of one draft: how probable each level is, given the level before.
+    """What the host has read of the levels of one draft: how probable each level is, if the level before is accepted.
 
     Attributes:
         width: how many nodes of each row were expanded for the next level.
@@ -43,11 +43,11 @@ class DraftLevels:
         self.width = 1
         self._level = 0
         self._reached: Floats = np.ones((1, 1))
-        self._given: list[Floats] = []
-        self._given_all: list[Floats] = []
+        self._conditional: list[Floats] = []
+        self._conditional_of_all: list[Floats] = []
 
     def add(self, level: int, reached: Floats, of_all: Floats) -> Floats:
-        """Count a level that was read, after levels that were not read if there are any, which share its probability.
+        """Count a level that the host has read, and those since the last read.
 
         Args:
             level: its depth.
@@ -55,40 +55,42 @@ class DraftLevels:
             of_all: `[rows]` the probability that one of its candidates is accepted.
 
         Returns:
-            `reached`, given that one of the nodes of the level before is accepted that were expanded.
+            `reached`, if one of the expanded nodes of the level before is accepted.
         """
         before = np.maximum(_column(self._reached, self.width), TINY)
-        unread = level - self._level
-        given = np.minimum(1.0, reached / before[:, None]) ** (1 / unread)
-        self._given += [_column(given, self.width)] * unread
-        self._given_all += [np.minimum(1.0, of_all / before) ** (1 / unread)] * unread
+        levels = level - self._level  # since the last read; they share their mean probability
+        conditional = np.minimum(1.0, reached / before[:, None]) ** (1 / levels)
+        self._conditional += [_column(conditional, self.width)] * levels
+        self._conditional_of_all += [np.minimum(1.0, of_all / before) ** (1 / levels)] * levels
         self._level = level
         self._reached = reached
-        return given
+        return conditional
 
     def rows(self) -> Iterator[tuple[list[float], list[float]]]:
         """For each row the probabilities of its levels, of the nodes to expand and of all candidates."""
-        for given, of_all in zip(zip(*self._given, strict=True), zip(*self._given_all, strict=True), strict=True):
-            levels = np.count_nonzero(given)  # a row that has reached its maximum depth expands no more
-            yield list(given[:levels]), list(of_all[:levels])
+        for expanded, of_all in zip(
+            zip(*self._conditional, strict=True), zip(*self._conditional_of_all, strict=True), strict=True
+        ):
+            levels = np.count_nonzero(expanded)  # a row that has reached its maximum depth expands no more
+            yield list(expanded[:levels]), list(of_all[:levels])
 
 
-class Continuation:
-    """The expected number of accepted tokens below nodes, by the probability that one of the nodes is reached.
+class AcceptanceEstimator:
+    """The expected number of accepted tokens below nodes, by how certain the drafter is of the nodes.
 
     Until drafts have shown something else, a token is followed by tokens half like itself and half like the first ones
     of drafts, and these are of the third state.
 
     Example:
-        >>> continuation = Continuation()
-        >>> [round(float(value), 1) for value in continuation.expected([0.99, 0.4], 8)[0, -1]]  # in up to 8 levels
+        >>> estimator = AcceptanceEstimator()
+        >>> [round(float(value), 1) for value in estimator.expected([0.99, 0.4], 8)[0, -1]]  # in up to 8 levels
         [4.2, 2.1]
         >>> draft = DraftLevels()
         >>> for level, path in enumerate([0.99, 0.4], start=1):  # a certain token is followed by a doubtful one
         ...     _ = draft.add(level, np.array([[path]]), np.array([path]))
         >>> for _ in range(20):
-        ...     continuation.observe(draft)
-        >>> bool(continuation.expected(0.99, 8)[0, -1] < 1.5)
+        ...     estimator.observe(draft)
+        >>> bool(estimator.expected(0.99, 8)[0, -1] < 1.5)
         True
     """
 
@@ -120,10 +122,10 @@ class Continuation:
         self._counts *= FORGETTING
         self._sums *= FORGETTING
         self._sums_of_all *= FORGETTING
-        for given, of_all in draft.rows():
-            states = [START, *_states(given)]
+        for expanded, of_all in draft.rows():
+            states = [START, *_states(expanded)]
             np.add.at(self._counts, (states[:-1], states[1:]), 1.0)
-            np.add.at(self._sums, (states[:-1], states[1:]), given)
+            np.add.at(self._sums, (states[:-1], states[1:]), expanded)
             np.add.at(self._sums_of_all, states[:-1], of_all)
         self._expected = None
 

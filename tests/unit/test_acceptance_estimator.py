@@ -1,4 +1,4 @@
-"""Tests of `hf_specgen.candidates.continuation`, and of the draft sizes that follow from it."""
+"""Tests of `hf_specgen.candidates.acceptance_estimator`, and of the draft sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_specgen.candidates.continuation import START, STATES, Continuation, DraftLevels
+from hf_specgen.candidates.acceptance_estimator import START, STATES, AcceptanceEstimator, DraftLevels
 from hf_specgen.candidates.growth import Growth
 from hf_specgen.candidates.tree_size import FastestSize
 from hf_specgen.depth import CostCurve, LatencyModel
@@ -26,14 +26,14 @@ def draft_of(*rows: list[float]) -> DraftLevels:
 
 def test_expected_tokens_agree_with_a_simulated_chain() -> None:
     """Would catch: powers of the transitions that are multiplied in the wrong order, or doubled once too often."""
-    continuation = Continuation()
+    estimator = AcceptanceEstimator()
     for row in ([0.99, 0.99, 0.6, 0.3], [0.6, 0.9, 0.99], [0.3]):
-        continuation.observe(draft_of(row))
-    expected = continuation.expected([0.1, 0.6, 0.8, 0.9, 0.95, 0.99], 13)[0]
+        estimator.observe(draft_of(row))
+    expected = estimator.expected([0.1, 0.6, 0.8, 0.9, 0.95, 0.99], 13)[0]
 
     def below(state: int, levels: int) -> float:
         """The recursion that the powers stand for: one level, then the rest below each state of its token."""
-        accepted = continuation.transitions[state].tolist()
+        accepted = estimator.transitions[state].tolist()
         return sum(accepted[token] * (1 + below_known[levels - 1][token]) for token in range(STATES))
 
     below_known = [[0.0] * STATES]
@@ -46,7 +46,7 @@ def test_expected_tokens_agree_with_a_simulated_chain() -> None:
 
 def test_levels_of_rows_that_ended_are_not_counted() -> None:
     """Would catch: the end of a short row taken for a doubtful token."""
-    short, alone = Continuation(), Continuation()
+    short, alone = AcceptanceEstimator(), AcceptanceEstimator()
     for _ in range(5):
         short.observe(draft_of([0.99] * 6, [0.99] * 2))
         alone.observe(draft_of([0.99] * 6))
@@ -63,10 +63,10 @@ def test_drafts_go_as_far_as_a_run_of_certain_tokens(probability: float, least: 
     latency = LatencyModel.from_curves(
         CostCurve((1, 2, 4, 8, 24, 64), (1.0, 1.1, 2.1, 3.1, 3.0, 6.5), 256, 1), draft_token=0.05
     )
-    continuation = Continuation()
+    estimator = AcceptanceEstimator()
     depths = []
     for _ in range(4):
-        size = FastestSize(latency.at(1, 256), continuation=continuation)
+        size = FastestSize(latency.at(1, 256), estimator=estimator)
         growth = Growth([32], 2, torch.tensor([[3]]))
         add_level(growth, probability)
         while (plan := size.next(growth, 32)) is not None:
