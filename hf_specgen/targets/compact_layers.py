@@ -5,7 +5,7 @@ What attention reads is, at each token, what it reads in plain decoding with Tra
 | layer | its buffers hold | attention reads |
 |---|---|---|
 | offloaded | keys and values, on the CPU | a copy on the layer's device |
-| float8 | each number as float8, by the scale of the prompt | the same numbers, multiplied out |
+| float8 | each number as float8, by the scale of the prompt | the same numbers, dequantized |
 | grouped (quanto, HQQ) | the last tokens; all before are quantized together | both; a pass ends before the next group |
 
 The first pass over the prompt reads it as it was before it was quantized.
@@ -58,9 +58,10 @@ class OffloadedLayer(RaggedLayer):
             self.lazy_initialization(key_states, value_states)
         keys, values = super().update(key_states.to(self.keys.device), value_states.to(self.keys.device))
         if self.window is None:  # whole buffers: a copy of some slots of each head would first be made on the CPU
-            width = keys.shape[2]
-            keys, values = self.keys.to(self.device, non_blocking=True), self.values.to(self.device, non_blocking=True)
-            return keys[:, :, :width], values[:, :, :width]
+            slots = keys.shape[2]
+            is_cuda = self.device.type == "cuda"  # whose copies to the CPU in the next pass wait for these
+            keys, values = (buffer.to(self.device, non_blocking=is_cuda) for buffer in (self.keys, self.values))
+            return keys[:, :, :slots], values[:, :, :slots]
         return keys.to(self.device), values.to(self.device)
 
     def reserve(self, width: int) -> None:
@@ -104,10 +105,10 @@ class Fp8Layer(RaggedLayer):
         keys, values = super().update(*rounded)
         if is_first:
             return key_states, value_states
-        keys, values = map(self._multiplied_out, (keys, values), self._scales)
+        keys, values = map(self._dequantized, (keys, values), self._scales)
         return keys, values
 
-    def _multiplied_out(self, buffer: torch.Tensor, scale: Any) -> torch.Tensor:
+    def _dequantized(self, buffer: torch.Tensor, scale: Any) -> torch.Tensor:
         return compat.dequantize(self._like, (buffer.view(self._like.fp8_dtype), scale))
 
     def take_over(self, layer: Any, slots: int) -> None:
@@ -168,7 +169,7 @@ class GroupedLayer(RaggedLayer):
         return self.get_seq_length() + query_length, 0
 
     def _joined(self, keys: torch.Tensor, values: torch.Tensor) -> States:
-        """The quantized slots, multiplied out, and these after them."""
+        """The quantized slots, dequantized, and these after them."""
         before = (compat.dequantize(self._like, states) for states in compat.quantized_states(self._like))
         joined_keys, joined_values = map(torch.cat, zip(before, (keys, values), strict=True), (-2, -2))
         return joined_keys, joined_values
