@@ -102,7 +102,7 @@ OBJECTS = _names(
 """Objects of which nothing is read here."""
 NEUTRAL = re.compile(
     r"_.*|(bos|eos|pad|sep|unk|image|video|audio|vision_start|vision_end|decoder_start)_token_(id|ids|index)"
-    r"|.*(version|commit|license|author|url|path|dataset|description|comment|date|seed|language)"
+    r"|(.*_)?(version|commit|license|author|url|path|dataset|description|comment|date|seed|language)"
     r"|(base|model|base_model|target|verifier|run|project)_name"
     r"|(train|training|loss|optim|optimizer|lr|learning|warmup|epoch|wandb|log|ttt|step_loss|lambda_base)_.*"
     r"|.*dropout(_rate|_prob)?|.*_loss_(coef|alpha|weight)|initializer.*|init_.*|gradient_.*"
