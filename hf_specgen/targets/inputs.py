@@ -20,7 +20,7 @@ from hf_specgen import compat
 from hf_specgen.device_tree import DeviceTree, Frontier, PassTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.hooks import treats_rows_alike
-from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, image_layers, text_config
+from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, image_layers, layer_kinds, text_config
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
 ROUTER_LOGITS = "output_router_logits"
@@ -243,6 +243,8 @@ class CallInputs:
         """The arguments of a pass but the cache; the tokens are under the name that the module has for them."""
         values = {**tokens, "attention_mask": mask}
         if self._takes_positions:
+            if "indexed_attention" in layer_kinds(text_config(self._model)):  # whose indexer keeps those of each row
+                positions = positions.expand(len(tokens["input_ids"]), -1)
             values["position_ids"] = self.positions(positions)
         named = {self._names.get(name, name): value for name, value in values.items()}
         return {**self.others(cache, positions.shape[1]), **named}
@@ -369,8 +371,8 @@ def _cache_problem(
         )
     rows, columns = input_ids.shape
     new = math.inf if generation_config.max_length is None else int(generation_config.max_length) - columns
-    # The text so far: a cache may hold its beginning, and `input_ids` be the rest.
-    text = compat.mask_columns(generation_config, mask) or int(given.get_seq_length()) + columns
+    cached = int(given.get_seq_length()) if layer_kinds(config) else 0  # caches of states alone have no length
+    text = compat.mask_columns(generation_config, mask) or cached + columns
     limits = [layer.max_cache_len for layer in layers if isinstance(layer, StaticLayer) and _is_limited(layer)]
     if limits and text + new - 1 > min(limits):
         return (
@@ -380,7 +382,7 @@ def _cache_problem(
     if limits and isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask[:, -1].all():
         return "a prompt of nothing but padding attends to every slot of a StaticCache; leave out one of the two"
     kept = min((layer.residual_length for layer in layers if isinstance(layer, QuantizedLayer)), default=math.inf)
-    if rows > 1 and new > kept - int(given.get_seq_length() > 0) * kept:
+    if rows > 1 and new > (0 if cached else kept):
         return (
             f"this QuantizedCache quantizes the keys of all rows together after every {kept} tokens, which rows that "
             f"differ in length do not reach at the same time; give one row, a new cache and at most {kept} new tokens, "

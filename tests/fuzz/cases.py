@@ -309,6 +309,10 @@ def _consistent(case: Case) -> Case:
         changes["output_scores"] = True
     if case.turns > 1 and case.cache in ("none", "static_setting"):
         changes["return_dict"] = True
+    if case.architecture in ("mamba", "falcon_mamba"):  # whose cache has no length, which a divided prefill asks for
+        changes["prefill_chunk_size"] = None
+    if case.architecture == "gpt_neo" and case.cache.startswith("static"):  # its local mask is as long as the text
+        changes["cache"] = "none"
     if case.turns > 1 and case.num_return_sequences > 1:
         changes["turns"] = 1
     if "native" in case.strategies():  # Transformers' own generators take one row

@@ -99,6 +99,19 @@ def test_given_cache_without_states_refused_and_with_them_continued() -> None:
 # Models that read images or audio beside text give the tokens of plain `generate`
 
 
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "qwen4_exp_text"])
+def test_rows_of_equal_length_and_a_given_cache_same_tokens(kind: str) -> None:
+    """Would catch: a cache of states asked for its length; an indexer with the positions of one row for all."""
+    model = stateful_model(kind)
+    inputs = {"input_ids": torch.randint(5, 90, (2, 9), generator=torch.Generator().manual_seed(1))}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    for arguments in ({}, {CACHE: DynamicCache(config=model.config)}):
+        plain = model.generate(**inputs, max_new_tokens=14, **copy.deepcopy(arguments))
+        candidates = Oracle(plain[:, 9:], accuracy=0.6)
+        found = model.generate(**inputs, max_new_tokens=14, candidate_generator=candidates, **arguments)
+        assert torch.equal(found, plain) and candidates.speculation.accepted > 0
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_generate_with_image_or_audio_same_tokens(kind: str, batch: int) -> None:
