@@ -98,13 +98,17 @@ class NgramHistory:
                     return
             if len(self) + len(text) > self.max_tokens:
                 first = len(self) - min(self.max_tokens // 2, self.max_tokens - len(text), len(self))
+                if 0 < first < len(self):  # at the beginning of a text, so that `forget` finds all of it
+                    first = self.index.tokens.index(SEPARATOR, first - 1) + 1
                 self._replace(self.index.tokens[first:], self._is_output[first:])
             self._append(text, is_output)
             if self.file is not None:
                 self._unsaved.append((text[:-1], prompt))
 
     def forget(self, prompt: Sequence[int]) -> int:
-        """Remove a prompt, given as token ids, and all its answers, also from the file of `of_file`.
+        """Remove all answers to a prompt, given as token ids, and the prompt before each, also from `of_file`'s file.
+
+        Texts that were added without an answer, and texts longer than `max_tokens`, of which the end is kept, stay.
 
         Returns:
             How many texts were removed.

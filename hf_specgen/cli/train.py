@@ -120,7 +120,7 @@ class _Training:
         found = [row for _, row in answers]
         answer_time, hours = (perf_counter() - begin) / len(found), self.settings.hours
         count = min(len(prompts), max(FEW, int(hours * 1800 / answer_time)))
-        batch = min(64, 2 ** ((count // 8).bit_length() - 1))
+        batch = min(64, 2 ** max(0, (count // 8).bit_length() - 1))
         size = count * 2 * self.settings.max_new_tokens * 16 * self.target.config.get_text_config().hidden_size
         plan = {"answers": count, "batch": batch, "steps": max(LEAST_STEPS, EPOCHS * count // batch)}
         plan["features"] = size < shutil.disk_usage(self.work).free / 2  # four states of each token in float32

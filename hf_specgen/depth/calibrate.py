@@ -4,9 +4,9 @@ T(q) is measured after the prefill of the first adaptive call, on the call's own
 sizes, which are rolled back. On a CPU these are 1 and 8, and the first steps time the other sizes (`DrafterTimer`). On
 accelerators, where steps are asynchronous, and for passes that calls share, more sizes are timed, in the time of eight
 plain steps, at most twelve. The time of drafting is taken from the first drafts. Both are kept as long as the model;
-another object of the same architecture begins with its T(q). T(q) is measured again if a later pass takes less than
-half of it, which proves that other processes delayed the measurement. All ranks of a tensor-parallel model use what the
-first rank measured.
+another object of the same architecture begins with its T(q). On a CPU, T(q) is measured again if a later pass over at
+most eight tokens takes less than half of it, which proves that other processes delayed the measurement. All ranks of a
+tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -243,8 +243,7 @@ class DrafterTimer:
             memory.store(self._model, ("delayed", *self._curve_key), self._curve)
             memory.store(self._model, self._curve_key, None)
             memory.store(self._model, ("steps", *self._curve_key), {})
-            if self._group is None:
-                memory.store(type(self._model), _shared_key(self._call, self._learns), None)
+            memory.store(type(self._model), _shared_key(self._call, self._learns), None)
 
     def time_size(self, step: StepRecord) -> bool:
         """Use the time of a pass for its size, where steps time sizes; returns whether T(q) has changed by it.

@@ -1,7 +1,8 @@
 """The keys of a head's config.json: those that are read, those that change nothing, and the values of all others.
 
 A key that changes the computation changes no shape, so a reader that overlooks it loads the head without an error, and
-hardly any draft token is accepted. So every key has to be in one of the tables of this file; another one is refused.
+hardly any draft token is accepted. So every key has to be in one of the tables of this file; another one is refused,
+unless its value is empty, or false for an option such as `use_…`.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class DSparkHead(PathHead):
         keep, content, query = self.markov_head.joint_proj(torch.cat((state, previous, hidden), dim=-1)).chunk(
             3, dim=-1
         )
-        return query.tanh(), torch.lerp(content.tanh(), state, keep.sigmoid())
+        return query.tanh(), torch.lerp(content.tanh(), state.to(content.dtype), keep.sigmoid())
 
     def first_state(
         self, hidden: torch.Tensor, anchor: torch.Tensor, embed: Embed, first: int | None = None

@@ -53,7 +53,8 @@ class LiLiCorrConfig(BlockConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.candidate_topk <= min(16, self.vocab_size):
-            raise ValueError(f"lilicorr_candidate_topk must be between 1 and 16, got {self.candidate_topk}")
+            most = min(16, self.vocab_size)
+            raise ValueError(f"lilicorr_candidate_topk must be between 1 and {most}, got {self.candidate_topk}")
         if self.first_proposing_position != 1:
             raise ValueError("a LiLiCorr head whose anchor's position proposes a token is not supported")
         if self.lattice_size % self.num_heads:

@@ -4,7 +4,7 @@ A quantised matrix is multiplied by scales, one for each block; the last block o
 
     weight 576 x 7168 in blocks of 128 x 128  ->  scales 5 x 56, of which row 4 is that of the last 64 rows
 
-Activations are not quantised, so a head is at least as accurate as in the program that it was made for.
+Activations are not quantised.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.inputs import PreparedCall
-from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix
+from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix, text_config
 from hf_specgen.targets.passes import ModelPass, PassOutput
 from hf_specgen.targets.replay_target import ReplayTarget
 from hf_specgen.targets.row_target import RowTarget
@@ -110,6 +110,14 @@ class HiddenStateTarget(Target):
             logits = super().prefill()
         # A prefill in chunks has several passes.
         states = [torch.cat(passes, dim=1) if len(passes) > 1 else passes[0] for passes in captured]
+        layers = zip(self.step_states.layers, states, strict=True)
+        sizes = {state.shape[-1] for layer, state in layers if layer >= 0}  # the output matrix may read another size
+        size = text_config(self.model).hidden_size
+        if not sizes <= {size}:
+            raise ValueError(
+                f"draft heads read hidden states of size {size}, and layers of {type(self.model).__name__} return "
+                f"{sorted(sizes)}; use a strategy without a head"
+            )
         positions = min(state.shape[1] for state in states)
         states_of_prompt = torch.cat([state[:, -positions:] for state in states], dim=-1)
         self.step_states = self.step_states.after_prefill(states_of_prompt)

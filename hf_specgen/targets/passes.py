@@ -70,9 +70,11 @@ def _mask_of_each_kind(model: Any, inputs: dict[str, Any]) -> Iterator[dict[str,
 
     thread = threading.get_ident()
 
-    def give_masks(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        is_ours = threading.get_ident() == thread
-        return args, {**kwargs, "attention_mask": masks} if is_ours else kwargs
+    def give_masks(_: nn.Module, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]] | None:
+        # PyTorch leaves out `kwargs` of a hook that another thread is just adding or removing.
+        if threading.get_ident() != thread or kwargs is None:
+            return None
+        return args, {**kwargs, "attention_mask": masks}
 
     handle = decoder(model).register_forward_pre_hook(give_masks, with_kwargs=True)
     try:

@@ -57,7 +57,7 @@ def _without_limit(layer: Any) -> Any:
 
 @contextmanager
 def stepped(layers: Sequence[Any], cache: RaggedCache) -> Iterator[None]:
-    """In this context, layers that have a state in the cache read the tokens of this thread's passes one by one."""
+    """In this context, layers that have a state in the cache read this thread's passes as the table says."""
     with ExitStack() as stack:
         for layer in layers:
             steps = _Steps(layer, cache)
@@ -80,11 +80,15 @@ class _Steps:
         self._thread = threading.get_ident()
         self._outputs: list[torch.Tensor] = []
 
-    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Read the first tokens; returns the arguments for the last one."""
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Read the first tokens; returns the arguments for the last one.
+
+        PyTorch leaves out `kwargs` of a hook that another thread is just adding or removing.
+        """
+        if threading.get_ident() != self._thread or kwargs is None:
+            return None
         tokens: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        is_ours = threading.get_ident() == self._thread
-        if not is_ours or tokens.shape[1] == 1 or not self._states.recurrent:
+        if tokens.shape[1] == 1 or not self._states.recurrent:
             return None
         self._start = self._states.present
         *first, last = tokens.split(1, dim=1) if self._unlimited is None else (tokens[:, :-1], tokens[:, -1:])

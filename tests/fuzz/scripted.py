@@ -80,7 +80,7 @@ def spoil_scores(fault: str, scores: torch.Tensor) -> None:
     if fault == "inf":
         scores[..., min(7, last)] = float("inf")
     elif fault == "one_nan":
-        scores.view(-1, 1 + last)[0, min(5, last)] = float("nan")
+        scores[(0,) * (scores.dim() - 1)][min(5, last)] = float("nan")
     elif fault:
         scores.fill_(float("nan") if fault == "nan" else float("-inf"))
 

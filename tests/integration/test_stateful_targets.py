@@ -6,6 +6,7 @@ FlashAttention does not run on a CPU: a stand-in computes what it does, and refu
 import copy
 from collections.abc import Callable
 from functools import cache, partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,12 +16,20 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import flash_attention_mask
 
 import hf_specgen
-from hf_specgen import CombinedCandidates, DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
+from hf_specgen import (
+    CombinedCandidates,
+    DraftModelCandidates,
+    EagleCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    NgramCandidates,
+)
 from hf_specgen.compat import CACHE
 from hf_specgen.targets.replay_queue import MAX_UNCACHED, ReplayQueue
 from tests.checkpoints import cases
 from tests.checkpoints.inputs import with_media
 from tests.checkpoints.table import CHECKPOINTS
+from tests.fuzz.heads import random_head
 from tests.fuzz.scripted import RandomDepths
 from tests.helpers import SAMPLING, Oracle, assert_same_tokens, prompts, shared_draft, tiny_model
 from tests.helpers.medusa import random_heads
@@ -110,6 +119,14 @@ def test_rows_of_equal_length_and_a_given_cache_same_tokens(kind: str) -> None:
         candidates = Oracle(plain[:, 9:], accuracy=0.6)
         found = model.generate(**inputs, max_new_tokens=14, candidate_generator=candidates, **arguments)
         assert torch.equal(found, plain) and candidates.speculation.accepted > 0
+
+
+def test_heads_on_layers_whose_states_are_wider_refused() -> None:
+    """Would catch: matrices that do not fit, in the middle of a draft. Layers of Qwen4-Exp return two streams."""
+    model = stateful_model("qwen4_exp_text")
+    head = random_head("eagle3", model, Random(3))
+    with pytest.raises(ValueError, match=r"read hidden states of size 64, and layers of Qwen4ExpForCausalLM return"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=EagleCandidates(head))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

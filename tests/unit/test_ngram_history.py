@@ -5,6 +5,7 @@ import inspect
 import os
 import pickle
 import sys
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_add_texts_tokenizes_each_text_without_special_tokens(tokenizer: Any) ->
 # Files
 
 
-@pytest.mark.parametrize(("max_tokens", "first"), [(40, 0), (8, 4)], ids=["partly filled", "older half dropped"])
+@pytest.mark.parametrize(("max_tokens", "first"), [(40, 0), (8, 6)], ids=["partly filled", "older text dropped"])
 def test_load_of_a_saved_history_reads_the_same_texts(tmp_path: Path, max_tokens: int, first: int) -> None:
     """Would catch: tokens of a full history in the wrong order, flags of the wrong tokens, a lost setting."""
     history = NgramHistory(max_tokens)
@@ -453,3 +454,14 @@ def test_draft_after_a_known_prompt_is_its_answers_from_their_first_token_on() -
     state.append(0, [1, 2, 0])  # neither answer has the last one
     tree = session.draft([8])
     assert {(9, 5, 6), (4, 5, 6)} <= set(reference.node_paths(tree.tokens[0].tolist(), tree.parents[0]))
+
+
+def test_texts_are_dropped_whole_so_that_forget_finds_them() -> None:
+    """Would catch: half of a prompt kept when older texts are dropped, with an answer that nobody can remove."""
+    history = NgramHistory(max_tokens=40)
+    texts = [[10 * number + token for token in range(9)] for number in range(1, 8)]
+    for text in texts:
+        history.add(text, prompt_length=5)
+    stored = [text for text in texts if history.answers(text[:5]) == [array("i", text[5:])]]
+    assert texts[-1] in stored and len(history) == 10 * len(stored) < 40
+    assert [history.forget(text[:5]) for text in stored] == [1] * len(stored) and len(history) == 0
