@@ -381,8 +381,8 @@ def _cache_problem(
         )
     if limits and isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask[:, -1].all():
         return "a prompt of nothing but padding attends to every slot of a StaticCache; leave out one of the two"
-    kept = min((layer.residual_length for layer in layers if isinstance(layer, QuantizedLayer)), default=math.inf)
-    if rows > 1 and new > (0 if cached else kept):
+    kept = min((layer.residual_length for layer in layers if isinstance(layer, QuantizedLayer)), default=None)
+    if rows > 1 and kept is not None and new > (0 if cached else kept):
         return (
             f"this QuantizedCache quantizes the keys of all rows together after every {kept} tokens, which rows that "
             f"differ in length do not reach at the same time; give one row, a new cache and at most {kept} new tokens, "
