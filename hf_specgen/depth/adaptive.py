@@ -12,7 +12,7 @@ import torch
 
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
-from hf_specgen.depth.calibrate import DrafterTimer, known_curve, learns_from_steps, target_curve
+from hf_specgen.depth.calibrate import DrafterTimer, known_curve, learns_from_steps, step_curve, target_curve
 from hf_specgen.depth.latency import ASSUMED, CostCurve, LatencyModel, StepLatency, assumed_latency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.targets.target import Target
@@ -61,8 +61,9 @@ class AdaptiveDepth(Policy):
     the drafter has to process before its next draft included. So no call is slower than plain decoding by more than 2%,
     1.5 plain steps and one draft, beside the drafter's prefill; where that takes more than 8% of the plain steps of the
     call, only drafts without a forward pass are made. T(q) of the target and the time of drafting are measured once per
-    model, rows and context (`hf_specgen.depth.calibrate`): by two passes and by the first steps on a CPU, on an
-    accelerator in the time of eight to twelve plain steps. All ranks of a tensor-parallel model use the first rank's.
+    model, rows and context (`hf_specgen.depth.calibrate`): by the first steps on a CPU, of which the first one has no
+    draft, on an accelerator in the time of eight to twelve plain steps. All ranks of a tensor-parallel model use the
+    first rank's.
 
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead; "assumed" for a fixed curve
@@ -166,8 +167,8 @@ class AdaptiveSession(PolicySession):
         return step.part_of_row(rows + others, state.drafts_together) if step and others else step
 
     def prefilled(self, target: Target) -> None:
-        if self.latency is None:
-            self._use(target_curve(self._call, target, self._learns))
+        if self.latency is None and not self._learns:
+            self._use(target_curve(self._call, target))
 
     def _use(self, curve: CostCurve | None) -> None:
         if curve is not None:
@@ -219,7 +220,9 @@ class AdaptiveSession(PolicySession):
 
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""
-        if self._timer is not None and self._timer.time_size(step):
+        if self.latency is None and self._learns:
+            self._use(step_curve(self._call, step))
+        elif self._timer is not None and self._timer.time_size(step):
             self.latency = self._timer.latency()
         if self.latency is None or not step.has_draft:
             return

@@ -1,12 +1,13 @@
 """Measures T(q), the target's latency by tokens per row, and the time of drafting, once per model, rows and context.
 
-T(q) is measured after the prefill of the first adaptive call, on the call's own cache: passes over chains of a few
-sizes, which are rolled back. On a CPU these are 1 and 8, and the first steps time the other sizes (`DrafterTimer`). On
-accelerators, where steps are asynchronous, and for passes that calls share, more sizes are timed, in the time of eight
-plain steps, at most twelve. The time of drafting is taken from the first drafts. Both are kept as long as the model;
-another object of the same architecture begins with its T(q). On a CPU, T(q) is measured again if a later pass over at
-most eight tokens takes less than half of it, which proves that other processes delayed the measurement. All ranks of a
-tensor-parallel model use what the first rank measured.
+On a CPU the steps of the first adaptive call measure T(q): the first one is plain and gives T(1), and each size that a
+draft uses is timed by the steps that use it (`DrafterTimer`), so that measuring takes no pass. On accelerators, where
+steps are asynchronous, and for passes that calls share, T(q) is measured after the prefill, on the call's own cache, by
+passes over chains of a few sizes that are rolled back, in the time of eight plain steps, at most twelve. The time of
+drafting is taken from the first drafts. Both are kept as long as the model; another object of the same architecture
+begins with its T(q). On a CPU, T(q) is measured again if a later pass over at most eight tokens takes less than half of
+it, which proves that other processes delayed the measurement. All ranks of a tensor-parallel model use what the first
+rank measured.
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ from hf_specgen.tree import DraftTree
 T = TypeVar("T")
 QUERIES = (1, 8, 2, 24, 1, 64)
 """Tokens per row of the timed passes, in this order, as far as there is time for them."""
-FIRST_QUERIES = QUERIES[:2]
-"""Those of passes that are timed before the first step, where steps time the others."""
 STEPS_OF_SIZE = 3
 """Steps of one size that may change T(q); later ones leave it, so that decisions depend on the texts alone."""
 MIN_SECONDS = 1e-9
@@ -104,12 +103,20 @@ def _shared_key(call: Call, learns: bool) -> tuple[Hashable, ...]:
     return *_key(call, learns), model.config.to_json_string(), classes, torch.get_num_threads()
 
 
-def target_curve(call: Call, target: Target, learns: bool = False) -> CostCurve | None:
+def step_curve(call: Call, step: StepRecord) -> CostCurve | None:
+    """T(q) from the time of a plain step, kept; later steps time the sizes that drafts use. None for another step."""
+    seconds = step.seconds.get(THREAD, 0.0)
+    if seconds <= 0 or call.state.other_rows or step.pass_rows * step.tokens_per_row != call.state.batch:
+        return None
+    return _kept_curve(call, {1: seconds}, learns=True)
+
+
+def target_curve(call: Call, target: Target) -> CostCurve | None:
     """T(q) of the target, measured now and kept; None near the end of its position table.
 
     Times chains of several sizes for `MAX_PLAIN_STEPS`, or `MAX_FIRST_STEPS` if some have not been timed by then; the
     minimum of each size counts. Sizes beyond are assumed to take time in proportion, so that no large tree is built
-    because a small one was fast. With `learns`, only `FIRST_QUERIES` are timed.
+    because a small one was fast.
     """
     longest = target.last_position - max(target.first_positions, default=0) + 1
     if longest <= QUERIES[1]:
@@ -118,15 +125,16 @@ def target_curve(call: Call, target: Target, learns: bool = False) -> CostCurve 
     group = lockstep_group(call.model)
     target = target.copy()  # drafters read the hidden states of the prompt of the original
     target.capture_now()
-    if learns:
-        times = {q: time_pass(target, pending, q) for q in FIRST_QUERIES}
-    else:
-        times = _timed_passes(target, pending, [q for q in QUERIES if q <= longest], group)
+    return _kept_curve(call, _timed_passes(target, pending, [q for q in QUERIES if q <= longest], group))
+
+
+def _kept_curve(call: Call, times: dict[int, float], learns: bool = False) -> CostCurve:
+    """T(q) from measured times, kept for later calls."""
     delayed = memory.recall(call.model, ("delayed", *_key(call, learns)), lambda: None) or times.__getitem__
     smallest = {q: min(seconds, delayed(q)) for q, seconds in times.items()}
     curve = _curve(smallest, call.context_length, call.state.batch, learns)
     memory.store(call.model, _key(call, learns), curve)
-    if group is None and call.model is not None:
+    if call.model is not None and lockstep_group(call.model) is None:
         memory.store(type(call.model), _shared_key(call, learns), curve)
     return curve
 
@@ -134,14 +142,20 @@ def target_curve(call: Call, target: Target, learns: bool = False) -> CostCurve 
 def _curve(times: dict[int, float], context: int, batch: int, learns: bool) -> CostCurve:
     """T(q) with sizes beyond the timed ones in proportion to their tokens.
 
-    Where steps time every size that they use, the next size is assumed to lie between a pass that the memory limits and
-    one that arithmetic does: what is taken for too slow is never tried.
+    Where steps time every size that they use, the next size is assumed to be as fast as is plausible, since a size that
+    is taken for too slow is never tried: on the line through T(1) and the largest timed size, and no slower than √q.
     """
     points = dict(times)
+    if learns and max(times) == 1:
+        points[8] = points[1] * 8**0.25  # no slope is known yet
     for q in sorted(QUERIES) if learns else QUERIES[-1:]:
         if q > (largest := max(points)):
-            ratio = q / largest
-            points[q] = points[largest] * (sqrt(ratio) if learns and largest in times else ratio)
+            seconds = points[largest]
+            if learns and largest in times:
+                slope = (seconds - points[1]) / (largest - 1)
+                points[q] = min(seconds + max(slope, 0.0) * (q - largest), seconds * sqrt(q / largest))
+            else:
+                points[q] = seconds * q / largest
     sizes = tuple(sorted(points))
     return CostCurve(sizes, tuple(points[q] for q in sizes), context, batch)
 
@@ -256,8 +270,8 @@ class DrafterTimer:
         if seconds <= 0 or rest or not 1 <= queries <= QUERIES[-1] or len(known) == STEPS_OF_SIZE:
             return False
         self._steps[queries] = (*known, seconds)
-        timed = {q: self._curve(q) for q in (*FIRST_QUERIES, *self._steps)}
-        is_timed = bool(known) or queries in FIRST_QUERIES
+        timed = {q: self._curve(q) for q in (1, *self._steps)}
+        is_timed = bool(known) or queries == 1
         timed[queries] = min(seconds, timed[queries]) if is_timed else seconds
         self._curve = _curve(timed, self._curve.context, self._curve.batch, learns=True)
         memory.store(self._model, ("steps", *self._curve_key), self._steps)

@@ -94,13 +94,17 @@ def depth_call(
     return Call(model, state, config, settings)
 
 
-def run(session: PolicySession, steps: int, accepted: Sequence[int]) -> list[list[int]]:
-    """Run a session for some steps; each row accepts at most so many tokens. Returns the depths of all steps."""
+def run(session: PolicySession, steps: int, accepted: Sequence[int], relative: Any = None) -> list[list[int]]:
+    """Run a session for some steps; each row accepts at most so many tokens. Returns the depths of all steps.
+
+    `relative`: seconds of a pass by tokens per row, where the session times the steps.
+    """
     depths = []
     for _ in range(steps):
         requested = session.depths([99] * len(accepted))
         depths.append(requested)
         counts = [(depth, min(depth, most)) for depth, most in zip(requested, accepted, strict=True)]
         rows = [RowStep(depth, depth, count, count + 1) for depth, count in counts]
-        session.observe(StepRecord(requested, rows, 1 + max(requested), {"draft": 0.1, "forward": 1.0}, None))
+        seconds = {"draft": 0.1, "forward": 1.0} | ({"thread": relative(1 + max(requested))} if relative else {})
+        session.observe(StepRecord(requested, rows, 1 + max(requested), seconds, None))
     return depths

@@ -102,12 +102,16 @@ def requested_depths(rank: int, store: str) -> Requested:
         # Verification is cheap on the first rank, expensive on the others: alone, they would decide differently.
         is_cheap = rank % model.tp_size == 0 if layout != "apart" else rank == 0
         clock = Clock()
-        target: Any = Target(clock, lambda q, slope=0.01 if is_cheap else 0.9: 1 + slope * (q - 1))
+
+        def relative(q: int, slope: float = 0.01 if is_cheap else 0.9) -> float:
+            return 1 + slope * (q - 1)
+
+        target: Any = Target(clock, relative)
         with mock.patch.object(time, "thread_time", clock):
             session = AdaptiveDepth().start(depth_call(model=model, negligible_cost=False))
             session.prefilled(target)
         steps = 100 + 50 * replica if layout == "replicas" else 100  # replicas take different numbers of steps
-        requested[layout] = run(session, steps, [2])
+        requested[layout] = run(session, steps, [2], relative)
         dist.barrier()
     dist.destroy_process_group()
     return requested
