@@ -6,6 +6,7 @@ The user builds a `Candidates` object, which holds settings only, before any mod
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -209,6 +210,13 @@ class Candidates(CandidateGenerator, ABC):
             ValueError: if it has no n-grams.
         """
         raise ValueError(f"history= needs n-grams, which {self!r} lacks; add NgramCandidates() to it")
+
+    def _changed(self, **attributes: Any) -> Self:
+        """A copy with other values of attributes."""
+        strategy = copy.copy(self)
+        for name, value in attributes.items():
+            setattr(strategy, name, value)
+        return strategy
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
         """What the strategy reads from the target besides its tokens: hidden states, an early exit; by default nothing.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import reduce
 from typing import Literal, NamedTuple
@@ -96,11 +95,8 @@ class CombinedCandidates(Candidates):
     def with_history(self, history: NgramHistory) -> CombinedCandidates:
         if not self.uses_prediction:
             super().with_history(history)
-        strategy = copy(self)
         members = [one.with_history(history) if one.uses_prediction else one for one in self.strategies]
-        strategy.strategies = tuple(members)
-        strategy.drafter = members
-        return strategy
+        return self._changed(strategies=tuple(members), drafter=members)
 
     def settings(self) -> DraftingSettings:
         return replace(super().settings(), has_free_drafts=any(one.negligible_draft_cost for one in self.strategies))

@@ -10,7 +10,6 @@ Source: Zhao et al., "FR-Spec: Accelerating Large-Vocabulary Language Models via
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.heads.base import BoundHead
+from hf_specgen.targets.model_parts import sharing_copy
 
 DraftVocabulary = Literal["frequent"] | Sequence[int] | None
 """Token ids; or "frequent": a quarter of the vocabulary, the most frequent tokens; None: all tokens."""
@@ -66,7 +66,7 @@ def vocabulary_ids(
 
 def restricted_model(model: PreTrainedModel, ids: torch.Tensor) -> tuple[PreTrainedModel, torch.Tensor]:
     """A model that shares all modules but the output matrix, and the tokens of that, on its device."""
-    restricted = _copied(model)
+    restricted = sharing_copy(model)
     rows = _rows(model.get_output_embeddings(), ids)
     restricted.set_output_embeddings(rows)
     return restricted, ids.to(rows.weight.device)
@@ -74,19 +74,11 @@ def restricted_model(model: PreTrainedModel, ids: torch.Tensor) -> tuple[PreTrai
 
 def restricted_head(bound: BoundHead, ids: torch.Tensor) -> BoundHead:
     """A head that shares all modules but the output matrix."""
-    head = _copied(bound.head)
+    head = sharing_copy(bound.head)
     rows = _rows(bound.output_matrix, ids)
     head.config = replace(bound.head.config, draft_vocab_size=len(ids), own_lm_head=True)
     head.draft_to_target = ids.to(rows.weight.device)
     return replace(bound, head=head, output_matrix=rows)
-
-
-def _copied(module: Any) -> Any:
-    """A module with the same submodules and buffers, which can be replaced."""
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)
-    copied._buffers = dict(module._buffers)
-    return copied
 
 
 def _rows(matrix: Any, ids: torch.Tensor) -> nn.Linear:

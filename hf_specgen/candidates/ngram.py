@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from copy import copy
 from math import exp
 from typing import Any
 
@@ -120,9 +119,7 @@ class NgramCandidates(Candidates):
         self.prediction = prediction
 
     def with_history(self, history: NgramHistory) -> NgramCandidates:
-        strategy = copy(self)
-        strategy.history = history
-        return strategy
+        return self._changed(history=history)
 
     def start(self, batch: DraftBatch) -> DraftSession:
         return _NgramSession(self, batch)

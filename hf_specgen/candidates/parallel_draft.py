@@ -18,10 +18,13 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.encoder_draft import embedding_size
 from hf_specgen.candidates.features import FeatureQueue
 from hf_specgen.heads.checkpoint import Fields, read_linear
+from hf_specgen.heads.config_keys import check_read
 from hf_specgen.heads.source import Source
 
 CONFIG_FIELDS = ("pard_token", "ptd_token_id", "pard2", "pard2_target_layers", "pard2_scale")
 """What the config of a parallel draft model has."""
+SEEN_IN_TENSORS = ("pard2_proj_bias", "pard2_target_dim")
+"""What it says of the projection of PARD-2, and the tensors show."""
 PROJECTION_FILE = "warp_model.bin"
 """Where a PARD-2 checkpoint holds the projection of the target's hidden states."""
 
@@ -38,13 +41,18 @@ class ParallelDraft:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ParallelDraft | None:
-        """None for a model that predicts one token at a time."""
+        """None for a model that predicts one token at a time; `ValueError` for a key that its class does not read."""
         config = Fields({name: getattr(model.config, name, None) for name in CONFIG_FIELDS})
         mask = config.optional_integer("pard_token") or config.optional_integer("ptd_token_id")
         if mask is None:
             return None
         if mask >= embedding_size(model):
             raise ValueError(f"config.json has pard_token {mask}, but the model has {embedding_size(model)} embeddings")
+        of_class = type(model.config)().to_dict()
+        values = model.config.to_dict()
+        check_read(
+            {name: value for name, value in values.items() if name not in of_class}, {*CONFIG_FIELDS, *SEEN_IN_TENSORS}
+        )
         if not config.flag("pard2"):
             return cls(mask)
         layers = config.get("pard2_target_layers")

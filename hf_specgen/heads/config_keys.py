@@ -101,6 +101,8 @@ OBJECTS = _names(
     "generation_config pruned_heads training_config training_args"
 )
 """Objects of which nothing is read here."""
+OPTIONS = DSPARK | EAGLE3
+"""Keys of other formats, which are off where they are false."""
 NEUTRAL = re.compile(
     r"_.*|(bos|eos|pad|sep|unk|image|video|audio|vision_start|vision_end|decoder_start)_token_(id|ids|index)"
     r"|(.*_)?(version|commit|license|author|url|path|dataset|description|comment|date|seed|language)"
@@ -149,6 +151,11 @@ def check_keys(config: Mapping[str, Any], head: Set[str], further: Set[str] = fr
     _check(config, head | layers if own is None else head, layers, head)
 
 
+def check_read(values: Mapping[str, Any], read: Set[str]) -> None:
+    """As `check_keys`, for values of which the keys `read` alone are read."""
+    _check(values, read, frozenset(), read)
+
+
 def _check(config: Mapping[str, Any], known: Set[str], layers: Set[str], head: Set[str], place: str = "") -> None:
     """As `check_keys`, for an object of which the keys `known` are read, at a path that ends with a dot."""
     for name, value in config.items():
@@ -175,4 +182,4 @@ def _is_harmless(name: str, value: Any, known: Set[str]) -> bool:
         return value in VALUES[name]
     if value in ([], {}, "") or NEUTRAL.fullmatch(name):
         return True
-    return value is False and (OPTION.fullmatch(name) is not None or name in DSPARK | EAGLE3)
+    return value is False and (OPTION.fullmatch(name) is not None or name in OPTIONS)

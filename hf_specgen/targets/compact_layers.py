@@ -79,15 +79,25 @@ class OffloadedLayer(RaggedLayer):
         layer.device = self.device
 
 
-class Fp8Layer(RaggedLayer):
+class _QuantizedLayer(RaggedLayer):
+    """What layers that quantize have in common: a layer of Transformers whose settings and methods they use."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self._like = copy.copy(layer)
+
+    def hand_over(self, layer: Any) -> None:
+        vars(layer).update(vars(self._like), cumulative_length=self.get_seq_length())
+
+
+class Fp8Layer(_QuantizedLayer):
     """Keys and values in float8, each rounded by itself; the scales are those of the first pass.
 
     The buffers have the type uint8, in which slots can be written and moved.
     """
 
     def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self._like = copy.copy(layer)
+        super().__init__(layer)
         self._scales: tuple[Any, ...] = ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -126,20 +136,16 @@ class Fp8Layer(RaggedLayer):
         length = self.get_seq_length()
         buffers = (buffer[:, :, :length].contiguous() for buffer in (self.keys, self.values))
         numbers = (buffer.view(self._like.fp8_dtype) for buffer in buffers)
-        vars(layer).update(vars(self._like), cumulative_length=length)
+        super().hand_over(layer)
         compat.set_quantized_states(layer, *zip(numbers, self._scales, strict=True))
 
 
-class GroupedLayer(RaggedLayer):
+class GroupedLayer(_QuantizedLayer):
     """The keys and values of the last tokens of rows that are equally long; all before them are quantized together.
 
     Plain decoding quantizes anew as soon as there are `residual_length` tokens that are not, so a pass adds no token
     after that. `first` is the number of quantized slots.
     """
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self._like = copy.copy(layer)
 
     @property
     def max_pass_tokens(self) -> float:
@@ -198,6 +204,6 @@ class GroupedLayer(RaggedLayer):
 
     def hand_over(self, layer: Any) -> None:
         self._store_if_due()
-        vars(layer).update(vars(self._like), cumulative_length=self.get_seq_length())
+        super().hand_over(layer)
         if count := self._unquantized:
             layer.keys, layer.values = self.keys[:, :, :count].clone(), self.values[:, :, :count].clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any, cast
@@ -138,6 +139,14 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
         if isinstance(norm, nn.Module):
             return norm
     raise ValueError(f"{type(model).__name__} has no final norm under the names {', '.join(FINAL_NORMS)}")
+
+
+def sharing_copy(module: Any) -> Any:
+    """A module with the same parameters, submodules and buffers, each of which can be replaced in the copy alone."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    copied._buffers = dict(module._buffers)
+    return copied
 
 
 def output_matrix(model: PreTrainedModel) -> nn.Linear:

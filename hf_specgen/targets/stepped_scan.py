@@ -13,7 +13,6 @@ Attention and all other layers read the tokens of a pass together::
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import threading
@@ -25,6 +24,7 @@ import torch
 from torch import nn
 
 from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.model_parts import sharing_copy
 
 SCAN = "mamba_selective_scan"
 """The function of Transformers, in a model's own file, that takes no initial state."""
@@ -50,7 +50,7 @@ def _without_limit(layer: Any) -> Any:
     """
     if not _has_limit(layer) or "forward" in vars(layer):
         return None
-    unlimited = copy.copy(layer)
+    unlimited = sharing_copy(layer)
     setattr(unlimited, LIMIT, NO_LIMIT)
     return unlimited
 
@@ -76,7 +76,6 @@ class _Steps:
         self._layer = layer
         self._unlimited = _without_limit(layer)
         self._states = cache.layer_states(layer.layer_idx)
-        self._start = self._states.present
         self._thread = threading.get_ident()
         self._outputs: list[torch.Tensor] = []
 

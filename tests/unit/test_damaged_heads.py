@@ -283,6 +283,7 @@ AUTOMATIC: list[tuple[Damage, str]] = [
     *((text(one), KNOWN) for one in ("{}", '{"speculators_model_type": "hydra"}')),
 ]
 PARD: list[tuple[Damage, str]] = [
+    (config(attention_wobble=0.7), "config.json has attention_wobble = '0.7', which may change what"),
     (config(pard_token=4096), "pard_token 4096, but the model has 128 embeddings"),
     (config(pard2_target_layers=[-1, 4]), r"has the tensors .* need a weight of \(64, 128\)"),
     (config(pard2_target_layers=[-1, 9, 4]), r"reads layers \[-1, 9, 4\] of its target"),
