@@ -36,6 +36,7 @@ RECORDS = {
         "--repeats 1 --max-new-tokens 64", 2, 4,
     ),
     "projected": Record("suite projected", 1, 10),
+    "published": Record("suite published", 2, 14),
     "wide": Record(
         "suite --wide --max-new-tokens 64 --strategies ngram,auto,eagle,draft,ngram+eagle --domains embedded "
         f"--prompts 2 --repeats 1 --default-settings {NO_SWEEPS}", 2, 6,

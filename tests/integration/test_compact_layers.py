@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from hf_specgen import LayerSkipCandidates, attached
+from hf_specgen import FixedDepth, LayerSkipCandidates, attached
 from hf_specgen.compat import CACHE
 from hf_specgen.targets.cache import RaggedCache
 from tests.helpers.comparison import SAMPLING, answers, assert_same_tokens, plain_and_speculative
@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 STRATEGIES = {
     **{name: ORACLES[name] for name in ("always", "sometimes", "tree")},
-    "layer_skip": LayerSkipCandidates(exit_layer=1),
+    "layer_skip": LayerSkipCandidates(exit_layer=1, policy=FixedDepth()),
 }
 
 
