@@ -146,7 +146,7 @@ class Growth:
         return self.children * (1 + self.expanded)
 
     @property
-    def frontier(self) -> int:
+    def last_level_width(self) -> int:
         """How many candidates of each row are in the last level."""
         return self.children * (self._widths[-1] if self._widths else 1)
 
@@ -389,12 +389,12 @@ class Snapshot(NamedTuple):
 
     levels: int
     probability: Floats  # [rows, candidates or selected nodes], 0 where there is no node
-    frontier: Floats  # [rows, last level], 0 where a candidate cannot be expanded
+    expandable: Floats  # [rows, last level], 0 where a candidate cannot be expanded
 
     def may_improve(self, nodes: int) -> bool:
-        """Whether expanding the frontier may change any row's best tree of `nodes` nodes.
+        """Whether expanding candidates of the last level may change any row's best tree of `nodes` nodes.
 
         A child of a node that is not among the best `nodes` nodes cannot be among them either.
         """
         least = self.probability[:, nodes - 1] if self.probability.shape[1] >= nodes else 0.0
-        return bool((self.frontier[:, 0] > least).any())
+        return bool((self.expandable[:, 0] > least).any())

@@ -117,7 +117,7 @@ class FixedSize(TreeSize):
         since_read = growth.levels % growth.levels_per_read
         if not since_read and levels > 1 and not growth.read().may_improve(self.max_nodes):
             return None
-        return Plan(min(growth.levels_per_read - since_read, levels), min(self._width, growth.frontier))
+        return Plan(min(growth.levels_per_read - since_read, levels), min(self._width, growth.last_level_width))
 
     def nodes(self, growth: Growth) -> int:
         return self.max_nodes if self.children > 1 else max(1, *growth.limits)
@@ -153,23 +153,25 @@ class FastestSize(TreeSize):
         self._rows = rows
         self._drafter = latency.drafter
         self._snapshot: Snapshot | None = None
-        self._target, self.min_probability = _target_seconds(
+        self._target_seconds, self.min_probability = _target_seconds(
             latency.target, max(rows, pass_rows), self.max_nodes, is_padded
         )
-        # Seconds of a further pass, by its nodes of each row from 1 on, and of the draft so far.
-        self._pass, self._spent = _drafter_seconds(latency.drafter, rows, children)
+        # Of a further pass, by its nodes of each row from 1 on, and of the draft so far.
+        self._pass_seconds, self._draft_seconds = _drafter_seconds(latency.drafter, rows, children)
 
     def first(self, growth: Growth, k: int) -> Plan | None:
         levels = min(_levels_after_first(growth, k), growth.levels_per_read)
         if not levels or growth.levels_per_read == 1:  # reading is free
             return None
-        width = min(len(self._pass), growth.children)
+        width = min(len(self._pass_seconds), growth.children)
         # Chains are assumed, whose first draft token is there: p further passes verify 1 + p of each row.
         accepted = self._estimator.expected_of_draft(1 + levels)
         ahead = np.arange(1 + levels)
         drafted = np.minimum(1 + ahead, self.max_nodes)
         tokens = self._rows * (1 + accepted)
-        passes = fastest(tokens, self._target[drafted] + self._spent + ahead * self._pass[width - 1])
+        passes = fastest(
+            tokens, self._target_seconds[drafted] + self._draft_seconds + ahead * self._pass_seconds[width - 1]
+        )
         if passes > 2:  # so that there are few different plans, since each is captured
             passes = levels
         return Plan(passes, width) if passes else None
@@ -182,24 +184,24 @@ class FastestSize(TreeSize):
         if growth.levels_per_read == 1:
             return Plan(1, width)
         # Not with this width, so that there are few different plans, since each is captured.
-        return Plan(min(growth.levels_per_read, k - growth.levels), min(len(self._pass), growth.children))
+        return Plan(min(growth.levels_per_read, k - growth.levels), min(len(self._pass_seconds), growth.children))
 
     def count(self, plan: Plan) -> None:
-        self._spent += plan.passes * float(self._pass[plan.width - 1])
+        self._draft_seconds += plan.passes * float(self._pass_seconds[plan.width - 1])
         self._levels.width = plan.width
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
         """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them."""
-        widths = max(0, min(len(self._pass), self.max_nodes - growth.expanded))
-        reached = snapshot.frontier[:, :widths].cumsum(axis=1)
-        widths = int(np.count_nonzero(snapshot.frontier[:, :widths].sum(axis=0)))
+        widths = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
+        reached = snapshot.expandable[:, :widths].cumsum(axis=1)
+        widths = int(np.count_nonzero(snapshot.expandable[:, :widths].sum(axis=0)))
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
-        conditional = self._levels.add(growth.levels, reached[:, :widths], snapshot.frontier.sum(axis=1))
+        conditional = self._levels.add(growth.levels, reached[:, :widths], snapshot.expandable.sum(axis=1))
         # Without a further pass: the most expected tokens per second with the nodes so far.
         probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
         tokens = np.concatenate([[self._rows], probability]).cumsum()
-        seconds = self._target[: len(tokens)] + self._spent
+        seconds = self._target_seconds[: len(tokens)] + self._draft_seconds
         verified = fastest(tokens, seconds)
         # A first draft token may cost far more than each further one, and a run of certain tokens pays when it is
         # verified as a whole: all numbers of further levels are considered, [levels, widths].
@@ -210,7 +212,7 @@ class FastestSize(TreeSize):
         base = min(max(verified, growth.levels), len(tokens) - 1)
         expanded = levels * np.arange(1, 1 + widths)
         nodes = np.minimum(base + np.stack([expanded, growth.children * expanded]), self.max_nodes)
-        seconds_ahead = self._target[nodes] + self._spent + levels * self._pass[:widths]
+        seconds_ahead = self._target_seconds[nodes] + self._draft_seconds + levels * self._pass_seconds[:widths]
         seconds_ahead[:, growth.expanded + expanded > self.max_nodes] = inf
         # Index 0 stands for no further pass, the others for `[2, levels, widths]`.
         choice = fastest(
@@ -227,12 +229,12 @@ class FastestSize(TreeSize):
         if self._snapshot is None or self._snapshot.levels < growth.levels:
             self._snapshot = growth.read()
         probability = self._estimator.scaled(self._snapshot.probability[:, : self.max_nodes])
-        return self.best_size(probability.tolist(), self._spent)
+        return self.best_size(probability.tolist(), self._draft_seconds)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
         gains = probability[0] if len(probability) == 1 else map(sum, zip_longest(*probability, fillvalue=0.0))
-        tokens = np.cumsum([self._rows, *gains], dtype=float)[: len(self._target)]
-        seconds = self._target[: len(tokens)] + drafting
+        tokens = np.cumsum([self._rows, *gains], dtype=float)[: len(self._target_seconds)]
+        seconds = self._target_seconds[: len(tokens)] + drafting
         if is_sampled:
             falls = np.flatnonzero(np.diff(tokens / seconds) < 0)
             return int(falls[0]) if len(falls) else len(tokens) - 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import train_eagle
 from hf_specgen import AutoCandidates
 from hf_specgen.cli.__main__ import app
 from tests.helpers.cli import run
@@ -113,14 +114,11 @@ def test_train_goes_on_after_a_signal_in_any_stage(
 def test_torchrun_trains_in_two_processes_what_one_trains(folder: Path, tmp_path: Path) -> None:
     """The documented launcher itself; would catch: two runs of one process each, losses that depend on the number."""
     more = ["--depth", "2", "--anchors", "8", "--save-strategy", "steps", "--save-steps", "2"]
-    script, launcher = (
-        str(ROOT / "recipes" / "train_eagle.py"),
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"],
-    )
-    for name, count in (("one", "1"), ("two", "2")):
-        given = arguments(folder, str(tmp_path / name), *more)
-        call = [sys.executable, *launcher, count, script, *given]
-        subprocess.run(call, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    train_eagle.main(arguments(folder, str(tmp_path / "one"), *more))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    given = [str(ROOT / "recipes" / "train_eagle.py"), *arguments(folder, str(tmp_path / "two"), *more)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *launcher, *given], check=True, capture_output=True, env=environment)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     parts = [json.loads(path.read_text())["gradient_accumulation_steps"] for path in tmp_path.glob("*/run.json")]
     assert sorted(parts) == [1, 2]

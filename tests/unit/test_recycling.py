@@ -259,7 +259,12 @@ FREE_TOKENS = LatencyModel.from_curves(CostCurve((1, 257), (0.010, 0.0101), cont
 
 @pytest.mark.parametrize(
     ("tree", "policy"),
-    [("auto", FixedDepth(3)), (None, None), (8, FixedDepth(3)), ("auto", AdaptiveDepth(FREE_TOKENS))],
+    [
+        ("auto", FixedDepth(3)),
+        (None, AdaptiveDepth(FREE_TOKENS)),
+        (8, FixedDepth(3)),
+        ("auto", AdaptiveDepth(FREE_TOKENS)),
+    ],
     ids=str,
 )
 def test_recycling_alone_drafts_with_any_size(tree: Any, policy: Any) -> None:
