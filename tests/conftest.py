@@ -11,9 +11,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # with many threads, waits for it for ever, and tests with several ranks fork.
 os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers with several threads each wait for each other, ten times as long
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import pytest
 
 TESTS = Path(__file__).parent

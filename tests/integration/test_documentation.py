@@ -156,7 +156,8 @@ def test_copied_figures_are_those_of_the_record(page: str, head: str, record: st
 
 
 SENTENCES = [
-    ("README.md", "a pass over 8 tokens", "as long as", "domains/report.json", "cost"),
+    ("README.md", "a pass over 8 tokens", "as long as", "published/report.json", "cost"),
+    ("README.md", "over all\nof them", "[Tables", "published/report.json", "speed"),
     ("README.md", "the worst on record", "at batch 1", "domains/report.json", "speed"),
     ("README.md", "at batch 1 (n-grams", "with eight rows", "batches/report.json", "batch"),
     ("README.md", "23 November 2026): n-grams", "times plain", "large-target.json", "rows"),
