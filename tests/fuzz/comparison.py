@@ -230,12 +230,14 @@ class Comparison:
 
     def _prepare(self, plain: Run, inputs: dict[str, torch.Tensor]) -> bool:
         """Make the strategy, and tell oracles what plain `generate` wrote; False if the package refuses."""
-        ids = inputs["input_ids"] if plain.ids is None else plain.ids
+        ids = plain.ids
+        if ids is None:
+            ids = inputs["input_ids"].repeat_interleave(self.case.num_return_sequences, dim=0)
         mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
         mask = mask.repeat_interleave(len(ids) // len(mask), dim=0)
         mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], dim=1)
         known = strategies.Known(ids, mask, inputs["input_ids"].shape[1])
-        self.answers[:] = known.answers() if plain.ids is not None else [[]] * len(ids) * self.case.num_return_sequences
+        self.answers[:] = known.answers() if plain.ids is not None else [[]] * len(ids)
         if self.candidates is None:
             with torch.random.fork_rng():
                 try:
