@@ -144,8 +144,8 @@ class VerificationSession(ABC):
         """
         if logits.dtype != torch.float32 or logits.device != self.call.state.device:
             logits = logits.to(device=self.call.state.device, dtype=torch.float32)
-        # Logits are looked at before a processor that may keep a state receives them.
-        validates = not self.processors.score_only or self.processors.score_processors.reads_scores
+        # Logits are looked at before a processor that may keep a state, or replace NaN by numbers, receives them.
+        validates = not self.processors.score_only or self.processors.score_processors.hides_nan
         if tree.nodes and validates and bool(are_nan(logits)[list(active)].any()):
             return None
         if self.processors.score_only:

@@ -38,6 +38,7 @@ SCORE_ONLY = _classes(
 )
 READS_SCORES = _classes("TopHLogitsWarper EtaLogitsWarper")
 """Score-only processors that read scores on the host, which a CUDA graph cannot repeat."""
+REMOVES_NAN = _classes("InfNanRemoveLogitsProcessor")
 ROW_WISE = _classes(
     "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
     "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
@@ -135,6 +136,11 @@ class ScoreProcessors:
     def reads_scores(self) -> bool:
         """Whether scores are read on the host."""
         return any(type(one) in READS_SCORES for one in self.processors)
+
+    @property
+    def hides_nan(self) -> bool:
+        """Whether NaN logits may be followed by scores that are numbers, or are read on the host."""
+        return any(type(one) in READS_SCORES | REMOVES_NAN for one in self.processors)
 
     def __call__(self, scores: torch.Tensor, all_tokens: bool = True) -> torch.Tensor:
         """`[…, vocab]` to the same; processors that name tokens are left out unless the scores are of all tokens."""

@@ -138,6 +138,13 @@ CASES: dict[str, list[Case]] = {
             lengths=BATCHES,
         ),
     ],
+    # Draft tokens whose embeddings are NaN, and a processor that replaces the NaN scores behind them by numbers.
+    "tokens without numbers": every(
+        replace(SAMPLED, seed=481602, strategy="combined", members=("dflash", "recycling", "medusa"), typical_p=0.8),
+        max_new_tokens=[14],
+        options=[("remove_invalid",), ()],
+        intervention=["nan_tokens"],
+    ),
     # A self-check whose text is longer than the table, so that a model that works is refused.
     "position table, short": every(
         replace(TIGHT, strategy="ngram", lengths=(2, 2), eos_ids=()),
