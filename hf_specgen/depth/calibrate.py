@@ -262,17 +262,19 @@ class DrafterTimer:
     def time_size(self, step: StepRecord) -> bool:
         """Use the time of a pass for its size, where steps time sizes; returns whether T(q) has changed by it.
 
-        The smallest time of a size counts, as for passes that are timed on purpose.
+        The smallest time of a size counts, as for passes that are timed on purpose. The first pass of a size may be
+        delayed: it cannot make the size slower than assumed, or else the size would not be tried again.
         """
         seconds = step.seconds.get(THREAD, 0.0) if self._learns and not self._call.state.other_rows else 0.0
         queries, rest = divmod(step.pass_rows * step.tokens_per_row, self._curve.batch)
-        known = self._steps.get(queries, ())
-        if seconds <= 0 or rest or not 1 <= queries <= QUERIES[-1] or len(known) == STEPS_OF_SIZE:
+        earlier = self._steps.get(queries, ())
+        if seconds <= 0 or rest or not 1 <= queries <= QUERIES[-1] or len(earlier) == STEPS_OF_SIZE:
             return False
-        self._steps[queries] = (*known, seconds)
+        times = (*earlier, seconds)
+        self._steps[queries] = times
         timed = {q: self._curve(q) for q in (1, *self._steps)}
-        is_timed = bool(known) or queries == 1
-        timed[queries] = min(seconds, timed[queries]) if is_timed else seconds
+        # T(1) was timed by the first step of all, which counts too.
+        timed[queries] = min(times) if earlier and queries > 1 else min(seconds, self._curve(queries))
         self._curve = _curve(timed, self._curve.context, self._curve.batch, learns=True)
         memory.store(self._model, ("steps", *self._curve_key), self._steps)
         memory.store(self._model, self._curve_key, self._curve)

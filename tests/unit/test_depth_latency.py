@@ -258,7 +258,16 @@ def test_drafter_timer_takes_the_sizes_of_the_first_steps(name: str, clock: Cloc
     def step(size: int, delay: float = 1.0) -> bool:
         return timer.time_size(record(size, delay))
 
-    assert step(24, 5.0) and step(24) and step(24, 2.0) and step(2, 3.0) and step(2) and step(1, 9.0) and step(8)
+    assert (
+        step(24, 5.0)
+        and step(24)
+        and step(24, 2.0)
+        and step(2, 3.0)
+        and step(2)
+        and step(1, 9.0)
+        and step(8, 9.0)
+        and step(8)
+    )
     assert not step(24, 0.1), "settled"
     assert not timer.time_size(StepRecord([3], [RowStep(3, 3, 0, 1)], 4, {"forward": 9.0})), "no time of the thread"
     known = calibrate.known_curve(call, learns=True)
