@@ -250,9 +250,9 @@ class CallInputs:
         return {**self.others(cache, positions.shape[1]), **named}
 
     def others(self, cache: Any, tokens: int) -> dict[str, Any]:
-        """The other arguments of a pass over so many tokens per row, once the prompt is in the cache."""
+        """The other arguments of a pass after the prompt, without media that a drafted placeholder would read again."""
         if self._extra is None:  # what the model's own preparation passes on in the first step after the prompt
-            own = {*self._names.values(), *OWN_ARGUMENTS}
+            own = {*self._names.values(), *OWN_ARGUMENTS, "image_pixel_values", "audio_input_features"}  # Phi-4
             kwargs = {name: value for name, value in self._kwargs.items() if name not in own}
             for name in TOKEN_TYPES.keys() & kwargs.keys():
                 kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0

@@ -21,7 +21,14 @@ from transformers import PreTrainedModel
 
 from hf_specgen import compat
 from hf_specgen.device_tree import PassTree
-from hf_specgen.targets.model_parts import MASKS_PADDING, WITHOUT_ATTENTION, layer_kinds, takes_no_mask, text_config
+from hf_specgen.targets.model_parts import (
+    ATTENTION_OF_TYPE,
+    MASKS_PADDING,
+    WITHOUT_ATTENTION,
+    layer_kinds,
+    takes_no_mask,
+    text_config,
+)
 from hf_specgen.tree import TreeStructure
 
 DROPPING = ("sliding_attention", "chunked_attention")
@@ -209,7 +216,9 @@ class StepMasks:
     def _by_kind(self, masks: dict[str, torch.Tensor | None]) -> Any:
         if not self._kinds:  # a model without attention
             return None
-        return masks if self._is_by_kind else masks[next(iter(self._kinds))]
+        if not self._is_by_kind:
+            return masks[next(iter(self._kinds))]
+        return masks | {of: masks[kind] for of, kind in ATTENTION_OF_TYPE.items() if kind in masks}
 
     def _is_needed(self, kind: str, length: int) -> bool:
         """Whether a single query after so many slots needs a mask."""
