@@ -74,7 +74,7 @@ def generate_many(
     """Generate for any number of prompts, `max_rows` at a time; a row that ends is replaced by the next prompt.
 
     The tokens are those of plain `generate` for each prompt alone. Rows that cannot share passes (recurrent states,
-    images beside the text, FlashAttention, layer skip, Gemma 4 assistants) are answered one after the other.
+    images beside the text, FlashAttention, layer skip, Uno, Gemma 4 assistants) are answered one after the other.
 
     Args:
         model: the target.
@@ -87,7 +87,8 @@ def generate_many(
             those of `seed[i]`. Drawn from torch's generator if left out.
         streamer: makes the streamer of a prompt from its index.
         progress_bar: show one.
-        arguments: further arguments of `generate`, and the settings `policy` and `memory`.
+        arguments: further arguments of `generate`, and the settings `policy`, `memory`, `prediction`, `history` and
+            `grammar_drafts`.
 
     Yields:
         a `Completion` for each prompt.

@@ -42,7 +42,7 @@ for settings, (name, _) in COMMANDS.items():
 
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    """Lossless speculative decoding for Transformers."""
+    """Speculative decoding for Transformers, with the tokens of plain generate."""
     if version:
         typer.echo(f"hf-specgen {__version__}")
         raise typer.Exit
@@ -50,7 +50,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def export(
-    heads: Annotated[str, typer.Argument(help="Hub id or folder of heads: Medusa, EAGLE, P-EAGLE, DFlash, DSpark.")],
+    heads: Annotated[str, typer.Argument(help="Hub id or folder of Medusa, EAGLE, P-EAGLE or block heads.")],
     to: Annotated[str, typer.Option(help="The program: medusa, tgi or vllm; for others eagle, sglang or vllm.")],
     output: Annotated[Path, typer.Option(help="Folder to write to.")],
     target: Annotated[str, typer.Option(help="Hub id or folder of the target, for its output matrix (Medusa).")] = "",

@@ -276,8 +276,11 @@ def strategies(
 
 
 def chosen_strategy(drafts: Sequence[str], **options: Any) -> Candidates:
-    """The strategy of the last checkpoint that drafts, a draft model together with n-grams; without one the default.
+    """The strategy of a checkpoint that drafts, a draft model or several of them with n-grams; without one the default.
 
     `options` are those of `strategies`.
     """
-    return strategies(drafts, **options)[-1].candidates if drafts else AUTO
+    found = [one.candidates for one in strategies(drafts, **options)]
+    if len(drafts) > 1:
+        return CombinedCandidates([one for one in found if not isinstance(one, CombinedCandidates)])
+    return found[-1] if drafts else AUTO

@@ -20,6 +20,7 @@ from hf_specgen.cli import checkpoints, main
 from hf_specgen.cli import generate as command
 from hf_specgen.depth import LatencyModel
 from hf_specgen.evaluation.cost import measure_latency
+from hf_specgen.evaluation.workloads import chosen_strategy
 from hf_specgen.heads import save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.source import Source
@@ -110,6 +111,14 @@ def test_generate_explanation_names_why_little_was_gained() -> None:
     assert "0 of 9 steps had a draft; with 8 rows" in command.explanation(Statistics([[plain] * 9]), 8)
     assert "few draft tokens were accepted" in command.explanation(Statistics([[rejected] * 9]), 8)
     assert command.explanation(Statistics([[accepted] * 9]), 8) == ""
+
+
+def test_several_drafts_are_combined() -> None:
+    """Would catch: `--draft A --draft B` of a command with one strategy that leaves A out."""
+    strategy = chosen_strategy([str(DRAFT_LM), EAGLE_HEAD])
+    assert [type(one).__name__ for one in strategy.strategies] == [
+        *("NgramCandidates", "DraftModelCandidates", "EagleCandidates"),
+    ]
 
 
 def test_version_is_printed() -> None:
