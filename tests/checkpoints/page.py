@@ -98,4 +98,4 @@ def unlisted() -> list[str]:
 
 def untried_section() -> str:
     """The page's list of types that nobody has tried; the self-check decides about them before the first token."""
-    return ", ".join(f"`{kind}`" for kind in recorded()["untried"]) + "\n"
+    return ", ".join(f"`{kind}`" for kind in sorted(set(recorded()["untried"]) - tried_types())) + "\n"

@@ -20,7 +20,7 @@ from tests.helpers.oracle import Oracle
 
 RESULTS = Path(__file__).parents[1] / "assets" / "architectures.json"
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
-TREES, CHAINS, ONE_ROW = "trees", "chains", "one row"
+VERIFIED = TREES, CHAINS, ONE_ROW = "trees", "chains", "one row"
 NAMES = sorted(
     {*ARCHITECTURES, *STATEFUL}
     | {f"{kind} (with image or audio)" for kind in MULTIMODAL}

@@ -1,5 +1,7 @@
 """Classes of published checkpoints, as `python -m tests.checkpoints` tries all of them; a few of each kind here."""
 
+import re
+
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -7,6 +9,7 @@ from tests.checkpoints import page
 from tests.checkpoints.cases import CASES, CRASH, DIFFERENT, PLAIN_FAILS, SIBLINGS, run_all
 from tests.checkpoints.table import CHECKPOINTS
 from tests.helpers import architecture_list
+from tests.helpers.paths import ROOT
 
 SUBSET = [
     *("gpt-oss", "Falcon-H1", "Qwen3.5, 3.6, 3.8 (dense)", "Gemma 4 E2B, E4B", "PaliGemma", "Mistral Small 4"),
@@ -38,6 +41,22 @@ def test_every_checkpoint_has_a_result_that_is_right_or_a_refusal() -> None:
 def test_page_has_the_table_and_the_lists_of_the_records() -> None:
     """Would catch: a result, a head or a type that was changed in one of both."""
     assert architecture_list.PAGE.read_text(encoding="utf-8") == architecture_list.page(architecture_list.results())
+
+
+def test_recorded_refusals_are_sentences_of_the_package() -> None:
+    """Would catch: a page that refuses for a reason which the package does not give any more."""
+    files = sorted((ROOT / "hf_specgen").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", " ".join(file.read_text(encoding="utf-8") for file in files))
+    results = [result for row in page.recorded()["checkpoints"].values() for result in row.values()]
+    reasons = {reason for status, reason, _ in results if status != PLAIN_FAILS and reason}
+    for reason in reasons | set(architecture_list.results().values()) - set(architecture_list.VERIFIED):
+        words = reason.partition("(")[0].split()
+        assert any(" ".join(words[first : first + 4]) in source for first in range(max(1, len(words) - 3))), reason
+
+
+def test_every_architecture_of_the_tests_has_a_result() -> None:
+    """Would catch: a type that is tested and that the page does not list, or lists twice."""
+    assert set(architecture_list.results()) == set(architecture_list.NAMES)
 
 
 def test_every_type_of_transformers_is_tried_or_named_as_untried() -> None:
