@@ -33,29 +33,29 @@ NO_SWEEPS = "--batches '' --temperatures '' --contexts ''"
 RECORDS = {
     "domains": Record(
         "suite domains --default-settings --strategies ngram,auto,eagle,draft,ngram+eagle,ngram+draft --prompts 4 "
-        "--repeats 1 --max-new-tokens 64", 2, 4,
+        "--repeats 1 --max-new-tokens 64", 2, 2,
     ),
-    "projected": Record("suite projected", 1, 10),
-    "published": Record("suite published", 2, 14),
+    "projected": Record("suite projected", 1, 6),
+    "published": Record("suite published", 2, 6),
     "wide": Record(
         "suite --wide --max-new-tokens 64 --strategies ngram,auto,eagle,draft,ngram+eagle --domains embedded "
-        f"--prompts 2 --repeats 1 --default-settings {NO_SWEEPS}", 2, 6,
+        f"--prompts 2 --repeats 1 --default-settings {NO_SWEEPS}", 2, 8,
     ),
     "packed-passes": Record("micro packed-passes", 1, 3),
-    "generate-batch": Record("micro generate-batch --repeats 1", 2, 3),
+    "generate-batch": Record("micro generate-batch --repeats 1", 2, 2),
     "generate-many": Record("micro generate-many", 2, 5),
-    "batches": Record("suite batches", 2, 4),
-    "rollouts": Record("micro rollouts", 2, 6),
-    "memory": Record("suite memory --strategies ngram,auto,draft,eagle", 1, 3),
+    "batches": Record("suite batches", 2, 2),
+    "rollouts": Record("micro rollouts", 2, 4),
+    "memory": Record("suite memory --strategies ngram,auto,draft,eagle", 1, 2),
     "batch-of-eight": Record("micro batch-of-eight --repeats 2", 2, 1),
     "block-verification": Record("micro block-verification", 1, 2),
-    "draft-window": Record("micro draft-window", 1, 4),
-    "grammar-verification": Record("micro grammar-verification --repeats 2", 2, 1, GRAMMAR_LIBRARIES),
-    "grammar-drafts": Record("micro grammar-drafts", 1, 7, GRAMMAR_LIBRARIES),
-    "step-operations": Record("micro step-operations ngram-lookup", 2, 2),
-    "other-tokenizer": Record("micro other-tokenizer --repeats 1", 2, 3),
+    "draft-window": Record("micro draft-window", 1, 3),
+    "grammar-verification": Record("micro grammar-verification --repeats 2", 2, 3, GRAMMAR_LIBRARIES),
+    "grammar-drafts": Record("micro grammar-drafts", 1, 21, GRAMMAR_LIBRARIES),
+    "step-operations": Record("micro step-operations ngram-lookup", 2, 1),
+    "other-tokenizer": Record("micro other-tokenizer --repeats 1", 2, 2),
     "lm-eval": Record("micro lm-eval --repeats 1", 2, 5, ("lm_eval",)),
-    "trace-replay": Record("micro trace-replay", 2, 2),
+    "trace-replay": Record("micro trace-replay", 2, 1),
 }  # fmt: skip
 """The most important ones first."""
 

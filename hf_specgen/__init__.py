@@ -1,4 +1,4 @@
-"""Exactly lossless speculative decoding inside `model.generate()`.
+"""Speculative decoding inside `model.generate()`: the tokens of plain `generate`, in float32 exactly.
 
 The names below are imported when they are first used, so that `import hf_specgen` takes no time beside
 `import transformers`.

@@ -5,7 +5,7 @@
 
 Prompts are conversations in any format of training data; answers that these have are replaced, the last one of each.
 Prompts are divided among the processes and have a seed each, so the result does not depend on the number of processes;
-a drafter (`--drafter`, by default n-grams of the text) changes the speed alone.
+a drafter (`--drafter`, by default n-grams and Token Recycling) changes the speed alone.
 An interrupted run continues where it stopped: until all answers are there, they are kept in a folder beside OUTPUT, one
 for each choice of settings. A run with fewer or more prompts (`--limit`) uses those that are there.
 """

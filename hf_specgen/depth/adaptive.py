@@ -68,7 +68,8 @@ class AdaptiveDepth(Policy):
     Args:
         latency: a latency model, or a file that `hf-specgen tune` wrote, to use instead; "assumed" for a fixed curve
             for the type of device, as also under `torch.use_deterministic_algorithms(True)`. Nothing is then measured,
-            and nothing is carried over from earlier calls: equal calls make the same drafts, in every process.
+            and nothing but the table of Token Recycling is carried over from earlier calls: equal calls make the same
+            drafts, in every process.
 
     Raises:
         ValueError: for a file that is not a latency file.

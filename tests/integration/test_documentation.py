@@ -21,8 +21,10 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LogitsProcessorList
 
 import hf_specgen
+from benchmarks.micro import MICRO
 from benchmarks.records import RECORDS
 from benchmarks.report.tables import BEGIN, END, collect
+from benchmarks.suites import SUITES
 from hf_specgen import Candidates, DraftModelCandidates, EagleCandidates, NgramCandidates
 from hf_specgen.candidates.draft_model import Loading
 from hf_specgen.cli.__main__ import app
@@ -128,6 +130,31 @@ def test_records_are_made_by_the_recorded_commands() -> None:
     assert sorted(map(sorted, suites)) == sorted(map(sorted, commands))
 
 
+def test_durations_are_about_those_of_the_records() -> None:
+    """Would catch: minutes that a command or a page announces, and that a record contradicts by a factor of two."""
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    announced = {f"{name}.json": record.minutes for name, record in RECORDS.items()}
+    announced |= {f"{name}/report.json": record.minutes for name, record in RECORDS.items()}
+    shown = {
+        f"{name}.json": int(minutes)
+        for name, minutes in re.findall(r"^\| `([\w-]+)` \|.* (\d+) minutes?\b", page, re.M)
+    }
+    for name, minutes in [*announced.items(), *shown.items()]:
+        if (file := RESULTS / name).exists():
+            recorded = json.loads(file.read_text(encoding="utf-8"))["seconds"] / 60
+            assert recorded / 2 <= minutes <= 2 * recorded + 1, name
+
+
+def test_tables_of_commands_name_all_of_them() -> None:
+    """Would catch: a command, a suite or a measurement that is documented nowhere."""
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert all(re.search(rf"^\| .*`{name}`.* \|", page, re.M) for name in (*SUITES, *MICRO))
+    group: Any = typer.main.get_command(app)
+    for page in ("CHANGELOG.md", "docs/command_line.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not [name for name in group.commands if f"`{name}`" not in text], page
+
+
 RESULTS = ROOT / "benchmarks" / "results"
 STEP_PARTS = ("tokens per step", "step, ms", "target pass, ms", "drafter passes, ms", "rest, ms")
 DOMAINS = ("over plain", "math", "code", "edit", "json", "prose")
@@ -171,6 +198,8 @@ SENTENCES = [
     ("docs/hardware.md", "graphs over no drafts", "compilation.md", "large-target-graphs.json", "rows"),
     ("docs/hardware.md", "| situation |", "\n\n", "projected/report.json", "projected by domain"),
     ("docs/compilation.md", "`generate` has", "of the speed", "large-target.json", "rows"),
+    ("docs/compilation.md", "on the H100, and", "on the H200", "large-target-graphs.json", "rows"),
+    ("docs/hardware.md", "over all of them n-grams gain", "Projected", "published/report.json", "speed"),
     ("docs/strategies/draft_model.md", "about 1,700 tokens it yields", "without it", "draft-window.json", "rows"),
 ]
 """Text with figures of a record: page, its first and last words, file, table."""
