@@ -6,7 +6,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.checkpoints import page
-from tests.checkpoints.cases import CASES, CRASH, DIFFERENT, PLAIN_FAILS, SIBLINGS, run_all
+from tests.checkpoints.cases import CASES, CRASH, DIFFERENT, PLAIN_FAILS, SAME, SIBLINGS, run_all
 from tests.checkpoints.table import CHECKPOINTS
 from tests.helpers import architecture_list
 from tests.helpers.paths import ROOT
@@ -26,6 +26,12 @@ def test_class_of_a_checkpoint_as_recorded(name: str) -> None:
     found = page.result(run_all(ROWS[name], QUICK))
     expected = page.recorded()["checkpoints"][name]
     assert {kind: status for kind, (status, *_) in found.items()} == {kind: expected[kind][0] for kind in found}
+
+
+def test_draft_tokens_may_be_placeholders_of_images() -> None:
+    """Would catch: n-grams of a prompt with an image, for which Phi-4-multimodal reads its images again and raises."""
+    outcomes = run_all(ROWS["Phi-4-multimodal"], [case for case in CASES if case.name == "n-grams"])
+    assert {outcome.status for outcome in outcomes.values()} == {SAME}
 
 
 def test_every_checkpoint_has_a_result_that_is_right_or_a_refusal() -> None:
