@@ -7,9 +7,6 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# MKL's pool of buffers has a lock for each thread. A process that is forked while one of them is held, as after tests
-# with many threads, waits for it for ever, and tests with several ranks fork.
-os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")
 
 import pytest
 

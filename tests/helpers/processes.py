@@ -1,18 +1,21 @@
-"""Calls in processes of their own, forked from the test's process, in which everything is imported already."""
+"""Calls in processes of their own, forked from a server that has imported everything and has run nothing."""
 
-import contextlib
 import os
 import socket
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from time import monotonic
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
-SECONDS_PER_CALL = 600
+SECONDS_PER_CALL = 300
 """Time limit of a call, for a busy machine."""
+CONTEXT = get_context("forkserver")
+"""A fork of the test's own process inherits locks that threads of earlier tests hold, and can wait for ever."""
+CONTEXT.set_forkserver_preload(["tests.helpers.fixtures", "hf_specgen.cli.train", "training"])
 
 
 def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -27,40 +30,60 @@ def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]
     group = {"WORLD_SIZE": len(arguments), "LOCAL_WORLD_SIZE": len(arguments), "MASTER_PORT": port}
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
     common |= {name: str(value) for name, value in group.items()}
-    environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(arguments))]
-    calls = [(environment, function, given) for environment, given in zip(environments, arguments, strict=True)]
-    with _forking():
-        pool = get_context("fork").Pool(len(calls))
-    with pool:
-        return pool.starmap_async(_call, calls, chunksize=1).get(SECONDS_PER_CALL)
+    processes, receivers = [], []
+    for rank, given in enumerate(arguments):
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        processes.append(started(_send_result, sender, function, given, environment=environment))
+        receivers.append(receiver)
+        sender.close()
+    try:
+        return _results(receivers)
+    finally:
+        # A rank that waits for another one in native code does not react to SIGTERM.
+        for process in processes:
+            process.kill()
 
 
 def started(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
     """A process in which a call is running, in this process's environment or a given one; `multiprocessing.Process`."""
     environment = os.environ.copy() if environment is None else environment
-    with _forking():
-        process = get_context("fork").Process(target=_call, args=(environment, function, arguments))
-        process.start()
+    process = CONTEXT.Process(target=_call, args=(dict(environment), function, arguments), daemon=True)
+    process.start()
     return process
 
 
-@contextlib.contextmanager
-def _forking() -> Iterator[None]:
-    """Without Python's warning of threads that the new process does not have; `_begin` makes it independent of them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
+def _results(receivers: Sequence[Connection]) -> list[Any]:
+    """The result of every rank; raises at the first rank that fails, or after `SECONDS_PER_CALL`."""
+    results: dict[Connection, Any] = {}
+    deadline = monotonic() + SECONDS_PER_CALL
+    while waiting := [receiver for receiver in receivers if receiver not in results]:
+        ready = wait(waiting, max(0, deadline - monotonic()))
+        if not ready:
+            raise TimeoutError(f"{len(waiting)} of {len(receivers)} ranks did not end in {SECONDS_PER_CALL} s")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            try:
+                results[receiver], error = receiver.recv()
+            except EOFError:
+                error = "it ended without a result"
+            if error is not None:
+                raise RuntimeError(f"rank {receivers.index(receiver)}: {error}")
+    return [results[receiver] for receiver in receivers]
 
 
-def _begin() -> None:
-    """One thread, as in workers of PyTorch's `DataLoader`, and nothing that Accelerate knows of the first process."""
+def _call(environment: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Call the function with one thread, in the environment of the process that asked for it."""
     torch.set_num_threads(1)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def _call(environment: Mapping[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    _begin()
     os.environ.clear()
     os.environ.update(environment)
-    return function(*arguments)
+    function(*arguments)
+
+
+def _send_result(sender: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Send the result of a call and None, or None and the traceback of its exception."""
+    try:
+        sender.send((function(*arguments), None))
+    except BaseException:
+        sender.send((None, traceback.format_exc()))
+        raise

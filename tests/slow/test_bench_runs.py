@@ -205,7 +205,6 @@ ONE_DOMAIN = replace(SMALL, peers=(), domains=("edit",), batches=(), temperature
 
 def test_memory_is_measured_for_every_strategy_with_and_without_scores(folder: Path, monkeypatch: Any) -> None:
     """Would catch: a peak that includes what was measured before, or scores that are not kept."""
-    monkeypatch.setattr(memory, "NEW_TOKENS", 128)
     monkeypatch.setattr(memory, "in_new_process", lambda function, *given: run_in_ranks(function, [given])[0])
     plan = replace(on_tiny_target(ONE_DOMAIN, folder), strategies=("ngram",), memory_context=256)
     rows = memory.measure_memory(plan)

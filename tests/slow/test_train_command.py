@@ -18,7 +18,7 @@ from hf_specgen import AutoCandidates
 from hf_specgen.cli.__main__ import app
 from tests.helpers.cli import run
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import started
+from tests.helpers.processes import SECONDS_PER_CALL, started
 from tests.helpers.recipes import arguments, losses, write_rows
 
 SHORT = ["--max-new-tokens", "12", "--", "--steps", "8", "--max-length", "96", "--evaluation-tokens", "6"]
@@ -102,7 +102,7 @@ def test_train_goes_on_after_a_signal_in_any_stage(
             time.sleep(0.005)
         assert process.is_alive(), (stage, (tmp_path / "log").read_text(encoding="utf-8"))
         os.kill(process.pid, number)
-        process.join()
+        process.join(SECONDS_PER_CALL)
         printed = (tmp_path / "log").read_text(encoding="utf-8")
         assert "Traceback" not in printed
         if number != signal.SIGKILL:
