@@ -27,7 +27,8 @@ from hf_specgen.call_statistics import Statistics, StepRecord
 from hf_specgen.candidates.base import WrappedSession, checked_draft, leftmost_chains
 from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
 from hf_specgen.candidates.grammar import grammar_drafts
-from hf_specgen.depth.calibrate import THREAD, thread_clock
+from hf_specgen.depth.calibrate import thread_clock
+from hf_specgen.depth.step_times import THREAD
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS

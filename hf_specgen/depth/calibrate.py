@@ -1,13 +1,11 @@
 """Measures T(q), the target's latency by tokens per row, and the time of drafting, once per model, rows and context.
 
-On a CPU the steps of the first adaptive call measure T(q): the first one is plain and gives T(1), and each size that a
-draft uses is timed by the steps that use it (`DrafterTimer`), so that measuring takes no pass. On accelerators, where
-steps are asynchronous, and for passes that calls share, T(q) is measured after the prefill, on the call's own cache, by
-passes over chains of a few sizes that are rolled back, in the time of eight plain steps, at most twelve. The time of
-drafting is taken from the first drafts. Both are kept as long as the model; another object of the same architecture
-begins with its T(q). On a CPU, T(q) is measured again if a later pass over at most eight tokens takes less than half of
-it, which proves that other processes delayed the measurement. All ranks of a tensor-parallel model use what the first
-rank measured.
+On a CPU the steps of a call time T(q) (`hf_specgen.depth.step_times`). On accelerators, where steps are asynchronous,
+and for passes that calls share, T(q) is measured after the prefill, on the call's own cache, by passes over chains of a
+few sizes that are rolled back, in the time of eight plain steps, at most twelve. The time of drafting is taken from the
+first drafts. Both are kept as long as the model; another object of the same architecture begins with its T(q). On a
+CPU, T(q) is measured again if a later pass over at most eight tokens takes less than half of it, which proves that
+other processes delayed the measurement. All ranks of a tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -37,35 +35,26 @@ from hf_specgen.tree import DraftTree
 T = TypeVar("T")
 QUERIES = (1, 8, 2, 24, 1, 64)
 """Tokens per row of the timed passes, in this order, as far as there is time for them."""
-STEPS_OF_SIZE = 3
-"""Steps of one size that may change T(q); later ones leave it, so that decisions depend on the texts alone."""
 MIN_SECONDS = 1e-9
 """Of a pass that takes less than a step of the clock: times are divided by each other."""
-THREAD = "thread"
-"""In the seconds of a step: those in which the thread ran in the target's pass."""
 MAX_PLAIN_STEPS = 8.0
 MAX_FIRST_STEPS = 12.0
 """Plain steps after which no pass is timed again, and after which no further size is timed. Where T(8) is three plain
 steps, T(24) may be no more, which deep drafts need to know: in the time of eight it would not be measured there."""
 
 
-def known_curve(call: Call, learns: bool = False) -> CostCurve | None:
+def known_curve(call: Call) -> CostCurve | None:
     """T(q) of the target, if an earlier call has measured it for this dtype, device, rows and context.
 
-    The call may have had another model of the same architecture. `learns`: whether steps time the other sizes.
+    The call may have had another model of the same architecture.
     """
     if call.model is None:
         return None
-    curve: CostCurve | None = memory.recall(call.model, _key(call, learns), lambda: None)
+    curve: CostCurve | None = memory.recall(call.model, curve_key(call), lambda: None)
     if curve is None and lockstep_group(call.model) is None:
-        curve = memory.recall(type(call.model), _shared_key(call, learns), lambda: None)
-        memory.store(call.model, _key(call, learns), curve)
+        curve = memory.recall(type(call.model), shared_curve_key(call), lambda: None)
+        memory.store(call.model, curve_key(call), curve)
     return curve
-
-
-def learns_from_steps(model: Any) -> bool:
-    """Whether the steps of a call time its passes: on a CPU, where they are not asynchronous, and on one rank."""
-    return model is not None and compat.input_device(model).type == "cpu" and lockstep_group(model) is None
 
 
 def model_curve(model: PreTrainedModel) -> CostCurve | None:
@@ -87,28 +76,21 @@ def prefilled_target(model: PreTrainedModel, tokens: torch.Tensor) -> Target:
     return target
 
 
-def _key(call: Call, learns: bool = False) -> tuple[Hashable, ...]:
+def curve_key(call: Call) -> tuple[Hashable, ...]:
+    """The key of T(q) in the memory of a model: what its times depend on."""
     model: Any = call.model
     attention = compat.attention_implementation(text_config(model))
     rows = (call.state.batch - 1).bit_length()  # powers of two
     context = max(0, (call.state.prompt_length - 1).bit_length() - 9) // 2  # powers of four from 1,024 on
     captured = bool(call.settings.compile) and is_captured(model)
-    return "T(q)", learns, model.dtype, compat.input_device(model), attention, captured, rows, context
+    return "T(q)", model.dtype, compat.input_device(model), attention, captured, rows, context
 
 
-def _shared_key(call: Call, learns: bool) -> tuple[Hashable, ...]:
-    """The key for all models of a class: with the config, the classes of the modules and the number of threads."""
+def shared_curve_key(call: Call) -> tuple[Hashable, ...]:
+    """The key of T(q) for all models of a class with the same config, classes of modules and number of threads."""
     model = cast(PreTrainedModel, call.model)
     classes = hash(tuple(map(type, model.modules())))
-    return *_key(call, learns), model.config.to_json_string(), classes, torch.get_num_threads()
-
-
-def step_curve(call: Call, step: StepRecord) -> CostCurve | None:
-    """T(q) from the time of a plain step, kept; later steps time the sizes that drafts use. None for another step."""
-    seconds = step.seconds.get(THREAD, 0.0)
-    if seconds <= 0 or call.state.other_rows or step.pass_rows * step.tokens_per_row != call.state.batch:
-        return None
-    return _kept_curve(call, {1: seconds}, learns=True)
+    return *curve_key(call), model.config.to_json_string(), classes, torch.get_num_threads()
 
 
 def target_curve(call: Call, target: Target) -> CostCurve | None:
@@ -128,36 +110,19 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
     return _kept_curve(call, _timed_passes(target, pending, [q for q in QUERIES if q <= longest], group))
 
 
-def _kept_curve(call: Call, times: dict[int, float], learns: bool = False) -> CostCurve:
-    """T(q) from measured times, kept for later calls."""
-    delayed = memory.recall(call.model, ("delayed", *_key(call, learns)), lambda: None) or times.__getitem__
-    smallest = {q: min(seconds, delayed(q)) for q, seconds in times.items()}
-    curve = _curve(smallest, call.context_length, call.state.batch, learns)
-    memory.store(call.model, _key(call, learns), curve)
-    if call.model is not None and lockstep_group(call.model) is None:
-        memory.store(type(call.model), _shared_key(call, learns), curve)
-    return curve
-
-
-def _curve(times: dict[int, float], context: int, batch: int, learns: bool) -> CostCurve:
-    """T(q) with sizes beyond the timed ones in proportion to their tokens.
-
-    Where steps time every size that they use, the next size is assumed to be as fast as is plausible, since a size that
-    is taken for too slow is never tried: on the line through T(1) and the largest timed size, and no slower than √q.
-    """
-    points = dict(times)
-    if learns and max(times) == 1:
-        points[8] = points[1] * 8**0.25  # no slope is known yet
-    for q in sorted(QUERIES) if learns else QUERIES[-1:]:
-        if q > (largest := max(points)):
-            seconds = points[largest]
-            if learns and largest in times:
-                slope = (seconds - points[1]) / (largest - 1)
-                points[q] = min(seconds + max(slope, 0.0) * (q - largest), seconds * sqrt(q / largest))
-            else:
-                points[q] = seconds * q / largest
+def _kept_curve(call: Call, times: dict[int, float]) -> CostCurve:
+    """T(q) from measured times, kept for later calls; sizes beyond the timed ones in proportion to their tokens."""
+    delayed = memory.recall(call.model, ("delayed", *curve_key(call)), lambda: None) or times.__getitem__
+    points = {q: min(seconds, delayed(q)) for q, seconds in times.items()}
+    largest = max(points)
+    if largest < QUERIES[-1]:
+        points[QUERIES[-1]] = points[largest] * QUERIES[-1] / largest
     sizes = tuple(sorted(points))
-    return CostCurve(sizes, tuple(points[q] for q in sizes), context, batch)
+    curve = CostCurve(sizes, tuple(points[q] for q in sizes), call.context_length, call.state.batch)
+    memory.store(call.model, curve_key(call), curve)
+    if call.model is not None and lockstep_group(call.model) is None:
+        memory.store(type(call.model), shared_curve_key(call), curve)
+    return curve
 
 
 def _timed_passes(target: Target, pending: Sequence[int], sizes: Sequence[int], group: Any) -> dict[int, float]:
@@ -218,18 +183,16 @@ class DrafterTimer:
     """Derives the time of drafting from the first drafts with a target: of a pass, or of a draft without passes.
 
     Attributes:
+        curve: T(q) of the target.
         fraction: time of a drafter's pass over q tokens / T(q); of a draft without passes / T(1).
     """
 
-    def __init__(self, call: Call, curve: CostCurve, learns: bool = False):
+    def __init__(self, call: Call, curve: CostCurve):
         self._call = call
-        self._curve = curve
-        self._learns = learns
+        self.curve = curve
         self._model = cast(PreTrainedModel, call.model)
         self._without_passes = call.drafting.negligible_cost
-        self._curve_key = _key(call, learns)
-        self._key = (*_key(call), call.drafting.key)
-        self._steps: dict[int, tuple[float, ...]] = memory.recall(self._model, ("steps", *self._curve_key), dict)
+        self._key = (*curve_key(call), call.drafting.key)
         self._group = lockstep_group(self._model)
         self._is_cpu = compat.input_device(self._model).type == "cpu"
         known: float | None = memory.recall(self._model, self._key, lambda: None)
@@ -239,7 +202,7 @@ class DrafterTimer:
 
     def latency(self) -> LatencyModel:
         """The latencies of target and drafter, as far as they are known."""
-        curve = self._curve
+        curve = self.curve
         fraction = self.fraction
         tokens = tuple(float(curve.batch * q) for q in curve.queries)
         of_passes = DraftLatency(tokens, tuple(fraction * seconds for seconds in curve.seconds))
@@ -251,34 +214,12 @@ class DrafterTimer:
 
         The threads of a pass wait for each other: then other processes delayed some of them in the measurement.
         """
-        queries = (step.pass_rows + self._call.state.other_rows) * step.tokens_per_row / self._curve.batch
+        queries = (step.pass_rows + self._call.state.other_rows) * step.tokens_per_row / self.curve.batch
         seconds = step.seconds.get("forward", inf) if self._is_cpu and self._group is None else inf
-        if 1 <= queries <= QUERIES[1] and 2 * seconds < self._curve(queries):
-            memory.store(self._model, ("delayed", *self._curve_key), self._curve)
-            memory.store(self._model, self._curve_key, None)
-            memory.store(self._model, ("steps", *self._curve_key), {})
-            memory.store(type(self._model), _shared_key(self._call, self._learns), None)
-
-    def time_size(self, step: StepRecord) -> bool:
-        """Use the time of a pass for its size, where steps time sizes; returns whether T(q) has changed by it.
-
-        The smallest time of a size counts, as for passes that are timed on purpose. The first pass of a size may be
-        delayed: it cannot make the size slower than assumed, or else the size would not be tried again.
-        """
-        seconds = step.seconds.get(THREAD, 0.0) if self._learns and not self._call.state.other_rows else 0.0
-        queries, rest = divmod(step.pass_rows * step.tokens_per_row, self._curve.batch)
-        earlier = self._steps.get(queries, ())
-        if seconds <= 0 or rest or not 1 <= queries <= QUERIES[-1] or len(earlier) == STEPS_OF_SIZE:
-            return False
-        times = (*earlier, seconds)
-        self._steps[queries] = times
-        timed = {q: self._curve(q) for q in (1, *self._steps)}
-        # T(1) was timed by the first step of all, which counts too.
-        timed[queries] = min(times) if earlier and queries > 1 else min(seconds, self._curve(queries))
-        self._curve = _curve(timed, self._curve.context, self._curve.batch, learns=True)
-        memory.store(self._model, ("steps", *self._curve_key), self._steps)
-        memory.store(self._model, self._curve_key, self._curve)
-        return True
+        if 1 <= queries <= QUERIES[1] and 2 * seconds < self.curve(queries):
+            memory.store(self._model, ("delayed", *curve_key(self._call)), self.curve)
+            memory.store(self._model, curve_key(self._call), None)
+            memory.store(type(self._model), shared_curve_key(self._call), None)
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a draft; returns whether the latencies have changed by it.
@@ -291,8 +232,8 @@ class DrafterTimer:
         seconds = step.seconds.get("draft", 0.0)
         if self._is_cpu:  # other processes prolong wall times, that of the target's pass alike
             rows = step.pass_rows + self._call.state.other_rows
-            seconds *= self._curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
-        self._ratios.append(seconds / (sum(map(self._curve.seconds_of, step.passes)) or self._curve.seconds[0]))
+            seconds *= self.curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
+        self._ratios.append(seconds / (sum(map(self.curve.seconds_of, step.passes)) or self.curve.seconds[0]))
         self.is_known = len(self._ratios) == (5 if self._is_cpu else 16)
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):
             return False

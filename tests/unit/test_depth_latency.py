@@ -215,66 +215,6 @@ def test_target_curve_of_an_accelerator_leaves_out_captures(clock: Clock, monkey
     assert curve.seconds == tuple(pytest.approx(CURVES["flat"](q)) for q in curve.queries)
 
 
-def plain_step(rows: int = 1) -> StepRecord:
-    """A step without drafts, in which the thread ran for a second."""
-    return StepRecord([0] * rows, [RowStep(0, 0, 0, 1)] * rows, 1, {"thread": 1.0, "forward": 1.0}, None)
-
-
-def test_curve_of_the_first_step_is_kept_by_model_rows_and_context() -> None:
-    """Would catch: a first step without a draft in each call, or one T(q) for all numbers of rows and lengths."""
-    model = Model()
-    sizes = [(1, 100, True), (1, 300, False), (2, 100, True), (1, 600, False), (1, 3000, True)]
-    for rows, prompt, is_first in sizes:
-        session = AdaptiveDepth().start(depth_call(rows, prompt, model=model))
-        assert (session.latency is None) == is_first, (rows, prompt)
-        assert (session.depths([4] * rows) == [0] * rows) == is_first, "the first step is plain"
-        session.observe(plain_step(rows))
-        assert session.latency is not None
-
-
-def test_curve_for_another_object_of_the_same_architecture() -> None:
-    """Would catch: a measurement for each object of a model, or the latency of another model."""
-    for name, is_known in (("one", False), ("one", True), ("two", False)):
-        session = AdaptiveDepth().start(depth_call(model=Model(name)))
-        assert (session.latency is not None) == is_known, name
-        session.observe(plain_step())
-
-
-@pytest.mark.parametrize("name", CURVES)
-def test_drafter_timer_takes_the_sizes_of_the_first_steps(name: str, clock: Clock) -> None:
-    """Would catch: T(q) that is assumed for ever, a delayed step that counts, or decisions that never settle."""
-    call = depth_call(model=Model())
-
-    def record(size: int, delay: float = 1.0) -> StepRecord:
-        rows = [RowStep(size - 1, size - 1, 0, 1)]
-        return StepRecord([size - 1], rows, size, {"thread": delay * CURVES[name](size)})
-
-    assert calibrate.step_curve(call, record(2)) is None, "T(1) is unknown"
-    curve = calibrate.step_curve(call, record(1))
-    assert curve is not None and curve.queries == (1, 8, 24, 64)
-    assert curve.relative(8) < 2, "a small draft is tried"
-    timer = calibrate.DrafterTimer(call, curve, learns=True)
-
-    def step(size: int, delay: float = 1.0) -> bool:
-        return timer.time_size(record(size, delay))
-
-    assert (
-        step(24, 5.0)
-        and step(24)
-        and step(24, 2.0)
-        and step(2, 3.0)
-        and step(2)
-        and step(1, 9.0)
-        and step(8, 9.0)
-        and step(8)
-    )
-    assert not step(24, 0.1), "settled"
-    assert not timer.time_size(StepRecord([3], [RowStep(3, 3, 0, 1)], 4, {"forward": 9.0})), "no time of the thread"
-    known = calibrate.known_curve(call, learns=True)
-    assert known is not None and timer.latency().at(1, 100).target == known
-    assert [known(q) for q in (1, 2, 8, 24)] == pytest.approx([CURVES[name](q) for q in (1, 2, 8, 24)])
-
-
 def test_target_curve_near_the_end_of_the_position_table(clock: Clock) -> None:
     """Would catch: timed passes over positions that the model does not have."""
     short: Any = Target(clock, CURVES["flat"], last_position=11)
@@ -318,7 +258,7 @@ def test_drafter_timer_of_an_accelerator_leaves_out_captures() -> None:
 def test_target_curve_that_was_delayed_is_measured_again(clock: Clock) -> None:
     """Would catch: T(q) of a moment at which other processes ran, kept as long as the model."""
     call, delayed = depth_call(model=Model()), CostCurve((1, 8), (0.1, 0.04), 8, 1)
-    key = calibrate._key(call)
+    key = calibrate.curve_key(call)
     memory.store(call.model, key, delayed)
     timer = calibrate.DrafterTimer(call, delayed)
     for tokens, seconds in ((8, 0.05), (8, 0.021), (64, 0.001), (1, 0.06)):

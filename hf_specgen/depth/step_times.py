@@ -1,0 +1,163 @@
+"""T(q) of a target on a CPU from the steps of its calls, so that measuring takes no pass.
+
+The first step of the first adaptive call has no draft and gives T(1); every other size is timed by the first steps that
+have it. The speed of a machine may change by a factor of two from one second to the next, with its clock rate or with
+other processes. So each time is divided by the pace, the median of the last steps' seconds over T(q). What is kept are
+times at the speed of the first step, and their ratios are right whenever they were taken.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import sqrt
+from statistics import median, median_low
+from typing import Any
+
+from hf_specgen import compat
+from hf_specgen.call import Call, memory
+from hf_specgen.call_statistics import StepRecord
+from hf_specgen.depth.calibrate import QUERIES, curve_key, lockstep_group, shared_curve_key
+from hf_specgen.depth.latency import CostCurve
+
+SAMPLES = 3
+"""Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone, unless as
+many prove that it is too slow. They prove it, since a change of the machine's speed is in the pace after two steps."""
+THREAD = "thread"
+"""In the seconds of a step: the time of the thread in the pass of the target, which other processes do not prolong."""
+
+
+def learns_from_steps(model: Any) -> bool:
+    """Whether the steps of a call time its passes: on a CPU, where they are not asynchronous, and on one rank."""
+    return model is not None and compat.input_device(model).type == "cpu" and lockstep_group(model) is None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of passes by tokens per row, all at one speed of the machine.
+
+    Args:
+        samples: times of each size, in the order of the steps; T(1) is among them.
+        context: cached tokens in each row.
+        batch: rows.
+    """
+
+    samples: Mapping[int, tuple[float, ...]]
+    context: int
+    batch: int
+
+    def with_sample(self, size: int, seconds: float) -> StepTimes:
+        """With another time of a size, where it has fewer than `SAMPLES`.
+
+        Later times count only if as many in a row are less than half of T(q): other processes delayed the first ones.
+        """
+        earlier = self.samples.get(size, ())
+        is_settled = len(earlier) >= SAMPLES
+        times = (*earlier, seconds)
+        if is_settled and 2 * seconds >= self.curve(size):
+            times = earlier[:SAMPLES]
+        elif len(times) == 2 * SAMPLES:
+            times = times[SAMPLES:]
+        return self if times == earlier else replace(self, samples={**self.samples, size: times})
+
+    @cached_property
+    def curve(self) -> CostCurve:
+        """T(q): the lower median of each size, and assumed times for sizes beyond.
+
+        A size with one time may have been delayed in it, and would not be tried again if it were taken for too slow:
+        the time counts only if it is less than what is assumed without it.
+        """
+        timed = {size: times[:SAMPLES] for size, times in self.samples.items()}
+        points = {size: median_low(times) for size, times in timed.items() if size == 1 or len(times) > 1}
+        assumed = self._curve(points)
+        once = {size: times[0] for size, times in timed.items() if size not in points}
+        return self._curve(points | {size: min(seconds, assumed(size)) for size, seconds in once.items()})
+
+    def _curve(self, points: Mapping[int, float]) -> CostCurve:
+        """The curve through timed sizes; larger ones are assumed to be as fast as is plausible, so that they are tried.
+
+        Before any other size than 1 is timed, 8 tokens take ⁴√8 times T(1). Sizes beyond the largest timed one lie on
+        the line through T(1) and that size, but below √q.
+        """
+        points = dict(points)
+        slowest = max(points)
+        if slowest == 1:
+            slowest = 8
+            points[8] = points[1] * 8**0.25
+        slope = max(0.0, points[slowest] - points[1]) / (slowest - 1)
+        for size in sorted(QUERIES):
+            if size > slowest:
+                on_line = points[slowest] + slope * (size - slowest)
+                points[size] = min(on_line, points[slowest] * sqrt(size / slowest))
+        sizes = tuple(sorted(points))
+        return CostCurve(sizes, tuple(points[size] for size in sizes), self.context, self.batch)
+
+
+class StepTimer:
+    """Times passes of a target by the steps of one call, and keeps the times for later calls.
+
+    Attributes:
+        times: of all sizes timed so far.
+    """
+
+    def __init__(self, call: Call, times: StepTimes):
+        self._call = call
+        self.times = times
+        self._paces = deque[float](maxlen=3)
+
+    @classmethod
+    def of_earlier_calls(cls, call: Call) -> StepTimer | None:
+        """A timer that goes on from earlier calls of the model, or of its architecture; None if there are none."""
+        times: StepTimes | None = memory.recall(call.model, _key(call), lambda: None)
+        times = times or memory.recall(type(call.model), _shared_key(call), lambda: None)
+        return None if times is None else cls(call, times)
+
+    @classmethod
+    def of_first_step(cls, call: Call, step: StepRecord) -> StepTimer | None:
+        """A timer that starts with T(1); None if the step is not a plain step of all rows."""
+        if (timed := _timed(call, step, call.state.batch)) is None or timed[0] != 1:
+            return None
+        timer = cls(call, StepTimes({1: (timed[1],)}, call.context_length, call.state.batch))
+        timer._paces.append(1.0)
+        timer._keep()
+        return timer
+
+    def observe(self, step: StepRecord) -> bool:
+        """Use the time of a step for its size; returns whether T(q) has changed by it.
+
+        The first step of a later call is of no use for T(q), but tells the pace if its size is timed already.
+        """
+        if (timed := _timed(self._call, step, self.times.batch)) is None:
+            return False
+        size, seconds = timed
+        before = self.times
+        if self._paces:
+            self.times = before.with_sample(size, seconds / median(self._paces))
+        if size == 1 or len(self.times.samples.get(size, ())) > 1:
+            self._paces.append(seconds / self.times.curve(size))
+        if self.times is before:
+            return False
+        self._keep()
+        return True
+
+    def _keep(self) -> None:
+        memory.store(self._call.model, _key(self._call), self.times)
+        memory.store(type(self._call.model), _shared_key(self._call), self.times)
+
+
+def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None:
+    """Tokens per row of a step's pass and the thread's seconds in it, or None if they tell nothing of T(q)."""
+    seconds = step.seconds.get(THREAD, 0.0)
+    size, rest = divmod(step.pass_rows * step.tokens_per_row, batch)
+    is_timed = seconds > 0 and not rest and 1 <= size <= max(QUERIES) and not call.state.other_rows
+    return (size, seconds) if is_timed else None
+
+
+def _key(call: Call) -> tuple[Hashable, ...]:
+    return "step times", *curve_key(call)
+
+
+def _shared_key(call: Call) -> tuple[Hashable, ...]:
+    return "step times", *shared_curve_key(call)

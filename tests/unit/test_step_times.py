@@ -1,0 +1,141 @@
+"""T(q) from the steps of a call: sizes that no step has timed, delayed steps, changes of the machine's speed."""
+
+from typing import Any
+
+import pytest
+
+from hf_specgen.call_statistics import RowStep, StepRecord
+from hf_specgen.depth import AdaptiveDepth
+from hf_specgen.depth.step_times import SAMPLES, StepTimer, StepTimes
+from tests.helpers.depth import Model, depth_call
+from tests.unit.test_depth_latency import CURVES
+
+STEEP = CURVES["steep"]
+
+
+def step(size: int, seconds: float, rows: int = 1) -> StepRecord:
+    """A step with so many tokens per row, in which the thread ran for so many seconds."""
+    return StepRecord([size - 1] * rows, [RowStep(size - 1, size - 1, 0, 1)] * rows, size, {"thread": seconds})
+
+
+def first_timer(call: Any = None, seconds: float = 1.0) -> StepTimer:
+    timer = StepTimer.of_first_step(call or depth_call(model=Model()), step(1, seconds))
+    assert timer is not None
+    return timer
+
+
+def test_first_step_of_all_is_plain_and_has_all_rows() -> None:
+    """Would catch: T(1) from a step with drafts, without a time of the thread, or after a row has ended."""
+    call = depth_call(2, model=Model())
+    others = StepRecord([0], [RowStep(0, 0, 0, 1)], 1, {"thread": 1.0})
+    untimed = StepRecord([0] * 2, [RowStep(0, 0, 0, 1)] * 2, 1, {"forward": 1.0})
+    assert [StepTimer.of_first_step(call, one) for one in (step(2, 1.0, 2), others, untimed)] == [None] * 3
+    assert StepTimer.of_first_step(call, step(1, 1.0, 2)) is not None
+
+
+def test_sizes_without_a_time_are_assumed_to_be_fast() -> None:
+    """Would catch: a size that is taken for too slow and never tried, or for one that costs nothing."""
+    assert StepTimes({1: (1.0,)}, 8, 1).curve.queries == (1, 8, 24, 64)
+    curve = StepTimes({1: (1.0,)}, 8, 1).curve
+    assert curve(8) == pytest.approx(8**0.25) and 2 < curve(24) < 4
+    flat = StepTimes({1: (1.0,), 8: (1.0, 1.0)}, 8, 1).curve
+    assert flat(24) == flat(64) == pytest.approx(1.0)
+    slow = StepTimes({1: (1.0,), 8: (8.0, 8.0)}, 8, 1).curve
+    assert slow(24) == pytest.approx(8 * 3**0.5)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_each_size_is_timed_by_its_first_steps(name: str) -> None:
+    """Would catch: T(q) that is assumed for ever, a delayed step that counts, or decisions that never settle."""
+    relative = CURVES[name]
+    call = depth_call(model=Model())
+    timer = first_timer(call)
+    for size, delay in [(24, 5.0), (24, 1.0), (24, 2.0), (2, 3.0), (2, 1.0), (1, 9.0), (8, 1.0), (8, 1.0)]:
+        assert timer.observe(step(size, delay * relative(size)))
+        assert not timer.observe(step(100, 1.0)), "larger than any size that is kept"
+        timer._paces.extend([1.0] * 3)  # the speed of the machine has not changed: the delays are of single steps
+    assert [timer.times.curve(q) for q in (1, 2, 8)] == pytest.approx([relative(q) for q in (1, 2, 8)])
+    assert timer.times.curve(24) == pytest.approx(2 * relative(24)), "the median of three"
+    assert not timer.observe(step(24, relative(24))), "settled"
+    again = StepTimer.of_earlier_calls(call)
+    assert again is not None and again.times == timer.times
+
+
+def test_first_time_of_a_size_does_not_make_it_slower_than_assumed() -> None:
+    """Would catch: a size that is never tried again, since other processes delayed its first step."""
+    timer = first_timer()
+    assumed = timer.times.curve(8)
+    timer.observe(step(8, 9.0))
+    assert timer.times.curve(8) == assumed
+    timer.observe(step(8, 3.0))
+    assert timer.times.curve(8) == 3.0
+
+
+@pytest.mark.parametrize("speeds", [(2.0, 0.5), (0.5, 2.0), (3.0, 3.0)])
+def test_speed_of_the_machine_does_not_change_the_ratios(speeds: tuple[float, float]) -> None:
+    """Would catch: T(1) at one speed and T(8) at another, which differ by a factor of two for as long as the model."""
+    timer = first_timer()
+    for _ in range(SAMPLES):
+        timer.observe(step(1, 1.0))
+    for size, speed in zip((8, 24), speeds, strict=True):
+        for _ in range(3):
+            timer.observe(step(1, speed))
+        for _ in range(SAMPLES):
+            timer.observe(step(size, speed * STEEP(size)))
+    assert [timer.times.curve(q) for q in (1, 8, 24)] == pytest.approx([1.0, STEEP(8), STEEP(24)])
+
+
+def test_times_that_later_steps_contradict_are_taken_again() -> None:
+    """Would catch: three delayed steps whose time is kept as long as the model."""
+    timer = first_timer()
+    for _ in range(SAMPLES):
+        timer.observe(step(8, 20.0))
+        timer._paces.extend([1.0] * 3)
+    assert timer.times.curve(8) == 20.0
+    for seconds, expected in [(2.0, 20.0), (2.0, 20.0), (10.1, 20.0), (2.0, 20.0), (2.0, 20.0), (2.0, 2.0)]:
+        timer.observe(step(8, seconds))
+        timer._paces.extend([1.0] * 3)
+        assert timer.times.curve(8) == pytest.approx(expected)
+
+
+def test_first_step_of_a_later_call_tells_the_pace_only() -> None:
+    """Would catch: a time of a new size at a speed that is unknown."""
+    call = depth_call(model=Model())
+    first = first_timer(call)
+    for _ in range(SAMPLES):
+        first.observe(step(1, 1.0))
+    for is_timed in (False, True):
+        later = StepTimer.of_earlier_calls(call)
+        assert later is not None and not later.observe(step(1 if is_timed else 2, 3.0))
+        assert later.observe(step(8, 6.0)) == is_timed
+    assert later.times.samples[8] == (pytest.approx(2.0),)
+
+
+def plain_step(rows: int = 1) -> StepRecord:
+    """A step without drafts, in which the thread ran for a second."""
+    return step(1, 1.0, rows)
+
+
+def test_times_are_kept_by_model_rows_and_context() -> None:
+    """Would catch: a first step without a draft in each call, or one T(q) for all numbers of rows and lengths."""
+    model = Model()
+    sizes = [(1, 100, True), (1, 300, False), (2, 100, True), (1, 600, False), (1, 3000, True)]
+    for rows, prompt, is_first in sizes:
+        session = AdaptiveDepth().start(depth_call(rows, prompt, model=model))
+        assert (session.latency is None) == is_first, (rows, prompt)
+        assert (session.depths([4] * rows) == [0] * rows) == is_first, "the first step is plain"
+        session.observe(plain_step(rows))
+        assert session.latency is not None
+
+
+def test_another_object_of_the_same_architecture_goes_on_with_all_times() -> None:
+    """Would catch: a measurement for each object of a model, the latency of another model, sizes timed in vain."""
+    for name, is_known in (("one", False), ("one", True), ("two", False)):
+        call = depth_call(model=Model(name))
+        session = AdaptiveDepth().start(call)
+        assert (session.latency is not None) == is_known, name
+        session.observe(plain_step())
+        for _ in range(2):
+            session.observe(step(5, 4.0))
+        timer = StepTimer.of_earlier_calls(call)
+        assert timer is not None and timer.times.curve(5) == pytest.approx(4.0)
