@@ -15,7 +15,7 @@ from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.calibrate import DrafterTimer, known_curve, target_curve
 from hf_specgen.depth.latency import ASSUMED, CostCurve, LatencyModel, StepLatency, assumed_latency, fastest
 from hf_specgen.depth.policy import Policy, PolicySession
-from hf_specgen.depth.step_times import StepTimer, learns_from_steps
+from hf_specgen.depth.step_times import PassTimer, learns_from_steps
 from hf_specgen.targets.target import Target
 
 MAX_LOSS = 1.5
@@ -137,14 +137,14 @@ class AdaptiveSession(PolicySession):
         self._key = ("loss", drafting.key, call.temperature)
         self._loss = memory.recall(self._model, self._key, DraftingLoss)
         self._timer: DrafterTimer | None = None
-        self._step_timer: StepTimer | None = None
+        self._pass_timer: PassTimer | None = None
         self._accepted = 1.4
         self._verified = 2.0
         self._nodes_per_level = 1.0  # a prior: two tokens, accepted at 0.7
         self._uncached = call.context_length
         self._has_drafted = False
         if self._learns:
-            self._use_steps(StepTimer.of_earlier_calls(call))
+            self._use_steps(PassTimer.of_earlier_calls(call))
         elif self._is_measured:
             self._use(known_curve(call))
         else:
@@ -160,7 +160,7 @@ class AdaptiveSession(PolicySession):
             self._is_alone = self._call.drafting.negligible_cost
         if self._learns:  # in common passes steps of one call time no sizes
             self._learns = False
-            self.latency = self._timer = self._step_timer = None
+            self.latency = self._timer = self._pass_timer = None
             self._use(known_curve(self._call))
         if curve is not None and self._is_measured:
             self._use(curve)
@@ -180,8 +180,8 @@ class AdaptiveSession(PolicySession):
             self._timer = DrafterTimer(self._call, curve)
             self.latency = self._timer.latency()
 
-    def _use_steps(self, timer: StepTimer | None) -> None:
-        self._step_timer = timer
+    def _use_steps(self, timer: PassTimer | None) -> None:
+        self._pass_timer = timer
         self._use(timer and timer.times.curve)
 
     def _at(self, rows: int) -> StepLatency:
@@ -229,10 +229,10 @@ class AdaptiveSession(PolicySession):
 
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""
-        if self._learns and self._step_timer is None:
-            self._use_steps(StepTimer.of_first_step(self._call, step))
-        elif self._timer and self._step_timer and self._step_timer.observe(step):
-            self._timer.curve = self._step_timer.times.curve
+        if self._learns and self._pass_timer is None:
+            self._use_steps(PassTimer.of_first_step(self._call, step))
+        elif self._timer and self._pass_timer and self._pass_timer.observe(step):
+            self._timer.curve = self._pass_timer.times.curve
             self.latency = self._timer.latency()
         if self.latency is None or not step.has_draft:
             return
@@ -242,7 +242,7 @@ class AdaptiveSession(PolicySession):
             self._uncached = 0
             self._has_drafted = True
         if self._timer is not None:
-            if self._step_timer is None:
+            if self._pass_timer is None:
                 self._timer.check(step)
             if self._timer.observe(step):
                 self.latency = self._timer.latency()

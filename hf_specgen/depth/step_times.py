@@ -95,7 +95,7 @@ class StepTimes:
         return CostCurve(sizes, tuple(points[size] for size in sizes), self.context, self.batch)
 
 
-class StepTimer:
+class PassTimer:
     """Times passes of a target by the steps of one call, and keeps the times for later calls.
 
     Attributes:
@@ -108,14 +108,14 @@ class StepTimer:
         self._paces = deque[float](maxlen=3)
 
     @classmethod
-    def of_earlier_calls(cls, call: Call) -> StepTimer | None:
+    def of_earlier_calls(cls, call: Call) -> PassTimer | None:
         """A timer that goes on from earlier calls of the model, or of its architecture; None if there are none."""
         times: StepTimes | None = memory.recall(call.model, _key(call), lambda: None)
         times = times or memory.recall(type(call.model), _shared_key(call), lambda: None)
         return None if times is None else cls(call, times)
 
     @classmethod
-    def of_first_step(cls, call: Call, step: StepRecord) -> StepTimer | None:
+    def of_first_step(cls, call: Call, step: StepRecord) -> PassTimer | None:
         """A timer that starts with T(1); None if the step is not a plain step of all rows."""
         if (timed := _timed(call, step, call.state.batch)) is None or timed[0] != 1:
             return None

@@ -6,7 +6,7 @@ import pytest
 
 from hf_specgen.call_statistics import RowStep, StepRecord
 from hf_specgen.depth import AdaptiveDepth
-from hf_specgen.depth.step_times import SAMPLES, StepTimer, StepTimes
+from hf_specgen.depth.step_times import SAMPLES, PassTimer, StepTimes
 from tests.helpers.depth import Model, depth_call
 from tests.unit.test_depth_latency import CURVES
 
@@ -18,8 +18,8 @@ def step(size: int, seconds: float, rows: int = 1) -> StepRecord:
     return StepRecord([size - 1] * rows, [RowStep(size - 1, size - 1, 0, 1)] * rows, size, {"thread": seconds})
 
 
-def first_timer(call: Any = None, seconds: float = 1.0) -> StepTimer:
-    timer = StepTimer.of_first_step(call or depth_call(model=Model()), step(1, seconds))
+def first_timer(call: Any = None, seconds: float = 1.0) -> PassTimer:
+    timer = PassTimer.of_first_step(call or depth_call(model=Model()), step(1, seconds))
     assert timer is not None
     return timer
 
@@ -29,8 +29,8 @@ def test_first_step_of_all_is_plain_and_has_all_rows() -> None:
     call = depth_call(2, model=Model())
     others = StepRecord([0], [RowStep(0, 0, 0, 1)], 1, {"thread": 1.0})
     untimed = StepRecord([0] * 2, [RowStep(0, 0, 0, 1)] * 2, 1, {"forward": 1.0})
-    assert [StepTimer.of_first_step(call, one) for one in (step(2, 1.0, 2), others, untimed)] == [None] * 3
-    assert StepTimer.of_first_step(call, step(1, 1.0, 2)) is not None
+    assert [PassTimer.of_first_step(call, one) for one in (step(2, 1.0, 2), others, untimed)] == [None] * 3
+    assert PassTimer.of_first_step(call, step(1, 1.0, 2)) is not None
 
 
 def test_sizes_without_a_time_are_assumed_to_be_fast() -> None:
@@ -57,7 +57,7 @@ def test_each_size_is_timed_by_its_first_steps(name: str) -> None:
     assert [timer.times.curve(q) for q in (1, 2, 8)] == pytest.approx([relative(q) for q in (1, 2, 8)])
     assert timer.times.curve(24) == pytest.approx(2 * relative(24)), "the median of three"
     assert not timer.observe(step(24, relative(24))), "settled"
-    again = StepTimer.of_earlier_calls(call)
+    again = PassTimer.of_earlier_calls(call)
     assert again is not None and again.times == timer.times
 
 
@@ -105,7 +105,7 @@ def test_first_step_of_a_later_call_tells_the_pace_only() -> None:
     for _ in range(SAMPLES):
         first.observe(step(1, 1.0))
     for is_timed in (False, True):
-        later = StepTimer.of_earlier_calls(call)
+        later = PassTimer.of_earlier_calls(call)
         assert later is not None and not later.observe(step(1 if is_timed else 2, 3.0))
         assert later.observe(step(8, 6.0)) == is_timed
     assert later.times.samples[8] == (pytest.approx(2.0),)
@@ -137,5 +137,5 @@ def test_another_object_of_the_same_architecture_goes_on_with_all_times() -> Non
         session.observe(plain_step())
         for _ in range(2):
             session.observe(step(5, 4.0))
-        timer = StepTimer.of_earlier_calls(call)
+        timer = PassTimer.of_earlier_calls(call)
         assert timer is not None and timer.times.curve(5) == pytest.approx(4.0)
