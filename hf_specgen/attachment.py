@@ -32,6 +32,7 @@ from hf_specgen.libraries import adapter_hooks_removed, unwrapped_model
 from hf_specgen.patch import ATTACHMENT, install
 from hf_specgen.settings import KEYWORDS, Settings, settings_in
 from hf_specgen.targets.early_exit import divisible_layers
+from hf_specgen.targets.hooks import own_attributes
 from hf_specgen.targets.support import check_architecture
 from hf_specgen.verification import CoupledVerifier
 from hf_specgen.verification.processors import UnrepeatableError, name_of
@@ -137,7 +138,7 @@ def attached_to_every_model(attachment: Attachment) -> AbstractContextManager[At
 
 def _attached_to(owner: Any) -> Attachment | None:
     """The attachment of a model itself, or of the class of all models; not what a model has from its class."""
-    return vars(owner).get(ATTACHMENT)
+    return own_attributes(owner).get(ATTACHMENT)
 
 
 @contextmanager

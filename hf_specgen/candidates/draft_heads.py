@@ -47,7 +47,6 @@ from hf_specgen.heads.eagle_drafter import EagleDrafter
 from hf_specgen.heads.gemma_assistant import AssistantDrafter, AssistantHead
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layer_options import rotates_neighbours, with_neighbouring_pairs
-from hf_specgen.heads.lilicorr import LiLiCorrDrafter, LiLiCorrHead
 from hf_specgen.heads.medusa import MedusaDrafter, MedusaHeads
 from hf_specgen.heads.mtp import MTPHead, load_mtp
 from hf_specgen.heads.mtp_drafter import LayeredDrafter
@@ -252,8 +251,7 @@ class DFlashCandidates(HeadCandidates):
             layout = self._evidence(batch, "layout") if head.config.layout_undecided else None
             drafter: BlockDrafter = PathDrafter(bound, source, batch.state.batch, layout)
         else:
-            drafter_class = LiLiCorrDrafter if isinstance(head, LiLiCorrHead) else BlockDrafter
-            drafter = drafter_class(bound, source, batch.state.batch)
+            drafter = BlockDrafter(bound, source, batch.state.batch)
         if head.config.pairs_undecided and rotates_neighbours(batch.model):
             drafter.rotation = RotationTrial(with_neighbouring_pairs(head), self._evidence(batch, "rotation"))
         return drafter

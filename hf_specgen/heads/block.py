@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.drafter import DepthLogits
+from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.checkpoint import MASK_EMBEDDING, Fields, named_errors, read_mask_embedding
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layer_options import PAIR_FLAGS
@@ -72,6 +73,8 @@ class BlockHead(DraftHead):
     """DFlash and JetSpec heads: `extend` with accepted positions, `forward` over the block, drop its cache entries."""
 
     config: BlockConfig
+    reads_all_positions = False
+    """Whether the logits of a depth depend on all positions of the block, however deep the draft is."""
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
@@ -119,6 +122,18 @@ class BlockHead(DraftHead):
         for layer, attention in zip(self.layers, self.config.attention, strict=True):
             states = layer(states, rotary, masks[attention], cache)
         return HeadOutput(states, self.norm(states))
+
+    def depth_logits(
+        self, bound: BoundHead, hidden: torch.Tensor, features: Sequence[torch.Tensor], depth: int
+    ) -> DepthLogits:
+        """The logits of the first `depth` depths.
+
+        Args:
+            bound: this head, with the output matrix of the target.
+            hidden: `[batch, positions, hidden]` outputs at the positions that propose tokens.
+            features: `[new, features]` the target's features of each row's new context.
+        """
+        return DepthLogits(bound.target_logits(hidden).float()[:, :, None])
 
 
 def block_mask(

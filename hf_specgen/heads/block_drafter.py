@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import torch
 
+from hf_specgen.drafter import DepthLogits
 from hf_specgen.heads.base import BoundHead, DraftHead, HeadOutput
-from hf_specgen.heads.block import BlockConfig
+from hf_specgen.heads.block import BlockConfig, BlockHead
 from hf_specgen.heads.drafter import HeadDrafter, padded
-from hf_specgen.heads.head_text import FeatureSource
+from hf_specgen.heads.head_text import FeatureSource, HeadText
 
 TRIAL_BLOCKS = 8
 """Blocks of a text that both readings of a head propose."""
@@ -71,6 +72,13 @@ class BlockDrafter(HeadDrafter):
         super().__init__(bound, source, batch)
         self.config = cast(BlockConfig, bound.head.config)
         self.max_depth = self.config.depth
+
+    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
+        features, tokens = self._new(text)
+        head = cast(BlockHead, self.bound.head)
+        hidden = self._outputs(features, tokens, self.config.depth if head.reads_all_positions else depth)
+        logits, candidates = head.depth_logits(self.bound, hidden, features, depth)
+        return DepthLogits(self._scatter(logits), None if candidates is None else self._scatter(candidates))
 
     def _first(self, features: list[torch.Tensor], tokens: list[list[int]]) -> torch.Tensor:
         return self.bound.target_logits(self._outputs(features, tokens, 1)[:, 0])

@@ -1,4 +1,4 @@
-"""LiLiCorr: a block head that scores all pairs of neighbouring candidates in one pass, and its drafter.
+"""LiLiCorr: a block head that scores all pairs of neighbouring candidates in one pass.
 
 The block (DFlash, or DFlash2's layers with convolutions) proposes the K likeliest tokens of each position. A small
 transformer reads all of these candidates side by side, and gives each of them an outgoing and an incoming vector:
@@ -15,19 +15,18 @@ Source: LiLiCorr (2026), https://arxiv.org/abs/2608.20530, as implemented by SGL
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
 
 from hf_specgen.drafter import DepthLogits
+from hf_specgen.heads.base import BoundHead
 from hf_specgen.heads.block import BlockConfig, BlockHead, block_options
-from hf_specgen.heads.block_drafter import BlockDrafter
 from hf_specgen.heads.dflash2 import DFlash2Layer
 from hf_specgen.heads.head_file import HeadFile
-from hf_specgen.heads.head_text import HeadText
 from hf_specgen.heads.layers import DecoderLayer
 
 SIZES = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
@@ -172,6 +171,7 @@ class LiLiCorrHead(BlockHead):
     """A LiLiCorr head."""
 
     config: LiLiCorrConfig
+    reads_all_positions = True
 
     def __init__(self, config: LiLiCorrConfig) -> None:
         super().__init__(config)
@@ -182,25 +182,17 @@ class LiLiCorrHead(BlockHead):
         sizes = self.config.conv_kernel_size, self.config.conv_group_size
         return DFlash2Layer(self.config.layer, index, *sizes) if sizes[0] else super().make_layer(index)
 
-
-class LiLiCorrDrafter(BlockDrafter):
-    """Drafts with a LiLiCorr head: one pass of the block, then one over the candidates of all its positions."""
-
-    def read_depths(self, text: HeadText, depth: int) -> DepthLogits:
-        """Scores of the candidates of each depth after each candidate of the depth before.
-
-        All positions of the block are candidates' positions, however deep the draft is, as the head was trained.
-        """
-        head = cast(LiLiCorrHead, self.bound.head)
-        features, tokens = self._new(text)
-        hidden = self._outputs(features, tokens, self.config.depth)
-        values, candidates = self.bound.target_logits(hidden).float().log_softmax(-1).topk(head.config.candidate_topk)
+    def depth_logits(
+        self, bound: BoundHead, hidden: torch.Tensor, features: Sequence[torch.Tensor], depth: int
+    ) -> DepthLogits:
+        """Scores of the candidates of each depth after each candidate of the depth before."""
+        values, candidates = bound.target_logits(hidden).float().log_softmax(-1).topk(self.config.candidate_topk)
         # A row without new features drafts again from the same text; it is scored without a context entry.
         last = torch.stack([row[-1] if len(row) else row.new_zeros(row.shape[1:]) for row in features])
-        context = head.hidden_norm(head.fc(last))
-        embeddings = self.bound.embed(candidates.flatten(1)).unflatten(1, candidates.shape[1:])
-        scores = head.lilicorr(embeddings, values, hidden, context)
-        return DepthLogits(self._scatter(scores)[:, :depth], self._scatter(candidates)[:, :depth])
+        context = self.hidden_norm(self.fc(last))
+        embeddings = bound.embed(candidates.flatten(1)).unflatten(1, candidates.shape[1:])
+        scores = self.lilicorr(embeddings, values, hidden, context)
+        return DepthLogits(scores[:, :depth], candidates[:, :depth])
 
 
 def load_lilicorr(file: HeadFile) -> LiLiCorrHead:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from hf_specgen.targets.cache import RaggedCache
+from hf_specgen.targets.hooks import own_attributes
 from hf_specgen.targets.model_parts import sharing_copy
 
 SCAN = "mamba_selective_scan"
@@ -48,7 +49,7 @@ def _without_limit(layer: Any) -> Any:
 
     None for another layer, and where another library has replaced the layer's `forward`, which a copy would not have.
     """
-    if not _has_limit(layer) or "forward" in vars(layer):
+    if not _has_limit(layer) or "forward" in own_attributes(layer):
         return None
     unlimited = sharing_copy(layer)
     setattr(unlimited, LIMIT, NO_LIMIT)
