@@ -94,9 +94,10 @@ def generate_many(
         a `Completion` for each prompt.
 
     Raises:
-        ValueError, TypeError: for `max_rows` below 1, several sequences per prompt, a verification mode other than
-            "exact", and what `generate(candidate_generator=…)` refuses. What concerns a prompt names its index, and is
-            raised after the prompts before it were answered.
+        ValueError, TypeError: at once for `max_rows` below 1, a seed that is no integer, a verification mode other than
+            "exact", and settings that are not valid. After the prompts before it were answered, for a prompt without a
+            seed, several sequences per prompt, and what `generate(candidate_generator=…)` refuses; the message begins
+            with the index of the prompt.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -140,7 +141,7 @@ def _checked_settings(candidate_generator: Any, arguments: dict[str, Any]) -> Se
 
 
 def _cut_to_fastest_width(trees: list[DraftTree], latency: StepLatency | None) -> list[DraftTree]:
-    """The trees with at most as many nodes each as yield the most expected tokens per second of all rows together.
+    """The trees, each cut to the same largest number of nodes: that with the most expected tokens per second.
 
     The pass computes as many tokens for every row as the largest draft has. Without this, n-grams have 0.94 of the
     projected speed.
@@ -217,6 +218,8 @@ def _prefilled(
     for index, prompt in enumerate(prompts):
         with _errors_with_index(index):
             ids = _token_ids(prompt).to(compat.input_device(model))
+            if isinstance(seed, Sequence) and index >= len(seed):  # prompts of an iterator are not counted before
+                raise ValueError(f"there is no seed for it, as seed has {len(seed)} entries; give one for each prompt")
             call_seed = int(seed[index]) if isinstance(seed, Sequence) else int(seed) + index
             call = _PromptCall(index, call_seed, settings, streamer and streamer(index))
             model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, custom_generate=call)
@@ -316,8 +319,10 @@ class _Batch:
         kept = [row for row, call in enumerate(self._rows) if call in self._calls]
         new = [call.target for call in self._calls[len(kept) :]]
         if not kept:
+            # The common target begins with the first new call as its only row.
             self._target = new.pop(0).common()
-        self._target.keep_rows(kept or [0])
+            kept = [0]
+        self._target.keep_rows(kept)
         self._target.append_rows(*new)
         self._rows = list(self._calls)
 
@@ -354,6 +359,7 @@ class _Batch:
     def _count(self, loops: list[DecodingLoop], tokens_per_row: int) -> None:
         """Record the step for the statistics of all prompts, and count the loss of its drafts by the latency."""
         records = [loop.statistics.passes[-1] for loop in loops]
+        # Passes of shared sessions are counted once; drafters with a session for each call made all of theirs.
         passes = self.shared.passes or [tokens for record in records for tokens in record.passes]
         context = max(record.context for record in records)
         requested = [record.requested[0] for record in records]

@@ -148,7 +148,7 @@ class Request:
     """
 
     def __init__(self, state: Any, shared: RequestSettings):
-        prompt = transformers_batching.prompt_of_request(state)
+        prompt = transformers_batching.prompt_length(state)
         tokens = state.initial_tokens + state.generated_tokens
         # The maximum length of the whole text, also after an eviction: `initial_tokens` then includes the generated
         # tokens, and `max_new_tokens` is reduced by their number.
@@ -179,7 +179,7 @@ class Request:
     def commit(self, scores: torch.Tensor) -> list[int]:
         """Verify the draft by the scores `[1 + nodes, vocab]`; returns the tokens that are appended."""
         before = len(self.text)
-        if before:
+        if before:  # else this was the last pass over the prompt, which has no draft
             self.steps.end_step(self.tree, scores[None])
         else:
             self.steps.end_prefill(scores[None])

@@ -106,10 +106,11 @@ class PackedSteps:
         self._shared.begin([request.steps for _, request in self._step], self._decoding)
         self._seconds = None
         if self._shared.latency is not None:
-            # Of the decoding requests without drafts, plus what each number of draft tokens adds to the step. The time
+            # A pass over the decoding requests alone, plus what each number of draft tokens adds to the step. The time
             # of prompts in the step is left out, as it does not depend on drafts.
             seconds = step_seconds(self._shared.latency.target, token_budget)
-            self._seconds = seconds[tokens:] - seconds[tokens] + seconds[self._decoding]
+            added = seconds[tokens:] - seconds[tokens]
+            self._seconds = seconds[self._decoding] + added
         self._draft(most)
         counts = self._counts(most)
         self._drafted = 0
@@ -134,7 +135,7 @@ class PackedSteps:
         self._decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
 
     def _draft(self, most: int) -> None:
-        """Draft for the decoding requests, if up to `most` draft tokens would be faster provided all were accepted."""
+        """Draft for the decoding requests, if a step with some of `most` draft tokens, all accepted, would be faster."""
         drafts = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.text]
         # A request that was evicted, and ends its second prefill in this step, has text but no `generated_tokens`. Its
@@ -219,7 +220,9 @@ class PackedSteps:
         self._scores = scores[0]
 
     def commit(self) -> tuple[list[int], list[float] | None]:
-        """Verify all drafts; returns the last new token of each request, and its logarithmic probability if asked for.
+        """Verify all drafts; returns the last new token of each request that got one, and its log-probability.
+
+        Requests in the middle of their prefill get no token. Log-probabilities are None unless they were asked for.
 
         The new tokens before it are appended here to the requests, whose positions are set back over rejected tokens;
         Transformers appends the last one, as in a step without drafts.
@@ -265,10 +268,10 @@ class PackedSteps:
         self._states = []
 
     def _roll_back(self, future: Any, request: Request, kept: int, moves: Moves) -> None:
-        """Set the position of a request to the end of the `kept` tokens, and count the cache blocks that they fill.
+        """Set the position of a request to the end of its kept tokens, and count the cache blocks that they fill.
 
-        `kept` are the pending token and the accepted nodes. If these nodes are not the first ones of the tree, the
-        copies that put them next to each other are added to `moves`.
+        `kept` is their number: the pending token and the accepted nodes. If these nodes are not the first ones of the
+        tree, the copies that put them next to each other are added to `moves`.
         """
         nodes = request.tree.nodes
         path = request.target.path

@@ -29,10 +29,11 @@ class SharedSteps:
     """Plans and drafts the steps of calls, and counts what their drafts lose.
 
     Args:
-        settings: as the user gave them.
+        settings: of the user's call.
 
     Attributes:
-        settings: for each call: sessions that draft together, and a policy with a shared `DraftingLoss`.
+        settings: the same, with sessions that draft together and a policy that shares one `DraftingLoss`; every call
+            is begun with them.
         latency: for the rows and context of the present step; None if it was not measured, or no row decodes.
         passes: tokens of each forward pass that drafters made for several calls in the step.
     """
@@ -69,7 +70,7 @@ class SharedSteps:
         return [call.draft_step() for call in calls]
 
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
-        """Count the loss of a step by `DraftingLoss.count`, unless no call has planned a draft.
+        """Count the loss of a step by `DraftingLoss.count`, if latencies are known and a call has planned a draft.
 
         Args:
             seconds: of the target's pass, without those for prompts in it; predicted by the latency, not measured.

@@ -103,7 +103,7 @@ def move_slots(cache: Any, moves: dict[str, tuple[list[int], list[int]]]) -> Non
                     states.index_copy_(0, write, states.index_select(0, read))
 
 
-def prompt_of_request(state: Any) -> int:
+def prompt_length(state: Any) -> int:
     """The number of prompt tokens of a continuous-batching request. Symbol: `RequestState._true_initial_tokens`.
 
     The attribute is 0 until the request is evicted from the cache; then `initial_tokens` also contains the tokens that

@@ -177,6 +177,16 @@ def test_failing_prompt_is_named_after_the_prompts_before_it_are_answered(ordere
     assert sorted(answered) == [0, 1, 2]
 
 
+def test_prompt_of_an_iterator_without_a_seed_is_named_after_the_others_are_answered() -> None:
+    """Would catch: an IndexError, whose message says nothing, or answers that are lost by it."""
+    model, answered = tiny_model("llama"), []
+    arguments = {"max_rows": 2, "max_new_tokens": 5, "do_sample": True, "seed": [4, 5, 6]}
+    with pytest.raises(ValueError, match="prompt 3: there is no seed for it, as seed has 3 entries; give one for each"):
+        for completion in generate_many(model, iter([[1, 2], [3, 4], [5], [6]]), NgramCandidates(), **arguments):
+            answered.append(completion.index)
+    assert sorted(answered) == [0, 1, 2]
+
+
 def test_prompt_may_be_what_a_tokenizer_returns(tokenizer: Any, reference_model: Any) -> None:
     """Would catch: "Could not infer dtype of tokenizers.Encoding", padding that is read as text."""
     text, arguments = "def add(x, y):", {"max_new_tokens": 4, "do_sample": False, "ordered": True}

@@ -141,12 +141,12 @@ def test_private_symbols_of_the_two_files_are_checked_here() -> None:
 def test_requests_of_continuous_batching_have_their_private_attributes() -> None:
     """Would catch: a request whose prompt length or ends are read wrongly once it was evicted."""
     state = RequestState("req_7", [1, 2, 3], eos_token_id=[5])
-    assert transformers_batching.prompt_of_request(state) == 3, missing("RequestState")
+    assert transformers_batching.prompt_length(state) == 3, missing("RequestState")
     assert transformers_batching.request_number(state) == 7, missing("RequestState.request_id")
     assert transformers_batching.end_tokens(state) == {5}, missing("RequestState._eos_token_ids")
     evicted = state.create_equivalent_initial_request()
     evicted.initial_tokens.append(4)
-    assert transformers_batching.prompt_of_request(evicted) == 3, missing("RequestState._true_initial_tokens")
+    assert transformers_batching.prompt_length(evicted) == 3, missing("RequestState._true_initial_tokens")
 
 
 def test_without_compilation_finds_every_way_to_compile() -> None:
