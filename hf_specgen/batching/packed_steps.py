@@ -135,7 +135,7 @@ class PackedSteps:
         self._decoding = sum(bool(future.has_new_token and future.state.generated_tokens) for future in scheduled)
 
     def _draft(self, most: int) -> None:
-        """Draft for the decoding requests, if a step with some of `most` draft tokens, all accepted, would be faster."""
+        """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""
         drafts = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.text]
         # A request that was evicted, and ends its second prefill in this step, has text but no `generated_tokens`. Its

@@ -143,10 +143,13 @@ class NgramHistory:
         for part in range(8):
             end = len(prompt) * (part + 1) // 8
             found = set[int]()
-            for place in self.index.occurrences(prompt[max(0, end - MAX_MATCH_LENGTH) : end], 24):
-                if place and not self._is_output[place - 1]:
-                    own = text[self._is_output.rfind(1, 0, place - 1) + 1 : self._is_output.find(1, place)]
-                    prompts[key := _hash(own)] = own
+            for position in self.index.occurrences(prompt[max(0, end - MAX_MATCH_LENGTH) : end], 24):
+                if position and not self._is_output[position - 1]:
+                    # The prompt around the occurrence: from the end of the output before it to the next output.
+                    begin = self._is_output.rfind(1, 0, position - 1) + 1
+                    earlier = text[begin : self._is_output.find(1, position)]
+                    key = _hash(earlier)
+                    prompts[key] = earlier
                     found.add(key)
             for key in found:  # n-grams of many prompts, as of a chat template, say little
                 scores[key] = scores.get(key, 0.0) + 1 / len(found)

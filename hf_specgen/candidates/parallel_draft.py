@@ -48,10 +48,12 @@ class ParallelDraft:
             return None
         if mask >= embedding_size(model):
             raise ValueError(f"config.json has pard_token {mask}, but the model has {embedding_size(model)} embeddings")
-        of_class = type(model.config)().to_dict()
+        # Keys that the config class of the model has are read by the model.
+        class_keys = type(model.config)().to_dict()
         values = model.config.to_dict()
         check_read(
-            {name: value for name, value in values.items() if name not in of_class}, {*CONFIG_FIELDS, *SEEN_IN_TENSORS}
+            {name: value for name, value in values.items() if name not in class_keys},
+            {*CONFIG_FIELDS, *SEEN_IN_TENSORS},
         )
         if not config.flag("pard2"):
             return cls(mask)

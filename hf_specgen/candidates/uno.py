@@ -125,7 +125,11 @@ class UnoDrafter(Drafter[HeadText]):
 
 @contextmanager
 def adapted(matrices: Matrices, length: int) -> Iterator[None]:
-    """Inside, passes of this thread over `length` tokens of each row add the adapter to all tokens but the first."""
+    """A context in which passes of this thread over `length` tokens of each row add the adapter to all but the first.
+
+    Raises:
+        ValueError: inside, if an adapted layer reads another number of tokens.
+    """
     thread = threading.get_ident()
 
     def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:

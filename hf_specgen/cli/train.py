@@ -105,9 +105,10 @@ class _Training:
         return plan
 
     def measured_plan(self) -> dict[str, Any]:
-        """Hold out some prompts, answer a few others and train three steps on these answers: so all times are known.
+        """A plan from measured times: some prompts are answered, and three steps trained on these answers.
 
-        The answers get half of the time at most; training gets what is left beside them, this plan and measurements.
+        Other prompts are held out for the evaluation. Answers get half of the time at most, training the rest
+        without the time of this plan and of the measurements.
         """
         started = perf_counter()
         rows = list(self.conversations.read_rows(self.settings.data))
@@ -116,9 +117,10 @@ class _Training:
         self.answers.write_rows(self.held_out, rows[:: max(5, len(rows) // 100)])
         args = self.arguments.parse(self.answers.AnswerArguments, None, self.answer_arguments())
         prompts = list(self.answers.chosen_prompts(args).items())
-        answers, begin = self.answers.local_answers(args, prompts[:FEW]), perf_counter()
-        found = [row for _, row in answers]
-        answer_time, hours = (perf_counter() - begin) / len(found), self.settings.hours
+        begin = perf_counter()
+        found = [row for _, row in self.answers.local_answers(args, prompts[:FEW])]
+        answer_time = (perf_counter() - begin) / len(found)
+        hours = self.settings.hours
         count = min(len(prompts), max(FEW, int(hours * 1800 / answer_time)))
         batch = min(64, 2 ** max(0, (count // 8).bit_length() - 1))
         size = count * 2 * self.settings.max_new_tokens * 16 * self.target.config.get_text_config().hidden_size
@@ -155,10 +157,13 @@ class _Training:
         size = next(name for name, most in SIZES.items() if self.target.num_parameters() < most)
         micro = min(plan["batch"], self.arguments.preset(size, "")["per_device_train_batch_size"])
         layers = self.target.config.get_text_config().num_hidden_layers
-        own = {"draft": ["--layers", *map(str, range(0, layers, 4))], "layer-skip": ["--exit-layer", str(layers // 2)]}
+        of_kind = {
+            "draft": ["--layers", *map(str, range(0, layers, 4))],
+            "layer-skip": ["--exit-layer", f"{layers // 2}"],
+        }
         given = ["--preset", size, "--target", self.settings.model, "--output", str(self.output)]
         given += ["--batch-size", str(plan["batch"]), "--micro-batch-size", str(micro), "--steps", str(plan["steps"])]
-        given += ["--evaluation", str(self.held_out), "--save-steps", "0.05", *own.get(self.settings.kind, [])]
+        given += ["--evaluation", str(self.held_out), "--save-steps", "0.05", *of_kind.get(self.settings.kind, [])]
         if plan["features"]:
             given += ["--features", str(self.work / "features")]
         return [*given, *self.settings.recipe_arguments]
@@ -178,6 +183,8 @@ class _Training:
                     measure_call(model, inputs, variant, generation | {"max_new_tokens": 8}, 0)
             for _ in measured.measure(model, inputs, generation):
                 pass
-        own = next(one for one in reversed(found) if not isinstance(one.candidates, CombinedCandidates))
+        trained = next(one for one in reversed(found) if not isinstance(one.candidates, CombinedCandidates))
         self.console.print(ranking(measured, f"{min(FEW, number + 1)} held-out prompts, greedy"))
-        self.console.print(f"model.generate(**inputs, candidate_generator={own.code})", highlight=False, soft_wrap=True)
+        self.console.print(
+            f"model.generate(**inputs, candidate_generator={trained.code})", highlight=False, soft_wrap=True
+        )

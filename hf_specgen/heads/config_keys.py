@@ -103,7 +103,7 @@ OBJECTS = _names(
 """Objects of which nothing is read here."""
 OPTIONS = DSPARK | EAGLE3
 """Keys of other formats, which are off where they are false."""
-NEUTRAL = re.compile(
+HARMLESS_NAMES = re.compile(
     r"_.*|(bos|eos|pad|sep|unk|image|video|audio|vision_start|vision_end|decoder_start)_token_(id|ids|index)"
     r"|(.*_)?(version|commit|license|author|url|path|dataset|description|comment|date|seed|language)"
     r"|(base|model|base_model|target|verifier|run|project)_name"
@@ -144,42 +144,50 @@ def check_keys(config: Mapping[str, Any], head: Set[str], further: Set[str] = fr
         head: keys that the reader of the format reads beside those of its layers.
         further: keys that it reads of its layers beside those of Llama, Qwen3, Gemma 4 and DeepSeek.
     """
-    own = next((config[name] for name in sorted(LAYER_OBJECTS) if isinstance(config.get(name), dict)), None)
-    described = config if own is None else own
-    layers = LAYERS | further | (GEMMA if str(described.get("model_type")).startswith("gemma4") else frozenset())
-    layers |= LATENT if described.get("kv_lora_rank") is not None else frozenset()
-    _check(config, head | layers if own is None else head, layers, head)
+    nested = next((config[name] for name in sorted(LAYER_OBJECTS) if isinstance(config.get(name), dict)), None)
+    of_layers = config if nested is None else nested
+    layers = LAYERS | further
+    if str(of_layers.get("model_type")).startswith("gemma4"):
+        layers |= GEMMA
+    if of_layers.get("kv_lora_rank") is not None:
+        layers |= LATENT
+    # Without an object for the layers, their keys are beside those of the head.
+    _check(config, head | layers if nested is None else head, layers, head)
 
 
 def check_read(values: Mapping[str, Any], read: Set[str]) -> None:
-    """As `check_keys`, for values of which the keys `read` alone are read."""
+    """Raise, as `check_keys` does, for the first key that may change the computation and is not in `read`."""
     _check(values, read, frozenset(), read)
 
 
-def _check(config: Mapping[str, Any], known: Set[str], layers: Set[str], head: Set[str], place: str = "") -> None:
-    """As `check_keys`, for an object of which the keys `known` are read, at a path that ends with a dot."""
+def _check(config: Mapping[str, Any], read: Set[str], layers: Set[str], head: Set[str], prefix: str = "") -> None:
+    """Check an object of the config, of which the keys `read` are read, and the objects inside.
+
+    `layers` and `head` are the keys that are read of objects for the layers and for the head. `prefix` is the path of
+    the object in the config, with a dot at its end.
+    """
     for name, value in config.items():
-        inside = f"{place}{name}."
+        inside = f"{prefix}{name}."
         if isinstance(value, dict) and name in ROTARY_OBJECTS:
             _check(value, ROPE, layers, head, inside)
         elif isinstance(value, dict) and name in HEAD_OBJECTS:
             _check(value, head, layers, head, inside)
         elif isinstance(value, dict) and name in LAYER_OBJECTS:
             _check(value, layers, layers, head, inside)
-        elif value is not None and not _is_harmless(name, value, known):
-            read = f" ({' or '.join(map(str, VALUES[name]))} is)" if name in VALUES else ""
+        elif value is not None and not _is_harmless(name, value, read):
+            values = f" ({' or '.join(map(str, VALUES[name]))} is)" if name in VALUES else ""
             raise ValueError(
-                f"config.json has {place}{name} = {str(value)[:80]!r}, which may change what the head computes and is "
-                f"not read{read}; if it does not, remove it from config.json"
+                f"config.json has {prefix}{name} = {str(value)[:80]!r}, which may change what the head computes and is "
+                f"not read{values}; if it does not, remove it from config.json"
             )
 
 
-def _is_harmless(name: str, value: Any, known: Set[str]) -> bool:
+def _is_harmless(name: str, value: Any, read: Set[str]) -> bool:
     """Whether a key is read, or changes nothing with this value."""
-    if name in known or name in GENERAL or name in OBJECTS:
+    if name in read or name in GENERAL or name in OBJECTS:
         return True
     if name in VALUES:
         return value in VALUES[name]
-    if value in ([], {}, "") or NEUTRAL.fullmatch(name):
+    if value in ([], {}, "") or HARMLESS_NAMES.fullmatch(name):
         return True
     return value is False and (OPTION.fullmatch(name) is not None or name in OPTIONS)

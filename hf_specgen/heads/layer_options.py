@@ -119,9 +119,12 @@ def _of_one_kind(layers: Fields, name: str) -> Any:
 def _rotated_channels(rope: Fields, layers: Fields, head: Fields, head_dim: int) -> int:
     """How many of the first channels of an attention head are rotated.
 
-    A factor among the rotary parameters is mostly copied from a target such as Qwen3.5; Transformers' layers of Llama
-    and Qwen3 apply it where the type scales the frequencies, and ignore it for the type "default". A factor at the top
-    counts in block heads of the layout that SGLang serves, unless fields of such a target are beside it.
+    `rope_dim` says it. Else `partial_rotary_factor` counts in these cases, and without it all channels are rotated:
+
+    - In the rotary parameters, if their type scales the frequencies, as in Transformers' layers of Llama and Qwen3.
+      With the type "default" these layers ignore it; heads mostly have it from a target such as Qwen3.5.
+    - Outside of them, with such a type, in MiMo's heads, and in block heads of SGLang's layout, unless the rotary
+      parameters are copied from such a target.
     """
     if (width := rope.optional_integer("rope_dim", 2)) is None:
         top = layers if layers.get("partial_rotary_factor") is not None else head

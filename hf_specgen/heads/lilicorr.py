@@ -30,8 +30,8 @@ from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import DecoderLayer
 
 SIZES = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
-FACTORS = ("mlp_ratio", "vector_eps", "logit_scale")
-"""Fields of config.json after `lilicorr_`, all of which a file has to have."""
+NUMBERS = ("mlp_ratio", "vector_eps", "logit_scale")
+"""With `SIZES` the fields of config.json after `lilicorr_` that a file must have: integers and other numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +128,17 @@ class CandidateLattice(nn.Module):
     def forward(
         self, embeddings: torch.Tensor, log_probabilities: torch.Tensor, hidden: torch.Tensor, context: torch.Tensor
     ) -> torch.Tensor:
-        """`[batch, positions, K, K]` scores of the last dimension's candidates after those of the position before.
+        """The scores of each position's candidates after each candidate of the position before.
 
-        At the first position all K rows are the scores after the anchor. Read are the candidates' embeddings, likeliest
-        first, `[batch, positions, K, hidden]`; their log-probabilities over the whole vocabulary; outputs of the block;
-        and the context entry `[batch, hidden]` of the newest position that the target has processed.
+        Args:
+            embeddings: `[batch, positions, K, hidden]` of the candidates, the most probable one first.
+            log_probabilities: `[batch, positions, K]` of the candidates, in the whole vocabulary.
+            hidden: `[batch, positions, hidden]` outputs of the block.
+            context: `[batch, hidden]` the context entry of the newest position that the target has processed.
+
+        Returns:
+            `[batch, positions, K, K]`, the last dimension for the candidates that are scored. At the first position all
+            K rows are the scores after the anchor.
         """
         positions, count = log_probabilities.shape[1:]
         rows = self.token_proj(embeddings) + self.pass_hidden_proj(hidden)[:, :, None]
@@ -202,7 +208,7 @@ def load_lilicorr(file: HeadFile) -> LiLiCorrHead:
         raise ValueError("lilicorr_enabled is false, but there are tensors lilicorr.*; remove these, or the field")
     options = block_options(file)
     options |= {name: fields.integer(f"lilicorr_{name}") for name in SIZES}
-    options |= {name: fields.number(f"lilicorr_{name}") for name in FACTORS}
+    options |= {name: fields.number(f"lilicorr_{name}") for name in NUMBERS}
     options["lattice_size"] = fields.integer("lilicorr_hidden_size", 0) or options["hidden_size"]
     options |= {name: fields.optional_integer(name) or 0 for name in ("conv_kernel_size", "conv_group_size")}
     options |= {name: fields.number(name) for name in ("input_embedding_scale",) if fields.get(name) is not None}

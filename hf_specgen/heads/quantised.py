@@ -23,19 +23,22 @@ from hf_specgen.heads.source import first_line
 
 OF_ACTIVATIONS = re.compile(r"(\.|_)((input|output|activation)_(scale|zero_point|global_scale)|[kvq]_scale)$")
 """Tensors by which activations and caches are quantised."""
-BLOCK = (128, 128)
+DEFAULT_BLOCK = (128, 128)
 """The block of fp8 files that do not name it."""
-KNOWN_KEYS = {
-    "fp8": "quant_method fmt weight_block_size scale_fmt modules_to_convert modules_to_not_convert ignored_layers "
-    "ignore dequantize activation_scheme kv_cache_scheme",
-    "compressed-tensors": "quant_method format config_groups ignore kv_cache_scheme quantization_status version "
-    "global_compression_ratio",
-    "group": "targets weights format input_activations output_activations",
-    "weights": "num_bits type symmetric strategy group_size block_structure dynamic observer observer_kwargs "
-    "scale_dtype zp_dtype",
+READ_KEYS = {
+    part: frozenset(names.split())
+    for part, names in {
+        "fp8": "quant_method fmt weight_block_size scale_fmt modules_to_convert modules_to_not_convert ignored_layers "
+        "ignore dequantize activation_scheme kv_cache_scheme",
+        "compressed-tensors": "quant_method format config_groups ignore kv_cache_scheme quantization_status version "
+        "global_compression_ratio",
+        "group": "targets weights format input_activations output_activations",
+        "weights": "num_bits type symmetric strategy group_size block_structure dynamic observer observer_kwargs "
+        "scale_dtype zp_dtype",
+    }.items()
 }
 """The keys of `quantization_config` and of its parts that are read, or do not concern the weights."""
-NEUTRAL: Mapping[str, Sequence[Any]] = {
+HARMLESS_VALUES: Mapping[str, Sequence[Any]] = {
     "expert_dtype": ["fp8"],
     "actorder": ["weight", "static"],  # an order of columns that was used while quantising
     "sparsity_config": [{"format": "dense"}],
@@ -88,7 +91,7 @@ def _fp8(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> TensorIn
     weight, scale = _parts(name, parts, "", "_scale" if "_scale" in parts else "_scale_inv")
     if weight.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"{name} has dtype {weight.dtype}, but is to be float8")
-    blocks = [tuple(weight.shape[-2:]), (1, weight.shape[-1]), BLOCK]
+    blocks = [tuple(weight.shape[-2:]), (1, weight.shape[-1]), DEFAULT_BLOCK]
     if config.get("weight_block_size") is not None:
         blocks = [_block(config, "weight_block_size")]
     return _scaled(weight, scale, blocks, torch.float32)
@@ -158,7 +161,7 @@ def _torchao(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> Tens
 def _check_keys(fields: Fields, part: str) -> None:
     """Raise for a key that may say something of the weights and is not read."""
     for key, value in fields.values.items():
-        if key not in KNOWN_KEYS[part].split() and value and value not in NEUTRAL.get(key, ()):
+        if key not in READ_KEYS[part] and value and value not in HARMLESS_VALUES.get(key, ()):
             raise ValueError(f"config.json has quantization_config.{key} = {str(value)[:60]!r}, which is not read")
 
 

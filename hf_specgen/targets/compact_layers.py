@@ -149,8 +149,11 @@ class GroupedLayer(_QuantizedLayer):
 
     @property
     def max_pass_tokens(self) -> float:
+        if not self.is_initialized:
+            return math.inf
+        # Up to the token with which plain decoding quantizes; there, a whole residual begins anew.
         kept = self._unquantized
-        return math.inf if not self.is_initialized else self._residual - (0 if kept >= self._residual else kept)
+        return self._residual if kept >= self._residual else self._residual - kept
 
     @property
     def _residual(self) -> int:

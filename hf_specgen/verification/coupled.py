@@ -14,10 +14,13 @@ prompt (`RepeatedSession`). Given the weights, ``argmax(p / e)`` has distributio
 depend on them, so the text has the target's distribution, whichever tokens are drafted. And where the earlier model
 chose ``argmax(q / e)``, both choices are the same token with probability
 ``sum_v 1 / sum_w max(p_w / p_v, q_w / q_v) >= (1 - d) / (1 + d)``, d the total variation distance of p and q: an old
-answer is mostly kept where the weights have changed little. A stored token is a sample of q, but accepting it with
-min(1, p/q) would need all of q for the residual distribution, not the token's probability alone: an output rule
-K(x | v, q_v) with sum_v q_v K(x | v, q_v) = p_x for every q with at least three tokens is K = p, independent of the
-draft, because v and w may exchange mass: q_v K(x | v, q_v) must be linear in q_v with the same slope for all v.
+answer is mostly kept where the weights have changed little.
+
+Storing the token's probability q_v instead, and accepting it with min(1, p_v / q_v), would not do: the residual
+distribution needs all of q. Nor would another rule K(x | v, q_v), the probability of emitting x given v and q_v alone.
+It must give p_x = sum_v q_v K(x | v, q_v) for every q. With at least three tokens, mass may move between two of them
+while the others stay, so that q_v K(x | v, q_v) is linear in q_v with the same slope for all v. Then K = p, which does
+not depend on the draft.
 
 Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (2024).
 """
@@ -145,7 +148,7 @@ class RowNoise:
 
     def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """`[batch, steps, vocab]` the noise of each row at its own steps."""
-        return torch.cat([row.at([own]) for row, own in zip(self._rows, steps, strict=True)])
+        return torch.cat([row.at([steps_of_row]) for row, steps_of_row in zip(self._rows, steps, strict=True)])
 
     def release(self, step: int) -> None:
         """See `NoiseBuffer.release`."""

@@ -39,6 +39,7 @@ SCORE_ONLY = _classes(
 READS_SCORES = _classes("TopHLogitsWarper EtaLogitsWarper")
 """Score-only processors that read scores on the host, which a CUDA graph cannot repeat."""
 REMOVES_NAN = _classes("InfNanRemoveLogitsProcessor")
+"""Replaces scores that are NaN, by which a step with NaN states would be recognised."""
 ROW_WISE = _classes(
     "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
     "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
