@@ -182,7 +182,7 @@ class AdaptiveSession(PolicySession):
 
     def _use_steps(self, timer: PassTimer | None) -> None:
         self._pass_timer = timer
-        self._use(timer and timer.times.curve)
+        self._use(None if timer is None else timer.times.curve)
 
     def _at(self, rows: int) -> StepLatency:
         """The latencies of a step of so many rows."""
