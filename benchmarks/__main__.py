@@ -164,7 +164,7 @@ def micro(
     prompt: Annotated[str | None, Option(help="Text to continue in step-operations (a bundled prompt).")] = None,
     max_new_tokens: Annotated[int | None, Option(help="Tokens of a call in step-operations (80).")] = None,
     model: Annotated[str | None, Option(help="Folder of a model in first-call (the bundled one).")] = None,
-    out: Annotated[Path, Option(help="Folder for one JSON file of each.")] = RESULTS,
+    out: Annotated[Path | None, Option(help="Folder for one JSON file of each; without it nothing is written.")] = None,
 ) -> None:
     """Single parts, each with a table."""
     with expected_errors():
@@ -185,20 +185,20 @@ def micro(
         if model is not None and not set(names) & set(WITH_MODEL):
             raise ValueError(f"--model belongs to {', '.join(WITH_MODEL)}; name it, or leave the option out")
         console = Console()
-        out.mkdir(parents=True, exist_ok=True)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
         for name in names or (name for name in MICRO if name not in IF_NAMED):
             begin = perf_counter()
             options = settings if name in WITH_PROMPT else {"model": model or ""} if name in WITH_MODEL else {}
             rows = MICRO[name](1 if quick else repeats, quick, **options)
             if not rows:
-                console.print(
-                    f"{name}: nothing written; the libraries that it measures are not installed", markup=False
-                )
+                console.print(f"{name}: not measured; the libraries for it are not installed", markup=False)
                 continue
             show(console, name, rows)
             result = {"section": name, "quick": quick, "repeats": repeats, "seconds": perf_counter() - begin}
-            text = json.dumps({**result, "rows": rows, "provenance": provenance()}, indent=2)
-            (out / f"{name}.json").write_text(text, encoding="utf-8")
+            if out is not None:
+                text = json.dumps({**result, "rows": rows, "provenance": provenance()}, indent=2)
+                (out / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 @app.command()
