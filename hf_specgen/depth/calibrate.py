@@ -89,7 +89,7 @@ def curve_key(call: Call) -> tuple[Hashable, ...]:
 def shared_curve_key(call: Call) -> tuple[Hashable, ...]:
     """The key of T(q) for all models of a class with the same config, classes of modules and number of threads."""
     model = cast(PreTrainedModel, call.model)
-    classes = hash(tuple(map(type, model.modules())))
+    classes = tuple(map(type, model.modules()))
     return *curve_key(call), model.config.to_json_string(), classes, torch.get_num_threads()
 
 

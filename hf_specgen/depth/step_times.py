@@ -16,7 +16,7 @@ from math import sqrt
 from statistics import median, median_low
 from typing import Any
 
-from hf_specgen import compat
+from hf_specgen import compat, saved_results
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.calibrate import QUERIES, curve_key, lockstep_group, shared_curve_key
@@ -25,6 +25,8 @@ from hf_specgen.depth.latency import CostCurve
 SAMPLES = 3
 """Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone, unless as
 many prove that it is too slow. They prove it, since a change of the machine's speed is in the pace after two steps."""
+SAVED = "latency"
+"""The kind of `saved_results`."""
 THREAD = "thread"
 """In the seconds of a step: the time of the thread in the pass of the target, which other processes do not prolong."""
 
@@ -61,6 +63,17 @@ class StepTimes:
         elif len(times) == 2 * SAMPLES:
             times = times[SAMPLES:]
         return self if times == earlier else replace(self, samples={**self.samples, size: times})
+
+    @classmethod
+    def from_saved(cls, saved: Any) -> StepTimes | None:
+        """The times of an earlier process; None if there are none that can be used."""
+        try:
+            samples = {int(size): tuple(map(float, times)) for size, times in saved["samples"].items()}
+            times = cls(samples, int(saved["context"]), int(saved["batch"]))
+            is_valid = all(0 < len(one) <= SAMPLES for one in samples.values()) and bool(times.curve)
+        except (TypeError, KeyError, ValueError, AttributeError):
+            return None
+        return times if is_valid else None
 
     @cached_property
     def curve(self) -> CostCurve:
@@ -112,6 +125,7 @@ class PassTimer:
         """A timer that goes on from earlier calls of the model, or of its architecture; None if there are none."""
         times: StepTimes | None = memory.recall(call.model, _key(call), lambda: None)
         times = times or memory.recall(type(call.model), _shared_key(call), lambda: None)
+        times = times or StepTimes.from_saved(saved_results.load(SAVED, _shared_key(call)))
         return None if times is None else cls(call, times)
 
     @classmethod
@@ -121,7 +135,7 @@ class PassTimer:
             return None
         timer = cls(call, StepTimes({1: (timed[1],)}, call.context_length, call.state.batch))
         timer._paces.append(1.0)
-        timer._keep()
+        timer._keep(1)
         return timer
 
     def observe(self, step: StepRecord) -> bool:
@@ -139,12 +153,17 @@ class PassTimer:
             self._paces.append(seconds / self.times.curve(size))
         if self.times is before:
             return False
-        self._keep()
+        self._keep(size)
         return True
 
-    def _keep(self) -> None:
+    def _keep(self, size: int) -> None:
+        """Keep the times for later calls; for later processes once the size is settled."""
         memory.store(self._call.model, _key(self._call), self.times)
         memory.store(type(self._call.model), _shared_key(self._call), self.times)
+        if len(self.times.samples[size]) == SAMPLES:
+            samples = {number: times[:SAMPLES] for number, times in self.times.samples.items()}
+            saved = {"samples": samples, "context": self.times.context, "batch": self.times.batch}
+            saved_results.save(SAVED, _shared_key(self._call), saved)
 
 
 def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None:

@@ -11,7 +11,7 @@ that differs is refused. A model that reads an encoder, or inputs beside text, i
 | own prompt | the prompt of the call | if the call has inputs beside text, or the model reads an encoder |
 
 A result holds as long as `hf_specgen.targets.fingerprint.computation` of the model has the same value, and for another
-object of the same class and weights with that value.
+object of the same class and weights with that value; in later processes too, if `HF_SPECGEN_CACHE` names a folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specgen import compat
+from hf_specgen import compat, saved_results
 from hf_specgen.targets.decoding_comparison import RANDOM, STEPS, UndecidedError, find_difference
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.fingerprint import computation, matmul_precision, weights_sample
@@ -36,6 +36,9 @@ from hf_specgen.targets.model_parts import reads_encoder, takes_no_mask, text_co
 from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.support import last_position
 
+SAVED = "self-check"
+"""The kind of `saved_results` of models without hooks and classes of a user; refusals are found anew."""
+PASSED = "passed"
 MAX_RESULTS = 64
 """Results that are kept for a model, for the states in which it has been used."""
 
@@ -84,7 +87,9 @@ class Results:
             with _lock:
                 is_shared = shared in _shared
                 reason = _shared.get(shared)
-            if not is_shared:
+            can_be_saved = not is_shared and treats_rows_alike(model)
+            is_saved = can_be_saved and saved_results.load(SAVED, shared) == PASSED
+            if not is_shared and not is_saved:
                 reason = trial()
                 pairs = enumerate(zip(state, computation(model), strict=False))
                 changed = {index for index, (before, after) in pairs if before != after}
@@ -92,6 +97,8 @@ class Results:
                 if not changed:
                     with _lock:
                         _keep(_shared, shared, reason)
+                    if reason is None and can_be_saved:
+                        saved_results.save(SAVED, shared, PASSED)
             _keep(self._reasons, (*key, self._stable(state)), reason)
         return self._reasons[*key, self._stable(state)]
 

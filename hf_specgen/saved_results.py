@@ -1,0 +1,108 @@
+"""Passed self-checks and measured latencies that outlive the process, in the folder of `HF_SPECGEN_CACHE`.
+
+Without that environment variable nothing is read or written. A result is found again by everything that it depends on:
+the key that its owner gives, the versions of libraries, the files of this package, and the processor. A file that
+cannot be read, or says something else than expected, counts as absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import threading
+import warnings
+import weakref
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+FOLDER = "HF_SPECGEN_CACHE"
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "kernels", "flash-attn")
+"""Distributions whose versions may change what a model computes, or how fast."""
+NAMED_BY_VERSION = frozenset(("builtins", "torch", "transformers", "peft", "accelerate", "hf_specgen", "torchao"))
+"""Packages whose classes and functions are what they were, as long as the version is the same."""
+PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
+
+
+def load(kind: str, key: object) -> Any:
+    """The value that was saved for a key; None if there is none."""
+    path = _path(kind, key)
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def save(kind: str, key: object, value: Any) -> None:
+    """Keep a value of JSON's types for later processes, if the folder is named and the key has a text."""
+    path = _path(kind, key)
+    if path is None:
+        return
+    # Another process never sees half of a file.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(value), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        _warn(f"{FOLDER}={os.environ[FOLDER]} cannot be written ({error.strerror}); name another folder, or unset it")
+
+
+def stable_text(value: object) -> str | None:
+    """A text that is equal in all processes for equal values; None where no text says it all."""
+    if isinstance(value, weakref.ref):
+        value = value()
+    if isinstance(value, PLAIN):
+        return repr(value)
+    # Another process may have a function or class of a user with the same name that does something else.
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        name = f"{value.__module__}.{value.__qualname__}"
+        return name if name.partition(".")[0] in NAMED_BY_VERSION and "<" not in name else None
+    if not isinstance(value, tuple | frozenset):
+        return None
+    texts = [stable_text(item) for item in value]
+    if None in texts:
+        return None
+    ordered = sorted(map(str, texts)) if isinstance(value, frozenset) else map(str, texts)
+    return f"{type(value).__name__}({', '.join(ordered)})"
+
+
+def _path(kind: str, key: object) -> Path | None:
+    """The file of a key; None without a folder, or if the key has no text."""
+    folder = os.environ.get(FOLDER)
+    text = stable_text(key) if folder else None
+    if not folder or text is None:
+        return None
+    digest = hashlib.sha256(f"{text}\n{_surroundings()}".encode()).hexdigest()
+    return Path(folder).expanduser() / f"{kind}-{digest[:40]}.json"
+
+
+@cache
+def _surroundings() -> str:
+    """What results depend on beside the model: versions, the files of this package, the processor and accelerators."""
+    versions = []
+    for name in LIBRARIES:
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    package = Path(__file__).parent
+    files = [(str(path.relative_to(package)), path.stat()) for path in sorted(package.rglob("*.py"))]
+    code = [(name, status.st_size, status.st_mtime_ns) for name, status in files]
+    processor = (platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), os.cpu_count())
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return repr((versions, code, processor, devices))
+
+
+@cache
+def _warn(message: str) -> None:
+    """Warn once of the same problem."""
+    warnings.warn(message, stacklevel=4)
