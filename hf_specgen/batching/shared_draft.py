@@ -76,10 +76,13 @@ class SharedDraft:
 
     def start(self, batch: DraftBatch) -> DraftSession:
         """The session of a call; used in place of `Candidates.start`."""
-        # Whether rows can change is known once a session has begun. If they can, this session is not used.
+        # Whether rows can change is known once a session has begun. If they can, this session ends without a draft.
         session = self._strategy.start(batch)
         batch.call.state.drafts_together = session.rows_can_change
-        return RowSession(batch, self) if session.rows_can_change else session
+        if not session.rows_can_change:
+            return session
+        session.end()
+        return RowSession(batch, self)
 
     def draft(self) -> None:
         """Pass the outcomes of the last step on to the shared session, then draft for all calls that have planned."""

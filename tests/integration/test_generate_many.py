@@ -1,6 +1,6 @@
 """`generate_many`: every prompt gets the tokens of plain `generate` alone, whatever runs beside it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +10,12 @@ from transformers import StoppingCriteria
 import hf_specgen
 from hf_specgen import (
     AdaptiveDepth,
+    Candidates,
     CombinedCandidates,
+    DraftBatch,
     DraftModelCandidates,
+    DraftSession,
+    DraftTree,
     FixedDepth,
     LayerSkipCandidates,
     MovingWindow,
@@ -164,6 +168,40 @@ def test_exception_and_early_exit_end_the_sessions_of_all_rows() -> None:
     next(completions)
     completions.close()
     assert many(model, prompts, NgramCandidates(), **GREEDY) == alone(model, prompts, **GREEDY)
+
+
+class RepeatedTokens(Candidates):
+    """Drafts the last token again, in sessions whose rows can join and leave, and keeps these sessions."""
+
+    def __init__(self) -> None:
+        super().__init__(k=2)
+        self.sessions: list[RepeatedTokensSession] = []
+
+    def start(self, batch: DraftBatch) -> DraftSession:
+        self.sessions.append(RepeatedTokensSession(batch))
+        return self.sessions[-1]
+
+
+class RepeatedTokensSession(DraftSession):
+    """The session of `RepeatedTokens`; `ends` counts the calls of `end`."""
+
+    rows_can_change = True
+    ends = 0
+
+    def draft(self, max_depths: Sequence[int]) -> DraftTree:
+        tokens = zip(self.batch.state.pending(), max_depths, strict=True)
+        return DraftTree.chains([[token] * depth for token, depth in tokens])
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def test_every_session_that_a_strategy_begins_ends_once() -> None:
+    """Would catch: a session that only showed whether rows can change, and keeps what it holds, such as a file."""
+    model, prompts, strategy = tiny_model("llama"), some_prompts(5), RepeatedTokens()
+    assert many(model, prompts, strategy, max_rows=3, **GREEDY) == alone(model, prompts, **GREEDY)
+    assert len(strategy.sessions) > len(prompts), "one for each prompt, and those that rows share"
+    assert all(session.ends == 1 for session in strategy.sessions)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
