@@ -56,7 +56,6 @@ class _CoupledSession(VerificationSession):
         super().__init__(call)
         self._noise: NoiseBuffer | RowNoise | None = None
         self._generator: torch.Generator | None = None
-        self._seeds = [] if call.seed is None else [call.seed]
         self._confirmed = 0
         if call.do_sample:
             check_multinomial(call.state.device, torch.float32)
@@ -64,8 +63,13 @@ class _CoupledSession(VerificationSession):
                 self._generator = self._take_generator()
 
     def _take_generator(self) -> torch.Generator | None:
-        """The global generator, which the call draws from."""
+        """The global generator, which the call draws from; None if rows have seeds."""
         return random_state.take(self.call.state.device)
+
+    def _seeds(self) -> list[int]:
+        """The seed of each row, in a call without a generator."""
+        assert self.call.seed is not None
+        return [self.call.seed]
 
     def choose(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tree: DraftTree, nodes: Sequence[Sequence[int]]
@@ -75,7 +79,7 @@ class _CoupledSession(VerificationSession):
         if self._noise is None:
             batch, _, vocab = scores.shape
             if self._generator is None:
-                self._noise = RowNoise(self._seeds, vocab, self.call.state.device, scores.dtype)
+                self._noise = RowNoise(self._seeds(), vocab, self.call.state.device, scores.dtype)
             else:
                 self._noise = NoiseBuffer(batch, vocab, self._generator, scores.dtype)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
@@ -114,17 +118,20 @@ class RepeatedSession(_CoupledSession):
         super().__init__(call)
         weights = weights_hash(call.model)
         self._store = seeds
-        self._taken = [seeds.take(prompt, weights) for prompt in call.state.prompts]
-        self._seeds = [taken.seed for taken in self._taken]
-        self.expected = [taken.answer for taken in self._taken]
+        self._noise_seeds = [seeds.take(prompt, weights) for prompt in call.state.prompts]
+        self.expected = [seed.answer for seed in self._noise_seeds]
 
     def _take_generator(self) -> torch.Generator | None:
         return None
 
+    def _seeds(self) -> list[int]:
+        return [seed.seed for seed in self._noise_seeds]
+
     def end(self, columns: int) -> None:
         super().end(columns)
-        for prompt, taken, answer in zip(self.call.state.prompts, self._taken, self.call.state.generated, strict=True):
-            self._store.keep(prompt, taken, list(answer))
+        state = self.call.state
+        for prompt, seed, answer in zip(state.prompts, self._noise_seeds, state.generated, strict=True):
+            self._store.keep(prompt, seed, list(answer))
 
 
 def weights_hash(model: torch.nn.Module | None) -> int:
@@ -139,7 +146,7 @@ def weights_hash(model: torch.nn.Module | None) -> int:
 
 
 class RowNoise:
-    """The noise of rows with a seed each, as of a `NoiseBuffer`."""
+    """The noise of rows that have a seed each; the methods are those of `NoiseBuffer`."""
 
     def __init__(self, seeds: Sequence[int], vocab: int, device: torch.device, dtype: torch.dtype):
         generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
@@ -156,7 +163,7 @@ class RowNoise:
             row.release(step)
 
     def rewind(self, step: int) -> None:
-        """Does nothing: no generator is given back."""
+        """Does nothing: the generators are used by this call alone."""
 
 
 class NoiseBuffer:
@@ -188,7 +195,7 @@ class NoiseBuffer:
 
     def release(self, step: int) -> None:
         """Drop the noise before `step`, which no row needs any more."""
-        for past in [known for known in self._noise if known < step]:
+        for past in [drawn for drawn in self._noise if drawn < step]:
             del self._noise[past]
             if past > 0:  # a call that is refused in a later step is undone up to its beginning
                 del self._states[past]

@@ -39,7 +39,7 @@ SCORE_ONLY = _classes(
 READS_SCORES = _classes("TopHLogitsWarper EtaLogitsWarper")
 """Score-only processors that read scores on the host, which a CUDA graph cannot repeat."""
 REMOVES_NAN = _classes("InfNanRemoveLogitsProcessor")
-"""Replaces scores that are NaN, by which a step with NaN states would be recognised."""
+"""Processors that replace NaN in scores, so that these no longer show that hidden states of the step were NaN."""
 ROW_WISE = _classes(
     "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor RepetitionPenaltyLogitsProcessor "
     "EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor EncoderNoRepeatNGramLogitsProcessor "
@@ -129,9 +129,10 @@ class ScoreProcessors:
 
     @classmethod
     def of(cls, processors: Sequence[Any]) -> ScoreProcessors:
-        """Those of the processors of a call that are score-only."""
-        chosen = tuple(one for one in processors if type(one) in SCORE_ONLY)
-        return cls(chosen, tuple((type(one), *(_setting(value) for value in vars(one).values())) for one in chosen))
+        """The score-only processors of a call."""
+        score_only = tuple(processor for processor in processors if type(processor) in SCORE_ONLY)
+        settings = [(type(processor), *map(_setting, vars(processor).values())) for processor in score_only]
+        return cls(score_only, tuple(settings))
 
     @property
     def reads_scores(self) -> bool:
