@@ -26,7 +26,7 @@ from hf_specgen.candidates.cross_tokenizer import load_tokenizer, shared_ids
 from hf_specgen.cli.settings import FindSettings, terminal
 from hf_specgen.compat import attention_implementation
 from hf_specgen.evaluation import workloads
-from hf_specgen.evaluation.workloads import BLOCK, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE, Strategy
+from hf_specgen.evaluation.workloads import BLOCK_HEAD, DRAFT, EAGLE, MEDUSA, MTP, PEAGLE, Strategy
 from hf_specgen.heads.checkpoint import open_checkpoint, without_numbers
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import load_mtp
@@ -45,7 +45,7 @@ BAD = "bad"
 """Results of a check."""
 KINDS = {
     EAGLE: r"eagle",
-    BLOCK: r"dflash|dspark|domino|jetspec",
+    BLOCK_HEAD: r"dflash|dspark|domino|jetspec",
     PEAGLE: r"p-?eagle|peagle",
     MTP: r"\bmtp\b",
     MEDUSA: r"medusa|hydra",

@@ -65,7 +65,7 @@ SKIP = "layer skip"
 MEDUSA = "Medusa"
 EAGLE = "EAGLE"
 PEAGLE = "P-EAGLE"
-BLOCK = "block head"
+BLOCK_HEAD = "block head"
 MTP = "MTP"
 ASSISTANT = "Gemma assistant"
 COMBINED = "n-grams + draft"
@@ -77,7 +77,7 @@ STRATEGY_NAMES = {
     "MedusaCandidates": MEDUSA,
     "EagleCandidates": EAGLE,
     "PEagleCandidates": PEAGLE,
-    "DFlashCandidates": BLOCK,
+    "DFlashCandidates": BLOCK_HEAD,
     "MTPCandidates": MTP,
     "GemmaAssistantCandidates": ASSISTANT,
 }

@@ -22,8 +22,8 @@ from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig
 from hf_specgen.heads.path_head import Embed, PathHead, Step
 
-FACTORS = {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"}
-"""Fields that the format of speculators lacks."""
+NOT_IN_SPECULATORS = {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"}
+"""Fields of `BlockConfig` that have no key in the format of speculators."""
 
 
 @dataclass(frozen=True, kw_only=True)

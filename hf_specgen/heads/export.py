@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_specgen.heads.base import DraftHead
 from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
 from hf_specgen.heads.checkpoint import MASK_EMBEDDING, write_checkpoint
-from hf_specgen.heads.dflash2 import FACTORS, DFlash2Head
+from hf_specgen.heads.dflash2 import NOT_IN_SPECULATORS, DFlash2Head
 from hf_specgen.heads.dspark import DominoHead, DSparkHead
 from hf_specgen.heads.eagle import Eagle1Head, Eagle3Head, EagleConfig, eagle_layers
 from hf_specgen.heads.layer_options import PAIR_FLAGS
@@ -221,17 +221,17 @@ def _fits_speculators(head: BlockHead) -> bool:
     """Whether speculators has such a head: layers without a window, or with one and all of the same kind."""
     sliding = set(head.config.attention) - {BlockAttention()}
     from_anchor = all(kind.window is not None and kind.window_from_anchor for kind in sliding)
-    is_known = not isinstance(head, DominoHead) and not _correction(head.config).keys() & FACTORS
+    is_known = not isinstance(head, DominoHead) and not _correction(head.config).keys() & NOT_IN_SPECULATORS
     is_known = is_known and not head.config.layer.attention_sinks and not head.config.has_mask_embedding
     return is_known and from_anchor and len({kind.causal for kind in sliding}) < 2
 
 
 def _correction(config: BlockConfig) -> Config:
     """The fields that describe the correction by the path: those that its config adds to that of a plain block head."""
-    plain = {field.name for field in fields(BlockConfig)} - FACTORS
+    plain = {field.name for field in fields(BlockConfig)} - NOT_IN_SPECULATORS
     added = {field.name: field.default for field in fields(config) if field.name not in plain}
     values = {name: getattr(config, name) for name in added}
-    return {name: value for name, value in values.items() if name not in FACTORS or value != added[name]}
+    return {name: value for name, value in values.items() if name not in NOT_IN_SPECULATORS or value != added[name]}
 
 
 def _zlab(head: BlockHead) -> Config:

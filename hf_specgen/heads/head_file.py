@@ -17,7 +17,7 @@ from transformers import DeepseekV3Config, Gemma4TextConfig, LlamaConfig, Pretra
 from hf_specgen.heads.base import DraftHead, HeadConfig
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo
 from hf_specgen.heads.config_keys import HEAD, check_keys, merged_fields
-from hf_specgen.heads.layer_options import PAIR_FLAGS, FoldedOptions, pairs_are_neighbours, rotary_parameters
+from hf_specgen.heads.layer_options import PAIR_FLAGS, FoldedOptions, has_neighbouring_pairs, rotary_parameters
 from hf_specgen.heads.layers import LayerConfig
 from hf_specgen.heads.source import first_line
 
@@ -195,7 +195,7 @@ class HeadFile:
         self._folded = FoldedOptions(
             head_dim=head_dim,
             rotated=rope.get("rope_dim", head_dim),
-            pairs_are_neighbours=pairs_are_neighbours(settings) and not is_latent,
+            neighbouring_pairs=has_neighbouring_pairs(settings) and not is_latent,
             norms_add_one=settings.flag("use_gemma_norm"),
             value_scale=settings.number("attention_value_scale"),
         )

@@ -34,20 +34,20 @@ class FoldedOptions:
     Attributes:
         head_dim: channels of an attention head.
         rotated: how many of the first ones are rotated.
-        pairs_are_neighbours: channels (2i, 2i + 1) are a pair.
+        neighbouring_pairs: whether channels (2i, 2i + 1) are rotated as a pair; else channels i and i + rotated / 2.
         norms_add_one: the factor of a norm is 1 + weight.
         value_scale: factor of the values.
     """
 
     head_dim: int
     rotated: int
-    pairs_are_neighbours: bool = False
+    neighbouring_pairs: bool = False
     norms_add_one: bool = False
     value_scale: float = 1.0
 
     def fold(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """A weight as the layers need it; `name` is that in our modules."""
-        if self.pairs_are_neighbours and QUERIES_KEYS.search(name):
+        if self.neighbouring_pairs and QUERIES_KEYS.search(name):
             heads = weight.unflatten(0, (-1, self.head_dim))
             even, odd = (heads[:, first : self.rotated : 2] for first in (0, 1))
             weight = torch.cat((even, odd, heads[:, self.rotated :]), dim=1).flatten(0, 1)
@@ -58,8 +58,8 @@ class FoldedOptions:
         return weight
 
 
-def pairs_are_neighbours(fields: Fields) -> bool:
-    """Whether the config says that channels (2i, 2i + 1) are rotated as a pair; of two keys the first decides."""
+def has_neighbouring_pairs(fields: Fields) -> bool:
+    """Whether channels (2i, 2i + 1) are rotated as a pair, by the first of `PAIR_FLAGS` that the config has."""
     name = next((name for name in PAIR_FLAGS if fields.get(name) is not None), None)
     return name is not None and not fields.flag(name)
 
@@ -67,7 +67,7 @@ def pairs_are_neighbours(fields: Fields) -> bool:
 def with_neighbouring_pairs(head: Any) -> Any:
     """A copy of a head that rotates channels (2i, 2i + 1) as a pair; all other weights are shared."""
     size = head.config.layer.head_dim
-    folded = FoldedOptions(size, 2 * len(head.rotary.inv_freq), pairs_are_neighbours=True)
+    folded = FoldedOptions(size, 2 * len(head.rotary.inv_freq), neighbouring_pairs=True)
     parameters = dict(head.named_parameters())
     shared = {id(weight): weight for name, weight in parameters.items() if not QUERIES_KEYS.search(name)}
     other = copy.deepcopy(head, shared)
@@ -119,12 +119,13 @@ def _of_one_kind(layers: Fields, name: str) -> Any:
 def _rotated_channels(rope: Fields, layers: Fields, head: Fields, head_dim: int) -> int:
     """How many of the first channels of an attention head are rotated.
 
-    `rope_dim` says it. Else `partial_rotary_factor` counts in these cases, and without it all channels are rotated:
+    This is `rope_dim`, or else `head_dim` times a `partial_rotary_factor`; all channels if neither is read. A factor
 
-    - In the rotary parameters, if their type scales the frequencies, as in Transformers' layers of Llama and Qwen3.
-      With the type "default" these layers ignore it; heads mostly have it from a target such as Qwen3.5.
-    - Outside of them, with such a type, in MiMo's heads, and in block heads of SGLang's layout, unless the rotary
-      parameters are copied from such a target.
+    - among the rotary parameters is read if their type is not "default". Transformers' layers of Llama and Qwen3 ignore
+      it with "default" too; most heads have it only because it was copied from a target such as Qwen3.5.
+    - of the layers, or else of the head, is read in heads of MiMo; in other heads if the rotary parameters have no
+      factor, and either their type is not "default", or the head has a `dflash_config`, as SGLang reads it, and no
+      `mrope_section` that was copied from a target.
     """
     if (width := rope.optional_integer("rope_dim", 2)) is None:
         top = layers if layers.get("partial_rotary_factor") is not None else head

@@ -30,8 +30,9 @@ from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import DecoderLayer
 
 SIZES = ("candidate_topk", "num_layers", "num_heads", "factor_dim")
+"""Integers that config.json must have, under these names after `lilicorr_`."""
 NUMBERS = ("mlp_ratio", "vector_eps", "logit_scale")
-"""With `SIZES` the fields of config.json after `lilicorr_` that a file must have: integers and other numbers."""
+"""Other numbers that it must have, under names of the same form."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,11 +47,17 @@ HARMLESS_VALUES: Mapping[str, Sequence[Any]] = {
 
 
 def dequantised(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Checkpoint:
-    """The checkpoint with ordinary weights in place of those that a library has quantised.
+    """A checkpoint whose quantised weights are replaced by ordinary ones, which are computed when they are read.
 
     Args:
-        checkpoint: a head or MTP layers; returned as it is where nothing is quantised, or by another method.
-        dtype: of the weights; None for float32 with fp8, and for the dtype that the library gives them.
+        checkpoint: a head or MTP layers.
+        dtype: of the weights that were quantised; None: float32 for fp8, else the dtype that the library returns.
+
+    Returns:
+        the new checkpoint; `checkpoint` itself if it has no weights that a method of `QUANTISED` has quantised.
+
+    Raises:
+        ValueError: if the library of the method is not installed, or fails to read a weight.
     """
     config = quantisation(checkpoint)
     fp8 = any(name.endswith("_scale_inv") for name in checkpoint.tensors)
@@ -77,8 +83,8 @@ def dequantised(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Che
 def quantisation(checkpoint: Checkpoint) -> Fields:
     """How the weights are quantised: an object in the config, or in that of the text model; else empty."""
     config = Fields(checkpoint.config)
-    own = config.nested("quantization_config")
-    return own if own.values else config.nested("text_config").nested("quantization_config")
+    outer = config.nested("quantization_config")
+    return outer if outer.values else config.nested("text_config").nested("quantization_config")
 
 
 def _cast(info: TensorInfo, dtype: torch.dtype) -> TensorInfo:
@@ -159,7 +165,7 @@ def _torchao(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> Tens
 
 
 def _check_keys(fields: Fields, part: str) -> None:
-    """Raise for a key that may say something of the weights and is not read."""
+    """Raise for a key that may change how the weights are computed and is not read."""
     for key, value in fields.values.items():
         if key not in READ_KEYS[part] and value and value not in HARMLESS_VALUES.get(key, ()):
             raise ValueError(f"config.json has quantization_config.{key} = {str(value)[:60]!r}, which is not read")
