@@ -116,33 +116,36 @@ class NgramHistory:
         self.sync()
         self.seeds.forget(prompt)
         with self._lock:
-            places = self._answers.get(_hash(prompt), [])
+            spans = self._answers.get(_hash(prompt), [])
             tokens = self.index.tokens
             is_output = self._is_output
-            for first, end in reversed(places):
+            for first, end in reversed(spans):
                 text = slice(first - len(prompt), end + 1)
                 tokens = tokens[: text.start] + tokens[text.stop :]
                 is_output = is_output[: text.start] + is_output[text.stop :]
             self._replace(tokens, is_output)
             if self.file is not None:
                 self._write()
-        return len(places)
+        return len(spans)
 
     def answers(self, prompt: Sequence[int]) -> list[Sequence[int]]:
         """The last earlier answers to a prompt, newest first, or to one that differs in a few tokens if it is new."""
         with self._lock:
-            places = self._answers.get(_hash(prompt)) or self._similar(prompt)
-            texts = [self.index.tokens[first:end].tobytes() for first, end in places[: -MAX_ANSWERS - 1 : -1]]
+            spans = self._answers.get(_hash(prompt)) or self._similar(prompt)
+            texts = [self.index.tokens[first:end].tobytes() for first, end in spans[: -MAX_ANSWERS - 1 : -1]]
         return [array("i", text) for text in dict.fromkeys(texts)]
 
     def _similar(self, prompt: Sequence[int]) -> list[tuple[int, int]]:
-        """Where the answers are to the stored prompt that shares most n-grams with a new one, if few tokens differ."""
+        """The answers' spans `(first, end)` in the index, for the stored prompt that is most similar to a new one.
+
+        Compared are the n-grams that end at eight positions of the new prompt. None if more than a few tokens differ.
+        """
         text = self.index.tokens
         scores: dict[int, float] = {}
         prompts: dict[int, array[int]] = {}
-        for part in range(8):
-            end = len(prompt) * (part + 1) // 8
-            found = set[int]()
+        for eighth in range(1, 9):
+            end = len(prompt) * eighth // 8
+            keys = set[int]()
             for position in self.index.occurrences(prompt[max(0, end - MAX_MATCH_LENGTH) : end], 24):
                 if position and not self._is_output[position - 1]:
                     # The prompt around the occurrence: from the end of the output before it to the next output.
@@ -150,9 +153,9 @@ class NgramHistory:
                     earlier = text[begin : self._is_output.find(1, position)]
                     key = _hash(earlier)
                     prompts[key] = earlier
-                    found.add(key)
-            for key in found:  # n-grams of many prompts, as of a chat template, say little
-                scores[key] = scores.get(key, 0.0) + 1 / len(found)
+                    keys.add(key)
+            for key in keys:  # an n-gram of many prompts, as of a chat template, counts little for each
+                scores[key] = scores.get(key, 0.0) + 1 / len(keys)
         for key in sorted(scores, key=scores.__getitem__)[-1:]:
             other = prompts[key]
             longer = max(len(prompt), len(other))

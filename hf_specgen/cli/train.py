@@ -105,10 +105,11 @@ class _Training:
         return plan
 
     def measured_plan(self) -> dict[str, Any]:
-        """A plan from measured times: some prompts are answered, and three steps trained on these answers.
+        """How many prompts to answer and how many steps to train, so that all stages fit into `hours`.
 
-        Other prompts are held out for the evaluation. Answers get half of the time at most, training the rest
-        without the time of this plan and of the measurements.
+        The times of an answer and of a step are measured: a few prompts are answered, and three steps are trained on
+        these answers. Answers get at most half of `hours`. Training gets what remains after the answers, after
+        these measurements and after the comparison at the end, whose prompts are held out here.
         """
         started = perf_counter()
         rows = list(self.conversations.read_rows(self.settings.data))
@@ -118,8 +119,8 @@ class _Training:
         args = self.arguments.parse(self.answers.AnswerArguments, None, self.answer_arguments())
         prompts = list(self.answers.chosen_prompts(args).items())
         begin = perf_counter()
-        found = [row for _, row in self.answers.local_answers(args, prompts[:FEW])]
-        answer_time = (perf_counter() - begin) / len(found)
+        answers = [row for _, row in self.answers.local_answers(args, prompts[:FEW])]
+        answer_time = (perf_counter() - begin) / len(answers)
         hours = self.settings.hours
         count = min(len(prompts), max(FEW, int(hours * 1800 / answer_time)))
         batch = min(64, 2 ** max(0, (count // 8).bit_length() - 1))
@@ -127,7 +128,7 @@ class _Training:
         plan = {"answers": count, "batch": batch, "steps": max(LEAST_STEPS, EPOCHS * count // batch)}
         plan["features"] = size < shutil.disk_usage(self.work).free / 2  # four states of each token in float32
         few = self.work / "few.jsonl"
-        self.answers.write_rows(few, found * -(-4 * batch // len(found)))
+        self.answers.write_rows(few, answers * -(-4 * batch // len(answers)))
         dry = ["--data", str(few), "--dry-run", "true"]
         step_time, steps = self.recipe.main([*self.recipe_arguments(plan), *dry])
         if steps == plan["steps"]:  # not chosen by an argument of the recipe
@@ -149,30 +150,32 @@ class _Training:
 
     def answer_arguments(self) -> list[str]:
         """The arguments of generate_answers.py."""
-        given = ["--target", self.settings.model, "--prompts", self.settings.data, "--exclude", str(self.held_out)]
-        return [*given, "--output", str(self.data), "--max-new-tokens", str(self.settings.max_new_tokens)]
+        arguments = ["--target", self.settings.model, "--prompts", self.settings.data, "--exclude", str(self.held_out)]
+        return [*arguments, "--output", str(self.data), "--max-new-tokens", str(self.settings.max_new_tokens)]
 
     def recipe_arguments(self, plan: dict[str, Any]) -> list[str]:
         """The arguments of the recipe but for the data."""
         size = next(name for name, most in SIZES.items() if self.target.num_parameters() < most)
         micro = min(plan["batch"], self.arguments.preset(size, "")["per_device_train_batch_size"])
         layers = self.target.config.get_text_config().num_hidden_layers
-        of_kind = {
+        for_kind = {
             "draft": ["--layers", *map(str, range(0, layers, 4))],
-            "layer-skip": ["--exit-layer", f"{layers // 2}"],
+            "layer-skip": ["--exit-layer", str(layers // 2)],
         }
-        given = ["--preset", size, "--target", self.settings.model, "--output", str(self.output)]
-        given += ["--batch-size", str(plan["batch"]), "--micro-batch-size", str(micro), "--steps", str(plan["steps"])]
-        given += ["--evaluation", str(self.held_out), "--save-steps", "0.05", *of_kind.get(self.settings.kind, [])]
+        arguments = ["--preset", size, "--target", self.settings.model, "--output", str(self.output)]
+        arguments += ["--batch-size", str(plan["batch"]), "--micro-batch-size", str(micro)]
+        arguments += ["--steps", str(plan["steps"]), "--evaluation", str(self.held_out), "--save-steps", "0.05"]
+        arguments += for_kind.get(self.settings.kind, [])
         if plan["features"]:
-            given += ["--features", str(self.work / "features")]
-        return [*given, *self.settings.recipe_arguments]
+            arguments += ["--features", str(self.work / "features")]
+        return [*arguments, *self.settings.recipe_arguments]
 
     def compare(self) -> None:
         """Print the speed of the result, of n-grams and of plain `generate` on held-out prompts."""
         model, tokenizer = workloads.load(workloads.checkpoint(self.settings.model), "auto")
-        found = workloads.strategies([str(self.output)], tokenizer=tokenizer)
-        measured = Comparison([Variant(workloads.PLAIN, dict), *(one.variant(compile=False) for one in found)])
+        strategies = workloads.strategies([str(self.output)], tokenizer=tokenizer)
+        variants = [strategy.variant(compile=False) for strategy in strategies]
+        measured = Comparison([Variant(workloads.PLAIN, dict), *variants])
         generation = workloads.generation_settings(self.settings.max_new_tokens, 0)
         chat = self.conversations.ChatFormat(tokenizer)
         for number, row in enumerate(list(self.conversations.read_rows(str(self.held_out)))[:FEW]):
@@ -183,7 +186,7 @@ class _Training:
                     measure_call(model, inputs, variant, generation | {"max_new_tokens": 8}, 0)
             for _ in measured.measure(model, inputs, generation):
                 pass
-        trained = next(one for one in reversed(found) if not isinstance(one.candidates, CombinedCandidates))
+        trained = next(each for each in reversed(strategies) if not isinstance(each.candidates, CombinedCandidates))
         self.console.print(ranking(measured, f"{min(FEW, number + 1)} held-out prompts, greedy"))
         self.console.print(
             f"model.generate(**inputs, candidate_generator={trained.code})", highlight=False, soft_wrap=True

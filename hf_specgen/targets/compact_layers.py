@@ -151,7 +151,8 @@ class GroupedLayer(_QuantizedLayer):
     def max_pass_tokens(self) -> float:
         if not self.is_initialized:
             return math.inf
-        # Up to the token with which plain decoding quantizes; there, a whole residual begins anew.
+        # A pass may fill the residual and no more, as plain decoding quantizes with the token that fills it. A full
+        # residual is quantized at the beginning of the pass, which then can fill it anew.
         kept = self._unquantized
         return self._residual if kept >= self._residual else self._residual - kept
 
