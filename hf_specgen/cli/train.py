@@ -12,6 +12,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -115,34 +116,43 @@ class _Training:
         rows = list(self.conversations.read_rows(self.settings.data))
         if len(rows) < 2 * FEW:
             raise ValueError(f"{self.settings.data} has {len(rows)} rows; give at least {2 * FEW}, better thousands")
-        self.answers.write_rows(self.held_out, rows[:: max(5, len(rows) // 100)])
+        held_out = rows[:: max(5, len(rows) // 100)]  # a fifth of few rows, about 100 of many
+        self.answers.write_rows(self.held_out, held_out)
         args = self.arguments.parse(self.answers.AnswerArguments, None, self.answer_arguments())
         prompts = list(self.answers.chosen_prompts(args).items())
         begin = perf_counter()
         answers = [row for _, row in self.answers.local_answers(args, prompts[:FEW])]
         answer_time = (perf_counter() - begin) / len(answers)
-        hours = self.settings.hours
-        count = min(len(prompts), max(FEW, int(hours * 1800 / answer_time)))
+        seconds = 3600 * self.settings.hours
+        count = min(len(prompts), max(FEW, int(seconds / 2 / answer_time)))
+        # The largest power of two, up to 64, with which an epoch has at least eight batches.
         batch = min(64, 2 ** max(0, (count // 8).bit_length() - 1))
-        size = count * 2 * self.settings.max_new_tokens * 16 * self.target.config.get_text_config().hidden_size
         plan = {"answers": count, "batch": batch, "steps": max(LEAST_STEPS, EPOCHS * count // batch)}
-        plan["features"] = size < shutil.disk_usage(self.work).free / 2  # four states of each token in float32
+        plan["features"] = self.feature_bytes(count) < shutil.disk_usage(self.work).free / 2
+        # The answers that there are, repeated until they fill four batches.
         few = self.work / "few.jsonl"
-        self.answers.write_rows(few, answers * -(-4 * batch // len(answers)))
+        self.answers.write_rows(few, answers * ceil(4 * batch / len(answers)))
         dry = ["--data", str(few), "--dry-run", "true"]
         step_time, steps = self.recipe.main([*self.recipe_arguments(plan), *dry])
         if steps == plan["steps"]:  # not chosen by an argument of the recipe
-            left = int((3600 * hours - (count + MEASURED) * answer_time - (perf_counter() - started)) / step_time)
-            steps = max(1, min(steps, left))
+            measuring = perf_counter() - started
+            left = seconds - measuring - (count + MEASURED) * answer_time
+            steps = max(1, min(steps, int(left / step_time)))
         return plan | {"steps": steps, "seconds": [answer_time, step_time]}
+
+    def feature_bytes(self, answers: int) -> int:
+        """The size of the stored hidden states: four of each token in float32, a prompt being as long as its answer."""
+        tokens = answers * 2 * self.settings.max_new_tokens
+        return tokens * 4 * self.target.config.get_text_config().hidden_size * 4
 
     def description(self, plan: dict[str, Any]) -> str:
         """The stages with their times."""
-        answer, step = (seconds / 60 for seconds in plan["seconds"])
-        tokens, answers, steps, rows = self.settings.max_new_tokens, plan["answers"], plan["steps"], plan["batch"]
+        answer, step = (seconds / 60 for seconds in plan["seconds"])  # minutes of each
+        answers = plan["answers"]
+        steps = plan["steps"]
         return (
-            f"1. {answers} answers of up to {tokens} tokens: {answers * answer:.1f} minutes\n"
-            f"2. hidden states and training, {steps} steps of {rows} rows: {steps * step:.1f} minutes\n"
+            f"1. {answers} answers of up to {self.settings.max_new_tokens} tokens: {answers * answer:.1f} minutes\n"
+            f"2. hidden states and training, {steps} steps of {plan['batch']} rows: {steps * step:.1f} minutes\n"
             f"3. measured on the prompts of {self.held_out}: about {MEASURED * answer:.1f} minutes\n"
             f"the result will be in {self.output}, everything else in {self.work}; a stopped run continues with the "
             "same command"
@@ -178,7 +188,8 @@ class _Training:
         measured = Comparison([Variant(workloads.PLAIN, dict), *variants])
         generation = workloads.generation_settings(self.settings.max_new_tokens, 0)
         chat = self.conversations.ChatFormat(tokenizer)
-        for number, row in enumerate(list(self.conversations.read_rows(str(self.held_out)))[:FEW]):
+        rows = list(self.conversations.read_rows(str(self.held_out)))[:FEW]
+        for number, row in enumerate(rows):
             ids = torch.tensor([chat.prompt(row)])
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             if number == 0:  # not counted: this loads drafters and prepares kernels
@@ -187,7 +198,7 @@ class _Training:
             for _ in measured.measure(model, inputs, generation):
                 pass
         trained = next(each for each in reversed(strategies) if not isinstance(each.candidates, CombinedCandidates))
-        self.console.print(ranking(measured, f"{min(FEW, number + 1)} held-out prompts, greedy"))
+        self.console.print(ranking(measured, f"{len(rows)} held-out prompts, greedy"))
         self.console.print(
             f"model.generate(**inputs, candidate_generator={trained.code})", highlight=False, soft_wrap=True
         )

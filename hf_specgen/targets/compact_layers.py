@@ -80,14 +80,18 @@ class OffloadedLayer(RaggedLayer):
 
 
 class _QuantizedLayer(RaggedLayer):
-    """What layers that quantize have in common: a layer of Transformers whose settings and methods they use."""
+    """What layers that quantize have in common.
+
+    `_quantizer` is a copy of the layer of Transformers: its settings and methods quantize, and the layer itself keeps
+    its contents until `hand_over`.
+    """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self._like = copy.copy(layer)
+        self._quantizer = copy.copy(layer)
 
     def hand_over(self, layer: Any) -> None:
-        vars(layer).update(vars(self._like), cumulative_length=self.get_seq_length())
+        vars(layer).update(vars(self._quantizer), cumulative_length=self.get_seq_length())
 
 
 class Fp8Layer(_QuantizedLayer):
@@ -101,9 +105,9 @@ class Fp8Layer(_QuantizedLayer):
         self._scales: tuple[Any, ...] = ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self._like.lazy_initialization(key_states, value_states)
-        _, self._scales = zip(*compat.quantized_states(self._like), strict=True)
-        compat.set_quantized_states(self._like, None, None)
+        self._quantizer.lazy_initialization(key_states, value_states)
+        _, self._scales = zip(*compat.quantized_states(self._quantizer), strict=True)
+        compat.set_quantized_states(self._quantizer, None, None)
         super().lazy_initialization(key_states[:, :, :0].to(torch.uint8), value_states[:, :, :0].to(torch.uint8))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> States:
@@ -111,64 +115,62 @@ class Fp8Layer(_QuantizedLayer):
         if is_first:
             self.lazy_initialization(key_states, value_states)
         pairs = zip((key_states, value_states), self._scales, strict=True)
-        rounded = [compat.quantize(self._like, states, scale=scale)[0].view(torch.uint8) for states, scale in pairs]
-        keys, values = super().update(*rounded)
+        rounded = [compat.quantize(self._quantizer, states, scale=scale)[0] for states, scale in pairs]
+        keys, values = super().update(*(numbers.view(torch.uint8) for numbers in rounded))
         if is_first:
             return key_states, value_states
         keys, values = map(self._dequantized, (keys, values), self._scales)
         return keys, values
 
     def _dequantized(self, buffer: torch.Tensor, scale: Any) -> torch.Tensor:
-        return compat.dequantize(self._like, (buffer.view(self._like.fp8_dtype), scale))
+        return compat.dequantize(self._quantizer, (buffer.view(self._quantizer.fp8_dtype), scale))
 
     def take_over(self, layer: Any, slots: int) -> None:
         if not layer.get_seq_length():
             return
         rounded, self._scales = zip(*compat.quantized_states(layer), strict=True)
-        compat.set_quantized_states(self._like, None, None)
+        compat.set_quantized_states(self._quantizer, None, None)
         states = [numbers.view(torch.uint8) for numbers in rounded]
         super().lazy_initialization(*states)
         self.reserve(slots)
-        views = [view.view(self._like.fp8_dtype) for view in super().update(*states)]
+        views = [view.view(self._quantizer.fp8_dtype) for view in super().update(*states)]
         compat.set_quantized_states(layer, *zip(views, self._scales, strict=True))
 
     def hand_over(self, layer: Any) -> None:
         length = self.get_seq_length()
         buffers = (buffer[:, :, :length].contiguous() for buffer in (self.keys, self.values))
-        numbers = (buffer.view(self._like.fp8_dtype) for buffer in buffers)
+        numbers = (buffer.view(self._quantizer.fp8_dtype) for buffer in buffers)
         super().hand_over(layer)
         compat.set_quantized_states(layer, *zip(numbers, self._scales, strict=True))
 
 
 class GroupedLayer(_QuantizedLayer):
-    """The keys and values of the last tokens of rows that are equally long; all before them are quantized together.
+    """Keys and values of equally long rows: the buffers hold the last tokens, all tokens before them are quantized.
 
-    Plain decoding quantizes anew as soon as there are `residual_length` tokens that are not, so a pass adds no token
-    after that. `first` is the number of quantized slots.
+    Plain decoding quantizes all tokens anew, together, as soon as `residual_length` of them are not quantized. A pass
+    adds no token beyond that one. `first` is the number of quantized tokens.
     """
 
     @property
     def max_pass_tokens(self) -> float:
         if not self.is_initialized:
             return math.inf
-        # A pass may fill the residual and no more, as plain decoding quantizes with the token that fills it. A full
-        # residual is quantized at the beginning of the pass, which then can fill it anew.
-        kept = self._unquantized
-        return self._residual if kept >= self._residual else self._residual - kept
+        free = self._residual_length - self._num_unquantized
+        return free if free > 0 else self._residual_length  # if there are too many, the next pass quantizes them first
 
     @property
-    def _residual(self) -> int:
-        return max(1, int(self._like.residual_length))
+    def _residual_length(self) -> int:
+        return max(1, int(self._quantizer.residual_length))
 
     @property
-    def _unquantized(self) -> int:
-        """How many tokens are kept as they are; drafts do not count."""
+    def _num_unquantized(self) -> int:
+        """How many committed tokens of each row are in the buffers."""
         kept = min(self.lengths, default=0) if self.committed is None else self.committed
         return kept - self.first
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> States:
         if not self.is_initialized:
-            self._like.lazy_initialization(key_states, value_states)
+            self._quantizer.lazy_initialization(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
             self._store(key_states, value_states)
             return key_states, value_states
@@ -179,21 +181,21 @@ class GroupedLayer(_QuantizedLayer):
         return self.get_seq_length() + query_length, 0
 
     def _joined(self, keys: torch.Tensor, values: torch.Tensor) -> States:
-        """The quantized slots, dequantized, and these after them."""
-        before = (compat.dequantize(self._like, states) for states in compat.quantized_states(self._like))
+        """All keys and values: the quantized ones, dequantized, followed by these."""
+        before = (compat.dequantize(self._quantizer, states) for states in compat.quantized_states(self._quantizer))
         joined_keys, joined_values = map(torch.cat, zip(before, (keys, values), strict=True), (-2, -2))
         return joined_keys, joined_values
 
     def _store(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep these as all slots of the cache."""
-        pairs = zip((keys, values), (self._like.axis_key, self._like.axis_value), strict=True)
-        quantized = [compat.quantize(self._like, states.contiguous(), axis=axis) for states, axis in pairs]
-        compat.set_quantized_states(self._like, *quantized)
+        """Quantize the keys and values of all tokens, and store them in place of what was stored."""
+        pairs = zip((keys, values), (self._quantizer.axis_key, self._quantizer.axis_value), strict=True)
+        quantized = [compat.quantize(self._quantizer, states.contiguous(), axis=axis) for states, axis in pairs]
+        compat.set_quantized_states(self._quantizer, *quantized)
         self.first = keys.shape[2]
         self.lengths = (self.first,) * len(keys)
 
     def _store_if_due(self) -> None:
-        if (count := self._unquantized) >= self._residual:
+        if (count := self._num_unquantized) >= self._residual_length:
             self._store(*self._joined(self.keys[:, :, :count], self.values[:, :, :count]))
 
     def take_over(self, layer: Any, slots: int) -> None:
@@ -209,5 +211,5 @@ class GroupedLayer(_QuantizedLayer):
     def hand_over(self, layer: Any) -> None:
         self._store_if_due()
         super().hand_over(layer)
-        if count := self._unquantized:
+        if count := self._num_unquantized:
             layer.keys, layer.values = self.keys[:, :, :count].clone(), self.values[:, :, :count].clone()
