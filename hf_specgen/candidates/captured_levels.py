@@ -90,7 +90,7 @@ class LevelInputs(NamedTuple):
 
     text: TextInputs | None
     last_tokens: torch.Tensor  # [batch, 1] of the rows
-    limits: torch.Tensor | None  # [batch, 1] maximum depths; None if no level exceeds them
+    max_depths: torch.Tensor | None  # [batch, 1] of the trees; None if no level exceeds them
     parts: tuple[Grown, ...]  # of the tree so far
     states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
     visible: torch.Tensor | None  # [batch, capacity], False for padding
@@ -128,7 +128,7 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     """Of the tree after the passes; held here, so that the tensors live as long as the graph that reads them."""
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
-        tree_so_far = self.shape, inputs.last_tokens, inputs.limits, inputs.parts
+        tree_so_far = self.shape, inputs.last_tokens, inputs.max_depths, inputs.parts
         growth = Growth.of_parts(*tree_so_far, self.constants)
         states = inputs.states
         after_text = None
@@ -185,7 +185,7 @@ def grow_captured(
     None if there is no graph: then nothing was added, and the caller makes the passes.
     """
     text = drafter.text
-    text_counts = [0] * len(growth.limits)  # tokens of new text, which stay in the cache
+    text_counts = [0] * len(growth.max_depths)  # tokens of new text, which stay in the cache
     if noise is not None and proposals.token_ids is not None:
         noise = noise[..., proposals.token_ids]
     slots = passes * width
@@ -205,7 +205,7 @@ def grow_captured(
     constants = growth.constants_after(passes, width)
     levels = CapturedLevels(growth.shape, passes, width, nodes, proposals, drafter.level, constants)
     states = None if text is not None else drafter.states
-    tree_so_far = growth.last_tokens, growth.limits_on_device, parts
+    tree_so_far = growth.last_tokens, growth.max_depths_on_device, parts
     inputs = LevelInputs(text_inputs, *tree_so_far, states, visible, drafter.offsets, noise)
     drafted: Drafted | None = drafter.graphs.run(levels, inputs, drafter.cache, slots, lambda: None)
     if drafted is not None:

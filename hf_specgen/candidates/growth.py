@@ -1,20 +1,20 @@
 """Draft trees of drafters with one forward pass per level, as tensors on the drafter's device.
 
 A pass gives for some nodes likely next tokens with acceptance probabilities; the most likely ones are the nodes of the
-next pass. Shapes depend on the number of levels, nodes and children alone, and nothing is decided by the host, so that
-several levels can run without a read by the host.
+next pass. Shapes depend on the numbers of levels, nodes and children alone, so several levels run without a host read.
 
-All tokens that were proposed are *candidates*, in groups of siblings; those that a pass of the drafter has run on are
-*expanded*, and are numbered in that order. A row whose last token is t, with two children of each node, after two
-passes that expanded b as number 1 and then, in one pass, c as number 2 and d as number 3::
+All tokens that were proposed are *candidates*; the children of a node are a *group*. Candidates that a pass of the
+drafter has run on are *expanded*, and are numbered in that order; the row's last token has number 0. Group n + 1 has
+the children of number n, and group 0 the last token itself, padded to the size of a group. A row whose last token is t,
+with two children of each node, after two passes that expanded b as number 1, then c as number 2 and d as number 3::
 
-    t ─┬─ a                       group       0  0 | 1  1 | 2  2 | 3  3 | 4  4     children of the node with
-       └─ b ─┬─ c ─┬─ e           token       t  . | a  b | c  d | e  f | g  h     number group - 1
-             │     └─ f           number      0  . | .  1 | 2  3 | .  .   .  .     under which it was expanded
-             └─ d ─┬─ g           depth       0  0 | 1  1 | 2  2 | 3  3   3  3
-                   └─ h           parent     -1 -1 | 0  0 | 1  1 | 2  2   3  3     the number of its parent
+    t ─┬─ a                     group      0  0 | 1  1 | 2  2 | 3  3   4  4     by candidate index 0, 1, 2, …
+       └─ b ─┬─ c ─┬─ e         token      t  . | a  b | c  d | e  f   g  h     a level between two bars
+             │     └─ f         number     0  . | .  1 | 2  3 | .  .   .  .     none if it is not expanded
+             └─ d ─┬─ g         depth      0  0 | 1  1 | 2  2 | 3  3   3  3
+                   └─ h         parent    -1 -1 | 0  0 | 1  1 | 2  2   3  3     the number of its parent
 
-    candidate index of each number (root, b, c, d): [0, 3, 4, 5]; index in its level: b 1, c 0, d 1
+    candidate index of t, b, c, d: [0, 3, 4, 5] = [0, 2, 4, 4] where their level begins + [0, 1, 0, 1] in their level
 
 Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees" (2024), section 4.
 """
@@ -22,13 +22,12 @@ Source: Li et al., "EAGLE-2: Faster Inference of Language Models with Dynamic Dr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_specgen.device_tree import (
@@ -41,6 +40,7 @@ from hf_specgen.device_tree import (
     TOKEN,
     Ancestors,
     DeviceTree,
+    Floats,
     Frontier,
     HostCopy,
     Selection,
@@ -49,11 +49,10 @@ from hf_specgen.device_tree import (
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.tree import TreeStructure, ancestors_of
 
-Floats = NDArray[np.floating[Any]]
 LEVELS_PER_READ = 4
 """Passes between reads of an accelerator by the host; on a CPU, where nothing has to wait, every level is read."""
 CLOSED = 1e4
-"""Subtracted from the log path probability of a candidate that cannot be expanded: it is chosen after all others."""
+"""Subtracted from the log path probability of a candidate that must not be expanded: it is expanded only as padding."""
 UNEXPANDED = -2
 """The number of a candidate that was not expanded."""
 
@@ -68,14 +67,14 @@ class _Level(NamedTuple):
 class _Expansion(NamedTuple):
     """Nodes that were expanded in one pass, `[rows, width]`."""
 
-    paths: Tensor  # logarithms of their path probabilities, as in `Growth._open`
+    paths: Tensor  # log path probabilities; of padding so low that its children have probability 0
     chosen: Tensor | None = None  # their index in their level; None in a chain
 
 
 class Grown(NamedTuple):
-    """Consecutive levels of a growing tree, packed into few tensors for a captured function; see `Growth.extend`."""
+    """Consecutive levels of a growing tree, packed into few tensors for a captured function; see `Growth.parts`."""
 
-    paths: Tensor  # `[rows, …]` of the candidates of each level, of each expansion's nodes, and `Growth._open`
+    paths: Tensor  # `[rows, …]` of the candidates of each level, of each expansion's nodes, `Growth._expandable`
     integers: Tensor  # `[rows, …]` the tokens of each level, then `chosen` of each expansion
     ancestors: Tensor | None  # the matrix of the last frontier; None before the first expansion
 
@@ -92,12 +91,13 @@ class Growth:
     """Draft trees that grow by one level at a time.
 
     Args:
-        depths: the maximum depth of each row's tree; 0 for a row without a draft.
+        max_depths: of each row's tree; 0 for a row without a draft.
         children: candidates after each node; 1 for chains.
         last_tokens: `[rows, 1]`.
-        limits: `[rows, 1]` the depths as a tensor: needed if levels may go beyond them, as captured ones may.
+        on_device: `[rows, 1]` the same as a tensor: needed if levels may go beyond them, as captured ones may.
 
     Attributes:
+        drafting_rows: how many rows have a draft.
         levels: levels of candidates so far, which is also the depth of the last level.
         expanded: expanded nodes of each row.
 
@@ -112,22 +112,22 @@ class Growth:
         ([[5, 7, 6]], ((-1, 0, -1),))
     """
 
-    def __init__(self, depths: Sequence[int], children: int, last_tokens: Tensor, limits: Tensor | None = None):
-        self.limits = list(depths)
+    def __init__(self, max_depths: Sequence[int], children: int, last_tokens: Tensor, on_device: Tensor | None = None):
+        self.max_depths = list(max_depths)
         self.children = children
         self.last_tokens = last_tokens
         self.levels = 0
         self.expanded = 0
-        self.rows = sum(depth > 0 for depth in depths)  # that have a draft; the batch has `len(limits)` rows
+        self.drafting_rows = sum(depth > 0 for depth in max_depths)
         self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
-        self.limits_on_device = limits
-        if limits is None and len(set(depths)) > 1:
-            self.limits_on_device = torch.tensor(self.limits, device=last_tokens.device)[:, None]
+        self.max_depths_on_device = on_device
+        if on_device is None and len(set(max_depths)) > 1:
+            self.max_depths_on_device = torch.tensor(self.max_depths, device=last_tokens.device)[:, None]
         self._levels: list[_Level] = []
         self._expansions: list[_Expansion] = []
         self._widths: tuple[int, ...] = ()
-        self._open: Tensor = last_tokens  # set by `add`: paths of the last level, low where it cannot be expanded
-        self._ancestors = Ancestors(len(self.limits), 1, last_tokens.device)  # of the last frontier
+        self._expandable: Tensor = last_tokens  # set by `add`: log path probabilities of the last level, see `CLOSED`
+        self._ancestors = Ancestors(len(self.max_depths), 1, last_tokens.device)  # of the last frontier
         self._parts: list[Grown] = []  # the first `_levels_in_parts` levels
         self._widths_of_parts: tuple[tuple[int, ...], ...] = ()
         self._levels_in_parts = 0
@@ -156,20 +156,20 @@ class Growth:
         Args:
             tokens: `[rows, expanded last, children]`, most preferred first.
             log_acceptance: of the same shape, the logarithm of the probability that the target chooses each, given that
-                it reached the node.
+                it reached the node; below 0, so that every node is less likely than its parent.
             expandable: of the same shape, whether each may be expanded; None: all.
         """
         paths = log_acceptance + self._expansions[-1].paths[..., None] if self._expansions else log_acceptance
         paths = paths.flatten(1)
-        if self.limits_on_device is not None:
-            paths = paths.masked_fill(self.limits_on_device <= self.levels, NO_NODE)
-        self._open = paths if expandable is None else torch.where(expandable.flatten(1), paths, paths - CLOSED)
+        if self.max_depths_on_device is not None:  # the children have the depth `levels + 1`
+            paths = paths.masked_fill(self.max_depths_on_device <= self.levels, NO_NODE)
+        self._expandable = paths if expandable is None else torch.where(expandable.flatten(1), paths, paths - CLOSED)
         self._levels.append(_Level(tokens.flatten(1), paths))
         self.levels += 1
         self._selection = None
 
     def expand(self, width: int) -> Frontier:
-        """Expand the likeliest candidates of the last level, so many of each row; the drafter's next pass reads them.
+        """Expand the `width` likeliest candidates of each row's last level (1 in chains); the next pass reads them.
 
         A row with fewer expandable candidates expands others as padding; the children of these have probability 0.
         """
@@ -179,19 +179,20 @@ class Growth:
         parent_index = None
         depths = None
         if self.children == 1:
-            self._expansions.append(_Expansion(self._open))
+            self._expansions.append(_Expansion(self._expandable))
         else:
-            paths, index = self._open.topk(width, dim=1)
+            paths, index = self._expandable.topk(width, dim=1)
             self._expansions.append(_Expansion(paths, index))
             tokens = tokens.gather(1, index)
+            # In a level the groups are in the order of the last frontier, which was one node before the first pass.
             parent_index = index // self.children if len(self._widths) > 1 else None
             depths = self.constants.depths[: 1 + self.expanded]
-        self._ancestors = Ancestors(len(self.limits), width, self.device, self._ancestors, parent_index)
+        self._ancestors = Ancestors(len(self.max_depths), width, self.device, self._ancestors, parent_index)
         return Frontier(tokens, self.levels, self.expanded, self.children == 1, self._ancestors, depths, parent_index)
 
     def structure(self) -> TreeStructure:
-        """As `Frontier.structure`, for captured functions: of `constants`, which are not freed before a graph."""
-        depths = self.constants.depths[: 1 + self.expanded].expand(len(self.limits), -1)
+        """As `Frontier.structure`, for captured functions: made of `constants`, which must live as long as a graph."""
+        depths = self.constants.depths[: 1 + self.expanded].expand(len(self.max_depths), -1)
         return TreeStructure(depths, self._ancestors.matrix)
 
     @property
@@ -204,17 +205,18 @@ class Growth:
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
     def parts(self) -> tuple[Grown, ...]:
-        """All levels so far, packed: a `Grown` for the levels that were added between two calls of this method."""
+        """All levels so far, packed: the last `Grown` has those since the last call. Called after `add`."""
         first = self._levels_in_parts
         if first < len(self._levels):
             begin = max(0, first - 1)  # `_levels[i + 1]` follows `_expansions[i]`, `_levels[0]` no expansion
             levels = self._levels[first:]
             expansions = self._expansions[begin:]
-            paths = [*(level.paths for level in levels), *(expansion.paths for expansion in expansions), self._open]
+            paths = [level.paths for level in levels]
+            paths += [expansion.paths for expansion in expansions]
             integers = [level.tokens for level in levels]
             integers += [expansion.chosen for expansion in expansions if expansion.chosen is not None]
             ancestors = self._ancestors.matrix if self._widths else None
-            grown = Grown(torch.cat(paths, dim=1), torch.cat(integers, dim=1), ancestors)
+            grown = Grown(torch.cat([*paths, self._expandable], dim=1), torch.cat(integers, dim=1), ancestors)
             self._add_part(grown, self._widths[begin:])
         return tuple(self._parts)
 
@@ -226,14 +228,14 @@ class Growth:
     @property
     def shape(self) -> Shape:
         """What the shapes of `parts` and of the next passes depend on."""
-        return Shape(len(self.limits), self.children, self._widths_of_parts)
+        return Shape(len(self.max_depths), self.children, self._widths_of_parts)
 
     @classmethod
     def of_parts(
-        cls, shape: Shape, last_tokens: Tensor, limits: Tensor | None, parts: Sequence[Grown], constants: Constants
+        cls, shape: Shape, last_tokens: Tensor, on_device: Tensor | None, parts: Sequence[Grown], constants: Constants
     ) -> Growth:
         """Rebuild a growing tree from `parts` in a captured function; `constants` are of the tree at its end."""
-        growth = cls([0] * shape.rows, shape.children, last_tokens, limits)  # the host's limits are not read in it
+        growth = cls([0] * shape.rows, shape.children, last_tokens, on_device)  # which reads no depths on the host
         growth._given_constants = constants
         for grown, widths in zip(parts, shape.widths, strict=True):
             growth.extend(grown, widths)
@@ -242,13 +244,13 @@ class Growth:
     def extend(self, grown: Grown, widths: tuple[int, ...], selection: Selection | None = None) -> None:
         """Add packed levels: one after each expansion of `widths` nodes; before them level 1 if there is no level."""
         sizes = [self.children] * (not self.levels) + [width * self.children for width in widths]
-        *paths, rest = grown.paths.split([*sizes, grown.paths.shape[1] - sum(sizes)], dim=1)
-        *expanded_paths, self._open = rest.split([*widths, sizes[-1]], dim=1)
+        paths = grown.paths.split([*sizes, *widths, sizes[-1]], dim=1)  # levels, expansions, the last level
         integers = grown.integers.split([*sizes, *(widths if self.children > 1 else ())], dim=1)
         tokens = integers[: len(sizes)]
         index = integers[len(sizes) :] or [None] * len(widths)
-        self._levels += map(_Level, tokens, paths)
-        self._expansions += map(_Expansion, expanded_paths, index)
+        self._levels += map(_Level, tokens, paths[: len(sizes)])
+        self._expansions += map(_Expansion, paths[len(sizes) : -1], index)
+        self._expandable = paths[-1]
         if grown.ancestors is not None:
             self._ancestors = Ancestors.of(grown.ancestors)
         self.levels += len(sizes)
@@ -261,20 +263,20 @@ class Growth:
     def select(self, nodes: int) -> Selection:
         """The best nodes, at most so many, padded to the width of a captured pass; and the last level."""
         tree, _ = self.best(nodes)
-        return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._open)
+        return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._expandable)
 
     def read(self) -> Snapshot:
         """Read the probabilities, in one transfer to the host; after a selection, all values of the selected nodes."""
         if self._selection is not None:
-            self._read_values, opened = self._selection.split(self._selection.read.cpu().numpy())
+            self._read_values, expandable = self._selection.split(self._selection.read.cpu().numpy())
             paths = self._read_values[:, PATH, 1:]
         else:
-            values = torch.cat([*(level.paths for level in self._levels), self._open], dim=1).cpu().numpy()
+            values = torch.cat([*(level.paths for level in self._levels), self._expandable], dim=1).cpu().numpy()
             paths = values[:, : self.candidates]
-            opened = values[:, self.candidates :]
-        if min(self.limits) <= self.levels:
-            opened = np.where(np.array(self.limits)[:, None] > self.levels, opened, NO_NODE)
-        return Snapshot(self.levels, _descending(paths), _descending(opened))
+            expandable = values[:, self.candidates :]
+        if min(self.max_depths) <= self.levels:  # nodes at the maximum depth of their row are not expanded
+            expandable = np.where(np.array(self.max_depths)[:, None] > self.levels, expandable, NO_NODE)
+        return Snapshot(self.levels, _descending(paths), _descending(expandable))
 
     def best(
         self, nodes: int, expanded_first: bool = False, with_expanded: bool = False
@@ -286,34 +288,35 @@ class Growth:
         """
         nodes = min(nodes, self.candidates)
         if self._selection is not None and not expanded_first and not with_expanded:
-            return self._selection.first(nodes, self._read_values, self.rows), None
+            return self._selection.first(nodes, self._read_values, self.drafting_rows), None
         ids = self._expanded_ids()
         values = self._values(ids)
         if self.children > 1:
             order = self._order(values[:, PATH], ids, nodes, expanded_first, with_expanded)
             values = values.gather(2, order[:, None].expand(-1, PLANES, -1))
         values = values[:, :, : 1 + nodes]
-        integers = values[:, : 1 + PARENT].long()
+        integers = values[:, :PATH].long()
         structure = None
         if self.children > 1:
             is_parent = integers[:, PARENT, :, None] == integers[:, NUMBER, None]
             structure = TreeStructure(integers[:, DEPTH], ancestors_of(is_parent))
+        # Where expanded nodes come first, those that are padding keep their places too.
         host = HostCopy(values, structure is None, includes_rejected=expanded_first)
-        return DeviceTree(values, integers[:, TOKEN], structure, self.rows, host), integers[:, PARENT, 1:]
+        return DeviceTree(values, integers[:, TOKEN], structure, self.drafting_rows, host), integers[:, PARENT, 1:]
 
     def _expanded_ids(self) -> Tensor | None:
         """`[rows, 1 + expanded]` the candidate index of each number; None for chains, where both are equal."""
         if self.children == 1:
             return None
-        root = self.constants.root_id.expand(len(self.limits), -1)
+        root = self.constants.root_id.expand(len(self.max_depths), -1)
         chosen = [expansion.chosen for expansion in self._expansions if expansion.chosen is not None]
         return torch.cat([root, *chosen], dim=1) + self.constants.level_starts
 
     def _values(self, ids: Tensor | None) -> Tensor:
         """`[rows, PLANES, children + candidates]` values by candidate index, from group 0 on, see `DeviceTree`."""
-        rows = len(self.limits)
+        rows = len(self.max_depths)
         constants = self.constants
-        numbers = constants.numbers[: self.children + self.candidates].expand(rows, -1)
+        numbers = constants.numbers.expand(rows, -1)
         if ids is not None:
             numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
         # All planes are concatenated in one operation. Candidates whose drafter gave NaN are no nodes.
@@ -326,7 +329,7 @@ class Growth:
     def _order(
         self, paths: Tensor, ids: Tensor | None, nodes: int, expanded_first: bool, with_expanded: bool
     ) -> Tensor:
-        """`[rows, 1 + nodes]` candidate indices: each row's last token, then its nodes, parents before children."""
+        """`[rows, 1 + nodes]` candidate indices: last token, then nodes; children are less likely, so later."""
         if ids is None or not (expanded_first or with_expanded):
             return paths.topk(1 + nodes, dim=1).indices
         others = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
@@ -339,7 +342,7 @@ class Constants(NamedTuple):
 
     depths: Tensor  # [1 + expanded] of each row's last token and of the expanded nodes
     level_starts: Tensor  # [1 + expanded] the candidate index with which the level of each expanded node begins
-    numbers: Tensor  # 0, 1, 2, …, at least one for each candidate
+    numbers: Tensor  # 0, 1, 2, …, one for each candidate
     unexpanded: Tensor  # `UNEXPANDED` for each candidate
     depths_and_parents: Tensor  # [2 * candidates] the depths of all, then the numbers of the parents of all
     root_paths: Tensor  # [children] logarithms of the path probabilities of group 0
@@ -364,10 +367,7 @@ def _constants(children: int, widths: tuple[int, ...], device: torch.device) -> 
     depth_of_candidate = [depth for depth in depth_of_group for _ in range(children)]
     parent_of_candidate = [group - 1 for group in range(groups) for _ in range(children)]
     root_paths = [0.0] + [2 * NO_NODE] * (children - 1)  # the others in group 0 are never chosen before a candidate
-
-    def tensor(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=device)
-
+    tensor = partial(torch.tensor, device=device)
     return Constants(
         depths=tensor(depths),
         level_starts=tensor(level_starts),

@@ -76,33 +76,32 @@ class LevelDraft(Generic[T]):
 
     def _first_level(self) -> None:
         """Begin the trees with the candidates after each row's last token; a captured function adds further levels."""
-        logits = None
-        captured = self._drafter.capture(self._text)
+        captured = self._drafter.capture(self._text)  # a pass over the text, and levels
         if captured is None:
             logits = self._drafter.read(self._text)[:, None]
-            device = logits.device
+            self._is_captured = self._drafter.capture() is not None  # levels alone
+            self._begin(logits.device, logits.shape[-1])
         else:
-            device = captured.device
-        self._is_captured = captured is not None or self._drafter.capture() is not None
-        self._begin(device, logits)
-        if captured is not None and not self._expand_first(captured):
+            self._is_captured = True
+            self._begin(captured.device)
+            if self._expand_first(captured):
+                return
             logits = self._drafter.read(self._text)[:, None]
-        if logits is not None:
-            self._add(logits)
+        self._add(logits)
 
-    def _begin(self, device: torch.device, logits: torch.Tensor | None) -> None:
-        """Make trees without nodes. `logits` are of level 1, if they are computed."""
+    def _begin(self, device: torch.device, draft_vocab: int | None = None) -> None:
+        """Make trees without nodes; `draft_vocab` is the number of logits after a token, once a pass has given some."""
         depths = self._text.depths
         last_tokens = [self._batch.state.last_token(row) for row in range(len(depths))]
-        # CUDA stages a temporary tensor before `to` returns; elsewhere it could be freed before it is copied.
+        # In one transfer. CUDA stages a temporary tensor before `to` returns; elsewhere it could be freed too early.
         values = torch.tensor([last_tokens, list(depths)]).to(device, non_blocking=device.type == "cuda")
-        pending, limits = values[..., None]
+        pending, max_depths = values[..., None]
         ids = self._drafter.token_ids
         vocab = vocabulary_size(self._batch.model)
         children = min(self._size.children, vocab if ids is None else len(ids))
-        if logits is not None:
-            children = min(children, logits.shape[-1])
-        self.growth = Growth(depths, children, pending, limits if self._is_captured else None)
+        if draft_vocab is not None:
+            children = min(children, draft_vocab)
+        self.growth = Growth(depths, children, pending, max_depths if self._is_captured else None)
         processors = self._batch.score_processors
         self._proposals = Proposals(children, vocab, self._threshold, processors, ids, self._batch.wants_q)
 
@@ -131,12 +130,14 @@ class LevelDraft(Generic[T]):
 
         None, and nothing is done, if they cannot be captured or are not captured yet.
         """
+        # In it scores are perturbed by noise that is drawn before, and no logits processor may read them on the host.
         if not self._batch.shares_noise or self._proposals.processors.reads_scores:
             return None
         growth = self.growth
+        passes = plan.passes if captured.text is None else 1 + plan.passes
+        # By row, the index of the generated token that each pass proposes.
         first = [len(text) + growth.levels for text in self._batch.state.generated]
-        # The index of the generated token that each pass proposes: first, if there is new text, the pass over it.
-        steps = [list(range(start, start + (captured.text is not None) + plan.passes)) for start in first]
+        steps = [list(range(step, step + passes)) for step in first]
         noise = self._batch.draft_noise(steps, growth.device)
         drafted = grow_captured(growth, *plan, self._size.max_nodes, captured, self._proposals, noise)
         if drafted is not None:
@@ -146,23 +147,26 @@ class LevelDraft(Generic[T]):
     def _count_passes(self, plan: Plan) -> None:
         """Count passes over nodes, unless deeper levels need no pass, see `Drafter.single_pass_tokens`."""
         if not self._drafter.single_pass_tokens:
-            self.passes += [self.growth.rows * plan.width] * plan.passes
+            self.passes += [self.growth.drafting_rows * plan.width] * plan.passes
 
     def _add(self, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""
         scores = self._proposals.scores(logits)
         steps = [[len(text) + self.growth.levels] for text in self._batch.state.generated]
         ids = self._drafter.token_ids
-        draft_scores = self._batch.draft_scores(scores, steps, None if ids is None else ids.expand(len(scores), 1, -1))
+        tokens = None if ids is None else ids.expand(len(scores), 1, -1)
+        draft_scores = self._batch.draft_scores(scores, steps, tokens)
         proposed, q = self._proposals(scores, draft_scores)
         if q is not None:
             self._qs.append(q)
         self.growth.add(*proposed)
 
     def _best(self) -> DraftTree:
+        """The nodes that are verified, with q for rejection sampling."""
         expanded_first = self._drafter.expanded_nodes_first
         wants_q = self._batch.wants_q
-        # In rejection sampling a node must not be left out because of its token, nor because of what follows it.
+        # In rejection sampling a node must not be left out because of its token, nor because of what follows it: all
+        # nodes that a pass has run on are verified.
         least = self.growth.expanded if expanded_first or wants_q else 0
         nodes = max(self._size.nodes(self.growth), least)
         draft, parents = self.growth.best(nodes, expanded_first, with_expanded=wants_q)

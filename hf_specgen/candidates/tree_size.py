@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator, DraftLevels
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.growth import Floats, Growth, Snapshot
+from hf_specgen.candidates.growth import Growth, Snapshot
 from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, fastest
+from hf_specgen.device_tree import Floats
 from hf_specgen.targets.cache import padded_width
 
 Integers = NDArray[np.integer[Any]]
@@ -63,7 +64,7 @@ class TreeSize(ABC):
 
     def next(self, growth: Growth, k: int) -> Plan | None:
         """The next passes; None if the trees are large enough. No draft is deeper than `k`."""
-        if max(growth.limits) <= growth.levels:
+        if max(growth.max_depths) <= growth.levels:
             return None
         plan = None if growth.expanded else self.first(growth, k)
         return plan or self._after_read(growth, k)
@@ -113,14 +114,14 @@ class FixedSize(TreeSize):
 
     def _after_read(self, growth: Growth, k: int) -> Plan | None:
         # The host reads after every `levels_per_read` levels, unless only one further level can follow.
-        levels = max(growth.limits) - growth.levels
+        levels = max(growth.max_depths) - growth.levels
         since_read = growth.levels % growth.levels_per_read
         if not since_read and levels > 1 and not growth.read().may_improve(self.max_nodes):
             return None
         return Plan(min(growth.levels_per_read - since_read, levels), min(self._width, growth.last_level_width))
 
     def nodes(self, growth: Growth) -> int:
-        return self.max_nodes if self.children > 1 else max(1, *growth.limits)
+        return self.max_nodes if self.children > 1 else max(1, *growth.max_depths)
 
     def best_size(self, probability: Sequence[Sequence[float]], drafting: float = 0.0, is_sampled: bool = False) -> int:
         return self.max_nodes
@@ -205,7 +206,7 @@ class FastestSize(TreeSize):
         verified = fastest(tokens, seconds)
         # A first draft token may cost far more than each further one, and a run of certain tokens pays when it is
         # verified as a whole: all numbers of further levels are considered, [levels, widths].
-        levels = np.arange(1, 1 + max(1, max(growth.limits) - growth.levels))[:, None]
+        levels = np.arange(1, 1 + max(1, max(growth.max_depths) - growth.levels))[:, None]
         below = self._estimator.expected(conditional, len(levels))  # [2, levels, rows, widths]
         gains = (below * self._estimator.scaled(reached[:, :widths])).sum(axis=2)
         # The path to the frontier is verified too.
@@ -250,7 +251,7 @@ def _levels_after_first(growth: Growth, k: int) -> int:
     They are rounded up to a multiple of `levels_per_read`, but not beyond depth `k`: where passes are captured, drafts
     near the end of a text, which are less deep than `k`, then use the same graphs as other drafts.
     """
-    levels = max(growth.limits) - 1
+    levels = max(growth.max_depths) - 1
     per_read = growth.levels_per_read
     return min(k - 1, -(-levels // per_read) * per_read) if levels > 0 else 0
 

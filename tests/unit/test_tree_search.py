@@ -186,12 +186,12 @@ def _grown(growth: Growth, size: TreeSize, chances: list[float], passes: list[in
     """Grow a tree whose nodes all have children with these probabilities."""
 
     def add(width: int) -> None:
-        shape = (len(growth.limits), width, len(chances))
+        shape = (len(growth.max_depths), width, len(chances))
         log_acceptance = torch.tensor(chances).log().expand(shape)
         growth.add(torch.arange(len(chances)).expand(shape), log_acceptance)
 
     add(1)
-    while (plan := size.next(growth, max(growth.limits))) is not None:
+    while (plan := size.next(growth, max(growth.max_depths))) is not None:
         size.count(plan)
         for width in [plan.width] * plan.passes:
             growth.expand(width)
