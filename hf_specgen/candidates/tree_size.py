@@ -87,7 +87,8 @@ class TreeSize(ABC):
         Args:
             probability: path probabilities of each row, in descending order.
             drafting: seconds that the drafter has taken.
-            is_sampled: take the first local maximum, so that no node is left out because of the nodes after it.
+            is_sampled: take the first local maximum: whether a node is verified then depends on no node after it, as
+                rejection sampling requires.
         """
 
     def drafting_seconds(self, passes: Sequence[int]) -> float:
@@ -113,12 +114,13 @@ class FixedSize(TreeSize):
         return Plan(passes, min(self._width, growth.children)) if passes else None
 
     def _after_read(self, growth: Growth, k: int) -> Plan | None:
-        # The host reads after every `levels_per_read` levels, unless only one further level can follow.
-        levels = max(growth.max_depths) - growth.levels
+        levels = max(growth.max_depths) - growth.levels  # that may follow
         since_read = growth.levels % growth.levels_per_read
+        # The host reads after every `levels_per_read` levels, but not to save the pass of one last level.
         if not since_read and levels > 1 and not growth.read().may_improve(self.max_nodes):
             return None
-        return Plan(min(growth.levels_per_read - since_read, levels), min(self._width, growth.last_level_width))
+        passes = min(growth.levels_per_read - since_read, levels)
+        return Plan(passes, min(self._width, growth.last_level_width))
 
     def nodes(self, growth: Growth) -> int:
         return self.max_nodes if self.children > 1 else max(1, *growth.max_depths)
@@ -157,7 +159,7 @@ class FastestSize(TreeSize):
         self._target_seconds, self.min_probability = _target_seconds(
             latency.target, max(rows, pass_rows), self.max_nodes, is_padded
         )
-        # Of a further pass, by its nodes of each row from 1 on, and of the draft so far.
+        # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row.
         self._pass_seconds, self._draft_seconds = _drafter_seconds(latency.drafter, rows, children)
 
     def first(self, growth: Growth, k: int) -> Plan | None:
@@ -165,14 +167,12 @@ class FastestSize(TreeSize):
         if not levels or growth.levels_per_read == 1:  # reading is free
             return None
         width = min(len(self._pass_seconds), growth.children)
-        # Chains are assumed, whose first draft token is there: p further passes verify 1 + p of each row.
-        accepted = self._estimator.expected_of_draft(1 + levels)
-        ahead = np.arange(1 + levels)
-        drafted = np.minimum(1 + ahead, self.max_nodes)
-        tokens = self._rows * (1 + accepted)
-        passes = fastest(
-            tokens, self._target_seconds[drafted] + self._draft_seconds + ahead * self._pass_seconds[width - 1]
-        )
+        # Chains are assumed, whose first token is there: 0, 1, … further passes verify 1, 2, … nodes of each row.
+        passes_ahead = np.arange(1 + levels)
+        nodes = np.minimum(1 + passes_ahead, self.max_nodes)
+        tokens = self._rows * (1 + self._estimator.expected_of_draft(1 + levels))
+        seconds = self._target_seconds[nodes] + self._draft_seconds + passes_ahead * self._pass_seconds[width - 1]
+        passes = fastest(tokens, seconds)
         if passes > 2:  # so that there are few different plans, since each is captured
             passes = levels
         return Plan(passes, width) if passes else None
@@ -192,13 +192,19 @@ class FastestSize(TreeSize):
         self._levels.width = plan.width
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
-        """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them."""
-        widths = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
-        reached = snapshot.expandable[:, :widths].cumsum(axis=1)
-        widths = int(np.count_nonzero(snapshot.expandable[:, :widths].sum(axis=0)))
+        """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them.
+
+        The level is counted for the estimator.
+        """
+        most = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
+        expandable = snapshot.expandable[:, :most]
+        widths = int(np.count_nonzero(expandable.sum(axis=0)))
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
-        conditional = self._levels.add(growth.levels, reached[:, :widths], snapshot.expandable.sum(axis=1))
+        # `[rows, widths]` the probability that one of the 1, 2, … likeliest nodes is accepted, then the same provided
+        # that the level before is.
+        reached = expandable.cumsum(axis=1)[:, :widths]
+        conditional = self._levels.add(growth.levels, reached, snapshot.expandable.sum(axis=1))
         # Without a further pass: the most expected tokens per second with the nodes so far.
         probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
         tokens = np.concatenate([[self._rows], probability]).cumsum()
@@ -207,8 +213,9 @@ class FastestSize(TreeSize):
         # A first draft token may cost far more than each further one, and a run of certain tokens pays when it is
         # verified as a whole: all numbers of further levels are considered, [levels, widths].
         levels = np.arange(1, 1 + max(1, max(growth.max_depths) - growth.levels))[:, None]
-        below = self._estimator.expected(conditional, len(levels))  # [2, levels, rows, widths]
-        gains = (below * self._estimator.scaled(reached[:, :widths])).sum(axis=2)
+        # `[2, levels, rows, widths]`: first if the nodes to expand alone are verified, then if all candidates are.
+        below = self._estimator.expected(conditional, len(levels))
+        gains = (below * self._estimator.scaled(reached)).sum(axis=2)
         # The path to the frontier is verified too.
         base = min(max(verified, growth.levels), len(tokens) - 1)
         expanded = levels * np.arange(1, 1 + widths)
@@ -270,9 +277,9 @@ def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -
 
 
 @lru_cache(maxsize=64)
-def _drafter_seconds(drafter: DraftLatency, rows: int, widths: int) -> tuple[Floats, float]:
-    """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of a draft of the first level alone."""
-    passes = np.maximum.accumulate([drafter.seconds_of(rows * (1 + width)) for width in range(widths)])
+def _drafter_seconds(drafter: DraftLatency, rows: int, most: int) -> tuple[Floats, float]:
+    """Seconds of the drafter's pass by the nodes of each row, 1 to `most`; and of a draft of the first level alone."""
+    passes = np.maximum.accumulate([drafter.seconds_of(rows * width) for width in range(1, 1 + most)])
     return passes, drafter.draft([rows])
 
 
@@ -290,17 +297,17 @@ def tree_size(
         batch: the rows.
         depths: the maximum depth of each row.
         only_pass: see `Drafter.single_pass_tokens`.
+        estimator: of the call, see `FastestSize`.
     """
     if isinstance(size, int):
         return FixedSize(size)
     rows = max(1, sum(depth > 0 for depth in depths))
+    # A pass over 2 tokens has more where passes are padded: a captured one has 4.
     pass_rows, width = batch.pass_shape(2)
     pass_rows = max(rows, pass_rows)
     step = None if size is None else batch.step_latency(pass_rows)
     if step is None:
         return FixedSize(children=1)
-    if only_pass:
+    if only_pass:  # the whole draft takes one pass, and each further level nothing
         step = step._replace(drafter=DraftLatency(overhead=step.drafter.draft([rows * only_pass])))
-    return FastestSize(
-        step, rows, pass_rows, is_padded=width > 2, estimator=estimator
-    )  # a captured pass over 2 tokens has 4
+    return FastestSize(step, rows, pass_rows, is_padded=width > 2, estimator=estimator)
