@@ -26,7 +26,8 @@ class _Queue:
     Args:
         parts: consecutive states `[positions, layers * hidden]`.
         position: in the text, of the first of these states.
-        history: with a window, the states in the head's cache: of the window at the last restart, and those since.
+        history: with a window, the states that the head has processed: those of the window at the last restart, and
+            those since.
         history_tokens: the token after each position of `history`.
     """
 
@@ -80,22 +81,23 @@ class FeatureQueue:
             self.receive()
         if not any(max_depths) or not self._can_begin:
             return None
-        return self._new([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
+        return self._take_first([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
 
     def take_prompts(self, first: int) -> NewFeatures:
-        """Remove the features of new rows, from row `first` on, but the last feature of a row with several features.
+        """Remove the features of the new rows, which are `first` and those after it; entries are of these rows alone.
 
-        So the first draft of such a row has a feature to process.
+        The last feature of a row stays in the queue for its first draft, unless it is the only one. No row is
+        restarted, as nothing was computed for new rows.
         """
         new = [max(1, row.count - 1) for row in self._rows[first:]]
-        taken = self._new([*[0] * first, *new])
+        taken = self._take_first([*[0] * first, *new])
         return taken._replace(
             features=taken.features[first:], tokens=taken.tokens[first:], active=[True] * len(new), restarted=()
         )
 
     def remove(self, limits: Sequence[float]) -> list[torch.Tensor]:
         """Remove the first `limits[row]` features of each row that has not ended: `[removed, layers * hidden]` each."""
-        return self._new(limits).features
+        return self._take_first(limits).features
 
     def available(self, row: int) -> int:
         """How many features of a row are in the queue."""
@@ -106,7 +108,7 @@ class FeatureQueue:
         self._rows = [self._rows[row] for row in kept]
 
     def append_rows(self, new: int) -> None:
-        """Add new rows after the present ones, with the hidden states of their prompts."""
+        """Add new rows after the present ones, with the hidden states of their prompts; `new` is their number."""
         self._add_rows(self._batch.committed_states(self._layers))
 
     @property
@@ -118,12 +120,13 @@ class FeatureQueue:
     def _add_rows(self, states: Sequence[torch.Tensor]) -> None:
         """Add the rows that are not in the queue yet, with their hidden states; `states` are of all rows."""
         for row, new in enumerate(states[len(self._rows) :], start=len(self._rows)):
-            # The target has processed all but the last token; positions that a given cache held have no features.
+            # The target has processed all tokens but the last one. There are states of padding before the prompt too,
+            # which are cut off; and none of the first positions, if the call began with a cache of these.
             length = len(self._state.prompts[row]) + len(self._state.generated[row]) - 1
-            new = new[max(0, len(new) - length) :]
-            self._rows.append(_Queue([new], length - len(new), new[:0]))
+            states_of_text = new[max(0, len(new) - length) :]
+            self._rows.append(_Queue([states_of_text], length - len(states_of_text), new[:0]))
 
-    def _new(self, limits: Sequence[float]) -> NewFeatures:
+    def _take_first(self, limits: Sequence[float]) -> NewFeatures:
         """Remove the first `limits[row]` features of each row that has not ended, and the token after each.
 
         A row that exceeds the window is restarted: it gets all features in the window, those taken before included.
@@ -133,7 +136,7 @@ class FeatureQueue:
         self.was_taken = True
         restarted = []
         for index, row in enumerate(self._rows):
-            features, tokens = self._removed(index, row, limits[index])
+            features, tokens = self._remove_first(index, row, limits[index])
             if self._window is not None and tokens:
                 row.history = torch.cat([row.history, features])
                 row.history_tokens = [*row.history_tokens, *tokens]
@@ -148,7 +151,7 @@ class FeatureQueue:
             new.tokens.append(tokens)
         return new._replace(restarted=restarted)
 
-    def _removed(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
+    def _remove_first(self, index: int, row: _Queue, limit: float) -> tuple[torch.Tensor, list[int]]:
         """Remove the first `limit` features of a row, or all of fewer features; returns the token after each, too."""
         if limit <= 0 or not row.parts or self._state.has_ended(index):
             return row.history[:0], []
