@@ -49,9 +49,9 @@ class Proposals:
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """`[batch, nodes, draft vocab]` the processed scores of a pass."""
         scores = logits[..., : self.vocab].float()
-        if self.wants_q or self.processors.reads_scores:
+        if self.wants_q or self.processors.reads_scores:  # which refuse NaN and infinity
             scores = finite(scores)
-        return self.processors(scores, self.token_ids is None)
+        return self.processors(scores, all_tokens=self.token_ids is None)
 
     def __call__(
         self, scores: torch.Tensor, draft_scores: torch.Tensor
@@ -67,12 +67,12 @@ class Proposals:
         if self.wants_q or self.threshold:
             probabilities = scores.softmax(dim=-1)
             expandable = probabilities.gather(-1, tokens) >= self.threshold if self.threshold else None
-            if self.wants_q:
+            if self.wants_q:  # which nodes are in a tree may depend on their ranks alone, not on their tokens
                 acceptance = confidence_by_rank(probabilities.amax(dim=-1), self.children).log()
                 q = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
                 q = q if ids is None else torch.zeros_like(q).index_copy(-1, ids, probabilities)
         acceptance = acceptance.clamp(log(MIN_PROBABILITY), log(MAX_PROBABILITY))
-        if self.wants_q:  # siblings are verified in the order in which they were drawn
+        if self.wants_q:  # siblings stay in the order in which they were drawn, equal ones too
             acceptance = acceptance - 1e-4 * torch.arange(self.children, device=tokens.device)
         return (tokens if ids is None else ids[tokens], acceptance, expandable), q
 
@@ -128,41 +128,43 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     """Of the tree after the passes; held here, so that the tensors live as long as the graph that reads them."""
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
-        tree_so_far = self.shape, inputs.last_tokens, inputs.max_depths, inputs.parts
-        growth = Growth.of_parts(*tree_so_far, self.constants)
+        growth = Growth.of_parts(self.shape, inputs.last_tokens, inputs.max_depths, inputs.parts, self.constants)
         states = inputs.states
         after_text = None
-        noise = None if inputs.noise is None else inputs.noise.unbind(dim=1)
+        noise: list[torch.Tensor | None] = [None] * (1 + self.passes)  # by pass, that over new text first
+        if inputs.noise is not None:
+            noise = list(inputs.noise.unbind(dim=1))
         if inputs.text is not None:
             logits, *after_text = self._read(module, inputs.text, inputs, cache)
             states = after_text[0]
-            self._add(growth, logits, None if noise is None else noise[0])
-            noise = None if noise is None else noise[1:]
+            self._add(growth, logits, noise.pop(0))
         layer = cache.layers[0]
         # In the cache, the expanded nodes follow each row's last token.
         last_token_slots = layer.next_slots - 1 - growth.expanded
         attended_slots = layer.get_mask_sizes(0)[0]
-        for number in range(self.passes):
+        for _ in range(self.passes):
             frontier = growth.expand(self.width)
             layout = StepLayout(last_token_slots, attended_slots, *growth.structure(), inputs.visible)
             states = None if states is None else frontier.gather_parents(states)
             logits, states, *_ = self.level(module, frontier.tokens, layout, states, inputs.offsets, cache)
-            self._add(growth, logits, None if noise is None else noise[number])
+            self._add(growth, logits, noise.pop(0))
         return Drafted(growth.parts()[-1], growth.select(self.nodes), states, after_text)
 
     def _read(self, module: nn.Module, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
-        """Process new text; returns the logits, states, … of the drafter at each row's last token `[batch, 1, …]`.
+        """Process new text; returns what `Level` does, of each row's last token alone `[batch, 1, …]`.
 
         The text is padded on the right. Later passes overwrite the padding in the cache.
         """
-        (batch, width), layer = text.tokens.shape, cache.layers[0]
+        batch, width = text.tokens.shape
+        layer = cache.layers[0]
         chain = TreeStructure.of_captured_chains(batch, width - 1, text.tokens.device)
         layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.visible)
-        results = self.level(module, text.tokens, layout, text.features, inputs.offsets, cache, True)
+        results = self.level(module, text.tokens, layout, text.features, inputs.offsets, cache, is_text=True)
+        # Later slots begin at the padding.
         slots = layer.slots - (width - text.counts[:, None])
-        last = (text.counts - 1)[:, None, None]
         for cache_layer in cache.layers:
             cache_layer.slots = slots
+        last = (text.counts - 1)[:, None, None]
         return [None if value is None else value.gather(1, last.expand(-1, -1, value.shape[-1])) for value in results]
 
     def _add(self, growth: Growth, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
@@ -184,15 +186,15 @@ def grow_captured(
 
     None if there is no graph: then nothing was added, and the caller makes the passes.
     """
-    text = drafter.text
-    text_counts = [0] * len(growth.max_depths)  # tokens of new text, which stay in the cache
     if noise is not None and proposals.token_ids is not None:
-        noise = noise[..., proposals.token_ids]
-    slots = passes * width
+        noise = noise[..., proposals.token_ids]  # of the draft vocabulary
     starts = drafter.cache.lengths
+    slots = passes * width  # that are written after each row
+    text = drafter.text
     text_inputs = None
+    text_counts = [0] * len(growth.max_depths)  # tokens of new text, which stay in the cache
     if text is not None:
-        slots += text.tokens.shape[1]
+        slots += text.tokens.shape[1]  # padding included
         text_counts = list(text.counts)
         text_inputs = TextInputs(text.tokens, torch.tensor(text_counts), text.features)
     capacity = drafter.graphs.capacity(drafter.cache, slots)
@@ -207,7 +209,7 @@ def grow_captured(
     states = None if text is not None else drafter.states
     tree_so_far = growth.last_tokens, growth.max_depths_on_device, parts
     inputs = LevelInputs(text_inputs, *tree_so_far, states, visible, drafter.offsets, noise)
-    drafted: Drafted | None = drafter.graphs.run(levels, inputs, drafter.cache, slots, lambda: None)
+    drafted: Drafted | None = drafter.graphs.run(levels, inputs, drafter.cache, slots, fallback=lambda: None)
     if drafted is not None:
         growth.extend(drafted.grown, (width,) * passes, drafted.selection)
         counts = zip(starts, text_counts, strict=True)
