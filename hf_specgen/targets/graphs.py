@@ -136,8 +136,9 @@ class CapturedFunctions:
         """A new graph for a run; None if it is not due, or the function cannot be captured.
 
         Raises:
-            ValueError: with the mode "graphs", if the function cannot be captured, or its graph computes something
-                else.
+            ValueError: with the mode "graphs", if a function that is not optional cannot be captured, or its graph
+                computes something else.
+            torch.OutOfMemoryError: instead of it, if the graph does not fit into memory.
         """
         buffers = self.buffers.of_cache(run.cache)
         self._runs[run.key] += 1
@@ -185,14 +186,20 @@ class CapturedFunctions:
 
     def _keep(self, graph: Graph, run: _Run, module: nn.Module, buffers: BufferSet) -> None:
         """Keep a graph for later runs, and drop the one that was not used for longest if there are too many."""
-        if not is_captured(module):  # hooks that the first passes have installed since `begin_call` are no change
+        # Before the first graph the first passes may have installed hooks. The graphs have these: they are no change.
+        if not is_captured(module):
             self._fingerprint = graph_fingerprint(module)
         buffers.graphs[run.key] = graph
         if len(buffers.graphs) > MAX_GRAPHS:
             del buffers.graphs[next(iter(buffers.graphs))]
 
     def give_up(self, call: CallGraphs, error: Exception) -> None:
-        """Capture nothing of this module until it changes: raises with the mode "graphs", warns with "auto"."""
+        """Capture nothing of this module until it changes; with the mode "auto" a warning says why.
+
+        Raises:
+            ValueError: with the mode "graphs".
+            torch.OutOfMemoryError: with the mode "graphs": `error`, if it is one.
+        """
         if call.mode == "graphs" and isinstance(error, torch.OutOfMemoryError):
             raise error
         name = type(call.module).__name__
@@ -229,6 +236,9 @@ class CallGraphs:
         """Move a cache into static buffers that have at least `slots` free slots for each row; returns their size.
 
         The size counts all slots of a row. 0 if there is no memory, with "auto"; then nothing is captured any more.
+
+        Raises:
+            torch.OutOfMemoryError: with the mode "graphs", if there is no memory.
         """
         with self.functions.lock:
             try:
@@ -257,7 +267,7 @@ class CallGraphs:
                 the call; or does nothing and returns None, for callers that then make the passes themselves.
 
         Raises:
-            ValueError: see `CapturedFunctions.capture_if_due`.
+            ValueError, torch.OutOfMemoryError: see `CapturedFunctions.capture_if_due`.
         """
         run = _Run(function, inputs, cache, slots, fallback)
         with self.functions.lock:
