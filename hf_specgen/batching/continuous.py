@@ -60,12 +60,17 @@ _run: ContextVar[PackedRun | None] = ContextVar("hf_specgen_packed_run", default
 def generate_batch(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attachment: Any
 ) -> Any:
-    """`model.generate_batch(*args, **kwargs)` with the keywords of this package, or an attached strategy."""
+    """`model.generate_batch(*args, **kwargs)` with the keywords of this package, or an attached strategy.
+
+    Raises:
+        ValueError: for keywords that are not valid, and where it cannot speculate, see `_reasons`: there an attached
+            strategy runs plainly instead, unless it is strict.
+    """
     begin = perf_counter()
     run = _run_of(kwargs, attachment and attachment.of_thread(model))
     settings = run.settings
+    # Requests add their statistics to a list: together they are reported as one call.
     add_call = run.add
-    # Collect the statistics of its requests: together they are reported as one call.
     requests = list[Statistics]()
     run.add = requests.append
     token = _run.set(run)
@@ -100,7 +105,7 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
-    of_call = _run.get()
+    of_call = _run.get()  # None for a manager that no `generate_batch` call makes
     arguments = by_name(original, args, kwargs)
     run = of_call or _run_of({}, attachment)
     if run.settings is not None:
@@ -140,10 +145,11 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
 
 
 def _packed_policy(policy: Policy, model: Any) -> Policy:
-    """The policy for packed steps: with T(q) of the model, measured by ordinary passes with unpaged attention.
+    """The policy for packed steps: with T(q), the time of a pass over q tokens, of the model with unpaged attention.
 
-    A packed step also takes time for scheduling, however many tokens it has. T(q) leaves it out, so drafts may be
-    shorter than the fastest ones, but not longer. Without T(q) nothing is drafted.
+    A packed step also takes time for scheduling, however many tokens it has. As T(q) leaves it out, a draft token seems
+    to lengthen a step by more than it does: drafts may be shorter than the fastest ones, but not longer. Without T(q)
+    nothing is drafted.
     """
     if not isinstance(policy, AdaptiveDepth) or policy.latency is not None:
         return policy
