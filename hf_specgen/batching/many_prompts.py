@@ -124,7 +124,7 @@ def generate_many(
 
 
 def _check_seed(seed: int | Sequence[int] | None, prompts: Iterable[Any]) -> None:
-    """Raise for a seed that is no number below 2**63, or no such number for each prompt."""
+    """Raise `ValueError` unless a seed is an integer from -2**63 to 2**63 - 1, or one for each prompt."""
     if isinstance(seed, Sequence) and isinstance(prompts, Sized) and len(seed) < len(prompts):
         raise ValueError(f"seed has {len(seed)} entries for {len(prompts)} prompts; give one for each, or one number")
     for value in seed if isinstance(seed, Sequence) else [0 if seed is None else seed]:
@@ -174,6 +174,10 @@ class _PromptCall(Speculation):
         index: of the prompt.
         seed: of the noise that its tokens are sampled with.
         settings, streamer: as of `Speculation`.
+
+    Attributes:
+        loop: of the call, once it has run.
+        stack: ends its sessions.
     """
 
     is_row = True
@@ -227,12 +231,16 @@ def _prefilled(
 
 
 def _token_ids(prompt: Any) -> torch.Tensor:
-    """The ids `[1, tokens]` of a prompt, which may be the output of a tokenizer."""
+    """The ids `[1, tokens]` of a prompt, which may be the output of a tokenizer.
+
+    Raises:
+        TypeError, ValueError: if it is no ids, or not those of one text.
+    """
     is_encoding = isinstance(prompt, Mapping) and "input_ids" in prompt
     values = prompt["input_ids"] if is_encoding else getattr(prompt, "ids", prompt)
     try:
         ids = torch.as_tensor(values)
-        is_valid = not (ids.is_floating_point() and ids.numel())
+        is_valid = not (ids.is_floating_point() and ids.numel())  # an empty list becomes an empty tensor of floats
     except (TypeError, ValueError, RuntimeError):
         is_valid = False
     if not is_valid:
@@ -302,7 +310,7 @@ class _Batch:
                     self._step()
                 for row, call in enumerate(self._rows):
                     if call.loop.state.all_stopped:
-                        if call.loop.outputs.shows_padding:  # the output may have the cache, which is then the row's
+                        if call.loop.outputs.shows_padding:  # the output may have a cache, of this row alone
                             call.target.leave(self._target, row)
                         yield self._completed(call)
         finally:
@@ -336,10 +344,11 @@ class _Batch:
         trees, logits = self._forward(loops, trees)
         seconds = perf_counter() - begin
         for row, (loop, tree) in enumerate(zip(loops, trees, strict=True)):
-            loop.timer.add("forward", seconds)
+            loop.timer.add("forward", seconds)  # each call waits for the whole pass
             self._calls[row].target.take_states(self._target, row, 1 + tree.nodes)
             with _errors_with_index(self._calls[row].index):
                 loop.end_step(tree, logits[row : row + 1, : 1 + tree.nodes])
+        # The paths that the rows have accepted are known: keep them in the common cache.
         self._target.commit_rows([call.target for call in self._calls])
         self._count(loops, logits.shape[1])
 
@@ -350,6 +359,7 @@ class _Batch:
         """
         pending = [loop.state.last_token(0) for loop in loops]
         width = max(tree.nodes for tree in trees)
+        # The trees as rows of one: each without the padding of its tokens, then all padded to the widest.
         nodes = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
         logits = self._target.forward(DraftTree.from_nodes(nodes).padded(width), pending)
         if width and bool(are_nan(logits).any()):
