@@ -91,7 +91,7 @@ class PackedTarget:
         0 if the prompt continues in a later step. The text of a request that was evicted from the cache is processed
         again: its states are known, so that only those of the last `slots` tokens are used.
         """
-        is_prefilled = any(self._step_states.kept)
+        is_prefilled = any(self._step_states.kept)  # the first commit follows the prompt
         if not states or (is_prefilled and not slots):
             return
         # Layer -1, the input of the output matrix, may have fewer tokens: those with logits. Cut all layers to these.
@@ -156,12 +156,12 @@ class Request:
         self.target = PackedTarget(shared, prompt)
         self.tree = DraftTree.empty(1)
         ids = torch.tensor([tokens[:prompt]], device=self.target.device)
-        text = GenerationState(ids, None, transformers_batching.end_tokens(state), limit)
-        text.append(0, tokens[prompt:])
+        generation = GenerationState(ids, None, transformers_batching.end_tokens(state), limit)
+        generation.append(0, tokens[prompt:])
         settings = shared.settings
         call = Call(
             shared.model,
-            text,
+            generation,
             shared.config,
             settings.candidates.settings(),
             settings=settings,
@@ -169,7 +169,8 @@ class Request:
         )
         verification = settings.verifier.start(call)
         self._stack = ExitStack()
-        self.steps = DecodingSteps(call, self.target, settings, verification, RequestOutputs(text), self._stack)
+        outputs = RequestOutputs(generation)
+        self.steps = DecodingSteps(call, self.target, settings, verification, outputs, self._stack)
 
     @property
     def text(self) -> list[int]:
