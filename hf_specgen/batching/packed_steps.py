@@ -72,14 +72,14 @@ class PackedSteps:
         # The slots of a sliding window are a ring buffer: a rejected token may overwrite one that is still needed. So
         # drafts end where the text fills the smallest window.
         windows = [getattr(allocator, "sliding_window", None) for allocator in self._allocators.values()]
-        self._slots = min([window for window in windows if window], default=UNLIMITED)
+        self._max_length = min([window for window in windows if window], default=UNLIMITED)
         self._request_settings = RequestSettings(
             self._model,
             manager.generation_config,
             self._shared.settings,
             torch.initial_seed(),  # the processor has just set it, to that of the config if there is one
             self._aux_layers,
-            min(position_table(text_config(self._model)), self._slots) - 1,
+            min(position_table(text_config(self._model)), self._max_length) - 1,
             verifies_chains_only=processor.inputs_and_outputs.attention_mask is None,
         )
         self._requests: dict[str, Request] = {}
@@ -115,7 +115,7 @@ class PackedSteps:
         counts = self._counts(most)
         self._drafted = 0
         for number, (future, request) in enumerate(self._step):
-            count = max(0, min(counts[number], self._slots - 1 - future.state.position_offset))
+            count = max(0, min(counts[number], self._max_length - 1 - future.state.position_offset))
             has_slots = count > 0 and self._has_slots(future.state, 1 + count)
             request.tree = request.tree.first_nodes(count if has_slots else 0)
             future.state.tokens_to_process = future.state.tokens_to_process + request.tree.token_lists()[0]
@@ -147,16 +147,17 @@ class PackedSteps:
 
     def _counts(self, most: int) -> Counter[int]:
         """How many draft tokens of each request are verified: the most probable ones of all requests together."""
-        ranked = list[tuple[float, int]]()
+        gains_of_requests = list[tuple[float, int]]()
         for number, (_, request) in enumerate(self._step):
             nodes = len(request.tree.parents[0])
             probability = request.tree.probability[0][:nodes] if request.tree.probability else [1.0] * nodes
-            ranked += [(gain, number) for gain in probability]
-        ranked = sorted(ranked, key=lambda gain_and_number: -gain_and_number[0])[:most]
+            gains_of_requests += [(gain, number) for gain in probability]
+        # The nodes of a tree are in descending order already: of each tree the first ones are counted.
+        ranked = sorted(gains_of_requests, key=lambda gain_and_number: -gain_and_number[0])[:most]
+        count = len(ranked)
         if ranked and self._seconds is not None:
-            gains = [gain for gain, _ in ranked]
-            ranked = ranked[: fastest_count(gains, self._decoding, self._seconds[: 1 + len(gains)])]
-        return Counter(number for _, number in ranked)
+            count = fastest_count([gain for gain, _ in ranked], self._decoding, self._seconds[: 1 + count])
+        return Counter(number for _, number in ranked[:count])
 
     def _has_slots(self, state: Any, tokens: int) -> bool:
         """Allocate slots for a request's tokens in the step; returns whether it has them.
@@ -173,7 +174,7 @@ class PackedSteps:
     def place_drafts(self, positions: torch.Tensor, masks: Any) -> tuple[list[int], list[Any]]:
         """Give the nodes of trees the positions of their depths, and hide all nodes but their ancestors from them.
 
-        The `position_offset` of each request is already behind its tokens of the step.
+        The `position_offset` of each request counts its tokens of the step already.
 
         Args:
             positions: `[tokens]` of the step.
@@ -186,7 +187,7 @@ class PackedSteps:
         if not isinstance(masks, dict):
             masks = {} if masks is None else dict.fromkeys(self._allocators, masks)
         indices = list[int]()
-        requests = list[Any]()
+        futures = list[Any]()
         end = 0  # of the request's tokens in the step
         key_ends = dict.fromkeys(masks, 0)  # of its keys, by layer type
         for future, request in self._step:
@@ -195,7 +196,7 @@ class PackedSteps:
             end += future.query_length
             if future.has_new_token:
                 indices += range(end - size, end)
-                requests += [future] * size
+                futures += [future] * size
             for kind in masks:
                 key_ends[kind] += self._allocators[kind].get_seqlen_k(past, future.query_length)
             if request.tree.is_chain:
@@ -206,7 +207,7 @@ class PackedSteps:
             for kind, mask in masks.items():
                 block = mask[0, 0, end - size : end, key_ends[kind] - size : key_ends[kind]]
                 block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
-        return indices, requests
+        return indices, futures
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
