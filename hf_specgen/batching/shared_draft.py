@@ -100,8 +100,9 @@ class SharedDraft:
         probabilities = tree.probability or [()] * tree.batch
         drafts = zip(self.rows, tree.token_lists(), tree.parents, probabilities, strict=True)
         for row, tokens, parents, probability in drafts:
-            nodes = tokens[: len(parents)], parents
-            row.tree = DraftTree.from_nodes([nodes], tree.probability and (probability[: len(parents)],))
+            size = len(parents)
+            estimated = None if tree.probability is None else (probability[:size],)
+            row.tree = DraftTree.from_nodes([(tokens[:size], parents)], estimated)
             row.passes = session.passes
             row.has_joined = True
         if any(depths):  # else the draft is empty, and its time is not counted
@@ -129,7 +130,7 @@ class SharedDraft:
         self._texts = SharedTexts(self.rows)
         # Calls choose how deep they draft: the session needs the latencies alone, to size its trees.
         self._policy = FixedDepth().start(first.call)
-        self._policy.remembers = first.carries_over
+        self._policy.remembers = first.carries_over  # whether counts of earlier calls may be used
         self._policy.latency = first.latency
         target = SharedTargets(self.rows)
         sampling = SharedSampling(self.rows)
@@ -183,7 +184,7 @@ class RowSession(DraftSession):
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The tree that `SharedDraft.draft` has made for this call, at the planned depth.
 
-        A call that is decoded alone, by `DecodingLoop.decode`, still has a plan here, and is drafted for now.
+        Nothing has called it for a call that is decoded alone, by `DecodingLoop.decode`: then it is called here.
         """
         if self in self._shared.planned:
             self._shared.draft()
@@ -266,7 +267,8 @@ class SharedTargets:
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
         """The states of each call: of the last step, or none if it took no part; of the prompt if it is new.
 
-        Called in `SharedDraft.draft`, whose `_observe` resets `RowSession.result` after the session has observed.
+        Read while the session observes a step, as `SharedDraft._observe` resets `RowSession.result` afterwards; and
+        when rows join it, for their prompts.
         """
         committed = []
         for row in self._rows:
@@ -284,6 +286,7 @@ class SharedSampling:
     """
 
     expected = ()
+    """Unknown, see `DraftSampling`."""
 
     def __init__(self, rows: Sequence[RowSession]):
         first = rows[0].batch
