@@ -62,7 +62,8 @@ def _hook_packed_steps(processor: Any, steps: Any) -> None:
         requests, is_decode, tokens, kv_read = schedule(this.scheduler, token_budget, cache_budget)
         if requests:
             # A step of decoding requests alone may exceed the cache budget, but not with drafts: it then gets none.
-            drafted = steps.extend(requests, tokens, token_budget if kv_read <= cache_budget else tokens)
+            draft_budget = token_budget if kv_read <= cache_budget else tokens
+            drafted = steps.extend(requests, tokens, draft_budget)
             is_decode = is_decode and not drafted
             tokens += drafted
         return requests, is_decode, tokens, kv_read
