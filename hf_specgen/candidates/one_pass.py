@@ -20,8 +20,8 @@ from hf_specgen.candidates.acceptance import MAX_PROBABILITY, confidence_by_rank
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchTree, best_first, draft_of
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.growth import Floats
 from hf_specgen.candidates.tree_size import TreeSize, tree_size
+from hf_specgen.device_tree import Floats
 from hf_specgen.drafter import DepthLogits, Drafter, T
 from hf_specgen.tree import DraftTree
 

@@ -15,9 +15,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hf_specgen import DFlashCandidates, MTPCandidates
+from hf_specgen.heads.block_drafter import BlockDrafter
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.head_text import HeadText
-from hf_specgen.heads.lilicorr import LiLiCorrDrafter
 from hf_specgen.heads.mtp import load_mtp
 from hf_specgen.heads.mtp_drafter import LayeredDrafter
 from hf_specgen.heads.path_head import PathDrafter
@@ -263,7 +263,8 @@ def test_lilicorr_has_the_scores_of_all_pairs_of_its_original() -> None:
     bound: Any = load_head(fixture.head_folder).bind(fixture.target)
     texts = [states_of(fixture, bound, fixture.text(prompt, 1)) for prompt in fixture.prompts]
     text = HeadText([features for features, _ in texts], [tokens for _, tokens in texts], [True, True])
-    scores, candidates = LiLiCorrDrafter(bound, None, 2).read_depths(text, 4)
+    source: Any = None  # the text is given
+    scores, candidates = BlockDrafter(bound, source, 2).read_depths(text, 4)
     for row, prompt in enumerate(fixture.prompts):
         recorded = {name: fixture.get(f"{prompt}.round1.selector.{name}")[0] for name in LATTICE}
         assert torch.equal(candidates[row], recorded["candidates"])
