@@ -5,7 +5,10 @@ Such are models with recurrent states, and decoders that take no positions; see 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,9 +33,7 @@ class ReplayTarget(Target):
         common_start = counts_slots(prepared.model, prepared.model_kwargs)
         if common_start:
             self.max_row_skew = MAX_ROW_SKEW
-        self._skipped_token = _skipped_token(self.model) if common_start else None
-        self._read: list[list[int]] = []
-        """The tokens of each row in the last pass."""
+        self._numbering = _numbering_modules(self.model) if common_start else []
         self._queue = ReplayQueue(self.batch, common_start)
         self._scanning_layers = scanning_layers(self.model)
         self._has_pending = True
@@ -71,20 +72,8 @@ class ReplayTarget(Target):
             super().commit(paths)
             return
         counts = [None if path is None else self._has_pending + len(path) for path in paths]
-        self._check_positions(counts)
         self._queue.commit(counts)
         self._set_lengths(self._queue.cached)
-
-    def _check_positions(self, counts: Sequence[int | None]) -> None:
-        """Raise if tokens after a padding token are kept: a pass over several tokens does not count it in positions."""
-        for row, tokens in enumerate(self._read if self._skipped_token is not None else ()):
-            kept = tokens[: self._queue.replayed(row) + (counts[row] or 0)]
-            if self._skipped_token in kept[:-1]:
-                raise ValueError(
-                    f"{type(self.model).__name__} does not count the padding token, {self._skipped_token}, which row "
-                    f"{row} has generated, in the positions of a pass over several tokens; forbid it "
-                    "(suppress_tokens=) or call generate() without candidate_generator="
-                )
 
     def rewind(self, kept: Sequence[int]) -> None:
         if self._queue.is_in_pass:
@@ -115,12 +104,14 @@ class ReplayTarget(Target):
         takes_part = [row in present and (active is None or active[row]) for row in range(self.batch)]
         starts, texts = self._queue.next_pass(new, takes_part, limit)
         self._set_lengths(starts)
-        self._read = texts
         # A row without tokens gets padding, which the next pass overwrites like the padding on the right.
         texts = [tokens or [0] for tokens in texts]
         chains = DraftTree.chains([tokens[1:] for tokens in texts])
         inputs = {"input_ids": chains.step_tokens([tokens[0] for tokens in texts], self.device)}
-        return self._run(self.model, chains, inputs, takes_part).logits
+        skipped = {module.padding_idx for module in self._numbering}
+        is_skipped = any(not skipped.isdisjoint(tokens[:-1]) for tokens in texts)
+        with _one_by_one(self._numbering if is_skipped else ()):
+            return self._run(self.model, chains, inputs, takes_part).logits
 
     def _process_uncached(self) -> None:
         """Run the model on all uncached tokens; a recurrent state takes a pass for each different number of them."""
@@ -133,11 +124,28 @@ class ReplayTarget(Target):
             self._set_lengths(queue.cached)
 
 
-def _skipped_token(model: PreTrainedModel) -> int | None:
-    """The padding token, if a decoder numbers the other tokens of a pass by what ids they have."""
-    all_modules: Iterable[Any] = decoder(model).modules()
-    modules = (module for module in all_modules if hasattr(module, "create_position_ids_from_input_ids"))
-    return next((module.padding_idx for module in modules), None)
+def _numbering_modules(model: PreTrainedModel) -> list[Any]:
+    """The modules of a decoder that number the tokens of a pass without counting padding tokens, as in M2M-100."""
+    return [module for module in decoder(model).modules() if hasattr(module, "create_position_ids_from_input_ids")]
+
+
+@contextmanager
+def _one_by_one(modules: Sequence[Any]) -> Iterator[None]:
+    """In this context, these modules number each token of this thread's passes by its slot, as plain decoding does."""
+    thread = threading.get_ident()
+
+    def number(module: Any, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
+        """Replace the output. PyTorch leaves out `kwargs` of a hook that another thread is just adding or removing."""
+        if output is None or threading.get_ident() != thread:
+            return kwargs if output is None else output
+        named = {"cache_length": 0, **inspect.signature(module.forward).bind(*args, **kwargs).arguments}
+        parts = enumerate(named["input_ids"].split(1, dim=1), start=named["cache_length"])
+        return torch.cat([module.forward(**{**named, "input_ids": part, "cache_length": at}) for at, part in parts], 1)
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(number, with_kwargs=True).remove)
+        yield
 
 
 def needs_replay(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:

@@ -130,12 +130,15 @@ TABLES = {
 }
 
 
-def test_generated_padding_token_whose_position_is_not_counted_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["m2m_100", "nllb-moe", "speech_to_text"])
+def test_generated_padding_tokens_same_tokens(kind: str) -> None:
     """Would catch: other tokens after a padding token in the text, which M2M-100 skips when it numbers a pass."""
-    model = encoder_decoder("m2m_100")
-    arguments = {"candidate_generator": NgramCandidates(k=3), "max_new_tokens": 12, "do_sample": False}
-    with pytest.raises(ValueError, match="M2M100ForConditionalGeneration does not count the padding token, 0,"):
-        model.generate(**encoder_inputs("m2m_100", 1), **arguments, suppress_tokens=list(range(1, VOCAB)))
+    model, inputs = encoder_decoder(kind), encoder_inputs(kind, 3)
+    call = {"suppress_tokens": [token for token in range(VOCAB) if token % 24], "max_new_tokens": 30, "do_sample": True}
+    for name in ("always", "sometimes"):
+        plain, output = plain_and_speculative(model, inputs, ORACLES[name], **call, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain) and output.speculation.accepted > 0
+        assert (plain[:, 2:-8] == model.generation_config.pad_token_id).sum() > 2  # and others after them
 
 
 @pytest.mark.parametrize("kind", TABLES)
