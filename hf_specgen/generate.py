@@ -33,7 +33,14 @@ from hf_specgen.targets.inputs import (
     prompt_columns,
     without_router_loss,
 )
-from hf_specgen.targets.model_parts import compares_slots, decoder_argument, image_layers, layer_kinds, text_config
+from hf_specgen.targets.model_parts import (
+    compares_slots,
+    decoder_argument,
+    image_layers,
+    layer_kinds,
+    layers_with_images,
+    text_config,
+)
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length, check_model
@@ -363,6 +370,7 @@ def _input_problems(model: PreTrainedModel, model_kwargs: dict[str, Any], tokens
         )
     cache = model_kwargs.get(compat.CACHE)
     reads_images = model_kwargs.get("pixel_values") is not None and bool(image_layers(text_config(model)))
+    reads_images = reads_images or bool(cache is not None and layers_with_images(model, cache))  # of earlier turns
     if reads_images and (type(cache) is not DynamicCache or cache.offloading):
         yield (
             f"{type(model).__name__} reads the keys of images from the layers of its cache, which must then hold them "

@@ -20,6 +20,7 @@ from hf_specgen import compat
 from hf_specgen.device_tree import DeviceTree, Frontier, PassTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.hooks import treats_rows_alike
+from hf_specgen.targets.masks import mask_of_images
 from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, image_layers, layer_kinds, text_config
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
@@ -262,24 +263,11 @@ class CallInputs:
             prepared = prepare(last, next_sequence_length=1, use_cache=True, **kwargs)
             self._extra = {name: value for name, value in prepared.items() if name not in own and value is not None}
             self._extra |= without_router_loss(self._model)
-            if IMAGE_MASK not in self._extra and (seen := _all_images(self._model, cache)) is not None:
+            if IMAGE_MASK not in self._extra and (seen := mask_of_images(self._model, cache)) is not None:
                 self._extra[IMAGE_MASK] = seen
         by_token = {name: self._extra[name] for name in {*TOKEN_TYPES, IMAGE_MASK} & self._extra.keys()}
         repeated = {name: value.expand(-1, tokens, *value.shape[2:]) for name, value in by_token.items()}
         return {**self._extra, **repeated}
-
-
-def _all_images(model: PreTrainedModel, cache: Any) -> torch.Tensor | None:
-    """`[batch, 1, 1, tiles]` ones, where the cache holds images: without a mask SDPA hides some of them from a draft.
-
-    Of several tokens it shows the first one the first key, the second one two, and so on.
-    """
-    held = [cache.layers[index] for index in image_layers(text_config(model)) if index < len(cache.layers)]
-    if not any(layer.is_initialized for layer in held):
-        return None
-    keys: torch.Tensor = held[0].keys
-    patches = cast(Any, model.base_model).vision_model.num_patches
-    return keys.new_ones(len(keys), 1, 1, keys.shape[2] // patches)
 
 
 def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import pad
@@ -26,6 +26,7 @@ from hf_specgen.targets.model_parts import (
     MASKS_PADDING,
     WITHOUT_ATTENTION,
     layer_kinds,
+    layers_with_images,
     takes_no_mask,
     text_config,
 )
@@ -241,3 +242,15 @@ class StepMasks:
         if self._has_batch_dimension:
             mask = mask.expand(batch, -1, -1, -1)
         return additive(mask, self._dtype) if self._additive else mask
+
+
+def mask_of_images(model: PreTrainedModel, cache: Any) -> torch.Tensor | None:
+    """`[batch, 1, 1, tiles]` ones, where the cache holds images: without a mask SDPA hides some of them from a draft.
+
+    Of several tokens it shows the first one the first key, the second one two, and so on.
+    """
+    if not (held := layers_with_images(model, cache)):
+        return None
+    keys: torch.Tensor = held[0].keys
+    patches = cast(Any, model.base_model).vision_model.num_patches
+    return keys.new_ones(len(keys), 1, 1, keys.shape[2] // patches)

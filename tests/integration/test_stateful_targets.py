@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, QuantizedCache
 from transformers.masking_utils import flash_attention_mask
 
 import hf_specgen
@@ -165,6 +165,29 @@ def test_layers_that_attend_to_images_same_tokens(name: str) -> None:
     result = cases.run(cases.build(checkpoint), lambda model, batch: with_media(checkpoint, model, batch), case)
     assert result.status == cases.SAME, result.detail
     assert result.accepted > 0 or case.turns > 1  # answers of the first turn are no drafts for the second
+
+
+@pytest.mark.parametrize("has_image", [True, False])
+def test_later_turn_from_a_quantized_cache_with_images_is_refused(has_image: bool) -> None:
+    """Would catch: an error after the first turn, of quantized keys that are read as those of images are."""
+    checkpoint = next(row for row in CHECKPOINTS if row.kind == "mllama")
+    model = cases.build(checkpoint)
+    inputs = with_media(checkpoint, model, 1)
+    if not has_image:
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    answers, call = [], {"max_new_tokens": 8, "return_dict_in_generate": True}
+    for more in ({}, {"candidate_generator": NgramCandidates(k=3)}):
+        cache = QuantizedCache(backend="fp8", config=model.config.get_text_config())
+        text = model.generate(**inputs, **call, **{CACHE: cache}).sequences
+        text = torch.cat([text, torch.tensor([[5, 6, 7]])], dim=1)
+        later = {"attention_mask": torch.ones_like(text), CACHE: cache, **call, **more}
+        if more and has_image:
+            with pytest.raises(ValueError, match="reads the keys of images from the layers of its cache"):
+                model.generate(text, **later)
+            assert cache.get_seq_length() == text.shape[1] - 4
+            return
+        answers.append(model.generate(text, **later).sequences)
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
