@@ -104,12 +104,14 @@ class HiddenStateTarget(Target):
         super().__init__(prepared, graphs)
         self.step_states = StepStates(tuple(aux_layers))
         self._pass = HookedPass(self.step_states.layers)
+        self._given_embeddings = prepared.model_kwargs.get("inputs_embeds")
 
     def prefill(self) -> torch.Tensor:
         with captured_states(self.model, self.step_states.layers) as captured:
             logits = super().prefill()
-        # A prefill in chunks has several passes.
-        states = [torch.cat(passes, dim=1) if len(passes) > 1 else passes[0] for passes in captured]
+        # A prefill in chunks has several passes; one over given embeddings makes none of its own.
+        by_pass = [passes or [self._given_embeddings] for passes in captured]
+        states = [torch.cat(passes, dim=1) if len(passes) > 1 else passes[0] for passes in by_pass]
         layers = zip(self.step_states.layers, states, strict=True)
         sizes = {state.shape[-1] for layer, state in layers if layer >= 0}  # the output matrix may read another size
         size = text_config(self.model).hidden_size

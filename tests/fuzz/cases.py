@@ -13,7 +13,7 @@ from tests.fuzz.situations import draw_situation, single_situation, some, weight
 
 SCRIPTED = ("oracle", "oracle_tree", "random", "random_tree")
 WITHOUT_TRAINING = ("ngram", "ngram_tree", "history", "prediction", "recycling", "combined_default", "auto", "native")
-DRAFT_MODELS = ("draft", "draft_other", "draft_reencoded", "skip", "skip_adapter")
+DRAFT_MODELS = ("draft", "draft_other", "draft_reencoded", "skip", "skip_adapter", "uno")
 MEDUSA = ("medusa", "medusa_auto")
 HEADS = ("eagle1", "eagle3", "dflash", "peagle")
 """Heads that are built for any target."""
@@ -30,7 +30,7 @@ GROUPS = {
 STRATEGIES = tuple(name for group in GROUPS.values() for name in group)
 COMBINED = (
     *("ngram", "ngram_tree", "history", "prediction", "recycling", "oracle", "random_tree"),
-    *("draft", "draft_reencoded", "skip", *MEDUSA, *HEADS),
+    *("draft", "draft_reencoded", "skip", "uno", *MEDUSA, *HEADS),
 )
 """What a combined strategy may have as members."""
 CALL_SETTINGS = ("no_memory", "monitor", "not_compiled")
@@ -71,6 +71,8 @@ class Case:
     pad_id: int = 0
     pad_in_prompt: bool = False
     give_mask: bool = True
+    embeddings: str = ""
+    """The prompt is given as `inputs_embeds`: "beside" its ids, or "alone"."""
 
     strategy: str = "oracle"
     k: int = 3
@@ -185,6 +187,7 @@ class Case:
             "saved settings": self.saved_settings,
             f"cache {self.cache_use}": self.cache_use != "",
             "prompt of padding": min(self.lengths) == 0,
+            f"embeddings {self.embeddings}": self.embeddings != "",
         }
         return named or next((name for name, applies in flags.items() if applies), "usual")
 
@@ -257,6 +260,7 @@ def draw(seed: int | str, architectures: Sequence[str] | None = None, strategies
         parts["members"] = tuple(random.sample(COMBINED, random.randint(1, 3)))
     for draw_more in (_prompts, _ends, _objects, draw_situation):
         parts |= draw_more(random, parts)
+    parts["embeddings"] = weighted(random, {"": 20, "beside": 1, "alone": 1})
     return _consistent(Case(**parts))
 
 
@@ -313,6 +317,8 @@ def _consistent(case: Case) -> Case:
         changes["prefill_chunk_size"] = None
     if case.architecture == "gpt_neo" and case.cache.startswith("static"):  # its local mask is as long as the text
         changes["cache"] = "none"
+    if case.embeddings:  # of a first turn, whose prompt is not divided
+        changes |= {"turns": 1, "prefill_chunk_size": None, "cache_use": ""}
     if case.turns > 1 and case.num_return_sequences > 1:
         changes["turns"] = 1
     if "native" in case.strategies():  # Transformers' own generators take one row

@@ -209,7 +209,7 @@ class Comparison:
         statistics = self._statistics(ours)
         if statistics is None:
             return None
-        row_ends = [inputs["input_ids"].shape[1] + length for length in statistics.lengths]
+        row_ends = [settings.prompt_columns(self.case, inputs) + length for length in statistics.lengths]
         again = self._generate(inputs, ends, cache, padding=ValidPadding(row_ends))
         return again if again.error is None else None
 
@@ -277,7 +277,7 @@ class Comparison:
     ) -> Run:
         """One plain or speculative call of the case, or of another one; what it raises is part of the result."""
         case = case or self.case
-        arguments = settings.arguments(case, ends, inputs["input_ids"].shape[1], fault)
+        arguments = settings.arguments(case, ends, settings.prompt_columns(case, inputs), fault)
         streamer = arguments.get("streamer")
         entered: Any = contextlib.nullcontext()
         if speculation and case.entry == "attach":
@@ -290,8 +290,9 @@ class Comparison:
             arguments[CACHE] = cache
         if padding is not None:
             arguments["logits_processor"] = LogitsProcessorList([*arguments.get("logits_processor", ()), padding])
+        given = settings.given_prompts(case, self.model, inputs)
+        copies = {name: tensor.clone() for name, tensor in given.items()}
         seed(case.seed)
-        given = {name: tensor.clone() for name, tensor in inputs.items()}
         error, output, saved = None, None, self.model.generation_config
         if case.saved_settings:
             self.model.generation_config = settings.saved_config(case, ends, saved)
@@ -306,12 +307,17 @@ class Comparison:
         if self.model.generation_config.to_dict() != before:
             self._differ([Difference("generation config changed", "it is not what it was before the call")])
         self.model.generation_config = saved
-        if any(not torch.equal(tensor, inputs[name]) for name, tensor in given.items()):
+        if any(not torch.equal(tensor, copies[name]) for name, tensor in given.items()):
             self._differ([Difference("inputs changed", "the caller's tensors are not what they were")])
         is_tensor = isinstance(output, torch.Tensor)
+        ids = output if is_tensor else getattr(output, "sequences", None)
+        if ids is not None and case.embeddings == "alone":  # with the prompt in front, as in all other cases
+            ids = torch.cat(
+                [inputs["input_ids"].repeat_interleave(len(ids) // len(inputs["input_ids"]), dim=0), ids], 1
+            )
         return Run(
             error=error,
-            ids=output if is_tensor else getattr(output, "sequences", None),
+            ids=ids,
             output=None if is_tensor else output,
             cache=cache if cache is not None else getattr(output, CACHE, None),
             streamed=streamer.chunks if streamer else [],

@@ -1,6 +1,8 @@
 """Random draft heads for any target, and sessions whose scores are raised for the tokens that will be generated."""
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,9 +24,10 @@ from hf_specgen.heads.lilicorr import LiLiCorrConfig, LiLiCorrHead
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from hf_specgen.verification.result import TopTokens
 from tests.fuzz.cases import Case
-from tests.fuzz.models import ASSISTANT, FIXTURES
+from tests.fuzz.models import ASSISTANT, FIXTURES, FOLDERS
 from tests.fuzz.scripted import spoil_scores
 from tests.fuzz.situations import SCORE_FAULTS
+from tests.helpers.lora import write_lora
 from tests.helpers.models import recorded_inputs
 
 CLASSES: dict[str, Any] = {
@@ -199,6 +202,18 @@ def exit_adapter(model: Any, exit_layer: int, ids: torch.Tensor, mask: torch.Ten
     adapter = nn.Linear(*weight.T.shape, bias=False)
     adapter.weight.data = weight
     return adapter.eval()
+
+
+def adapter_of(model: Any) -> Path:
+    """A folder with a LoRA adapter of random weights that changes all linear layers of the decoder's layers."""
+    names = {
+        name.rpartition(".")[2]
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    folder = Path(tempfile.mkdtemp(dir=FOLDERS.name))
+    return write_lora(model, folder, tuple(sorted(names)) or ("none",))
 
 
 def recycling_table(model: Any, ids: torch.Tensor) -> RecyclingTable:

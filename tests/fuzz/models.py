@@ -22,7 +22,7 @@ FIRST_CHARACTER = 0x4E00
 UNKNOWN = "?"
 CHARACTERS = [chr(FIRST_CHARACTER + place) for place in range(VOCAB)]
 FOLDERS = tempfile.TemporaryDirectory(prefix="tiny-tokenizers-")
-"""Of the tokenizers; removed when the process ends."""
+"""Of tokenizers and adapters; removed when the process ends."""
 KINDS = ("characters", "reversed", "subset", "pairs", "bytes")
 """Of `tokenizer_folder`; the first is that of the targets."""
 

@@ -136,6 +136,25 @@ def prompts(case: Case) -> dict[str, torch.Tensor]:
     return inputs
 
 
+def given_prompts(case: Case, model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a call gets of the prompts: copies, or embeddings near those of the ids."""
+    given = {name: tensor.clone() for name, tensor in inputs.items()}
+    if case.embeddings:
+        generator = torch.Generator().manual_seed(case.seed)
+        with torch.no_grad():
+            embeddings = model.get_input_embeddings()(inputs["input_ids"])
+        noise = torch.randn(embeddings.shape, generator=generator).to(embeddings)
+        given["inputs_embeds"] = embeddings + 0.3 * embeddings.std() * noise
+    if case.embeddings == "alone":
+        given.pop("input_ids")
+    return given
+
+
+def prompt_columns(case: Case, inputs: dict[str, torch.Tensor]) -> int:
+    """The columns of the prompt in what `generate` returns."""
+    return 0 if case.embeddings == "alone" else inputs["input_ids"].shape[1]
+
+
 def next_prompts(inputs: dict[str, torch.Tensor], text: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
     """The prompts of the next turn: the whole text, and two tokens more."""
     random = Random(seed)

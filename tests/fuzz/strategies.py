@@ -20,12 +20,13 @@ from hf_specgen import (
     Policy,
     RecyclingCandidates,
     Schedule,
+    UnoCandidates,
 )
 from hf_specgen.call import memory
 from hf_specgen.candidates.base import vocabulary_size
 from hf_specgen.depth import CostCurve, LatencyModel
 from tests.fuzz.cases import Case
-from tests.fuzz.heads import CLASSES, exit_adapter, head_candidates, medusa_heads, recycling_table
+from tests.fuzz.heads import CLASSES, adapter_of, exit_adapter, head_candidates, medusa_heads, recycling_table
 from tests.fuzz.models import KINDS, VOCAB, disturbed_copy, tiny_model, with_other_tokenizer
 from tests.fuzz.scripted import FaultyLookup, Nodes, RandomDepths, Script, Scripted, spoil_scores
 from tests.fuzz.situations import SCORE_FAULTS
@@ -119,6 +120,8 @@ def _simple(case: Case, name: str, model: Any, draft: Any, known: Known, answers
     if name in ("skip", "skip_adapter"):
         adapter = exit_adapter(model, case.exit_layer, known.ids, known.mask) if name == "skip_adapter" else None
         return LayerSkipCandidates(case.exit_layer, **settings, tree=tree, adapter=adapter)
+    if name == "uno":
+        return UnoCandidates(adapter_of(model), **{**settings, "k": "auto" if adaptive else min(case.k, 8)}, tree=tree)
     reads_path = name == "medusa_auto" and case.branches > 2
     heads = medusa_heads(model, known.ids, known.mask, reads_path=reads_path)
     for head in heads.lm_heads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 
 from hf_specgen import (
     DraftModelCandidates,
+    EagleCandidates,
     LayerSkipCandidates,
     MedusaCandidates,
     NgramCandidates,
+    PEagleCandidates,
     RecyclingCandidates,
 )
+from tests.fuzz.heads import random_head
 from tests.helpers.comparison import END, SAMPLING
 from tests.helpers.medusa import fitted_heads
 from tests.helpers.models import prompts, shared_draft, tiny_model
@@ -68,6 +72,18 @@ def test_networks_draft_after_embeddings_whose_ids_are_given(batch: int) -> None
     for strategy in (DraftModelCandidates(shared_draft(model), k=3), MedusaCandidates(heads)):
         output = model.generate(**inputs, max_new_tokens=14, return_dict_in_generate=True, candidate_generator=strategy)
         assert torch.equal(output.sequences, plain) and output.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3", "peagle"])
+def test_heads_that_read_the_embeddings_draft_after_given_ones(name: str) -> None:
+    """Would catch: a crash of a head that reads hidden state 0, which the model does not compute of a given prompt."""
+    model, inputs = tiny_model("llama"), embedded(tiny_model("llama"), 3, with_ids=True)
+    head = random_head(name, model, Random(1))
+    assert 0 in head.config.aux_hidden_state_layers
+    strategy = EagleCandidates(head, k=3) if name == "eagle3" else PEagleCandidates(head, k=3)
+    plain = model.generate(**inputs, max_new_tokens=14)
+    output = model.generate(**inputs, max_new_tokens=14, return_dict_in_generate=True, candidate_generator=strategy)
+    assert torch.equal(output.sequences, plain) and output.speculation.drafted > 0
 
 
 def test_networks_without_ids_are_refused_with_the_reason() -> None:

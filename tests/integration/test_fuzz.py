@@ -121,8 +121,8 @@ def _token_of_another_thread(self: Any, row: int, tokens: Any) -> int:
     return append(self, row, tokens)
 
 
-def _empty_the_given_cache(cls: Any, cache: Any, slots: Any) -> Any:
-    taken = from_dynamic(cache, slots)
+def _empty_the_given_cache(cls: Any, cache: Any, *more: Any) -> Any:
+    taken = from_dynamic(cache, *more)
     cache.reset()
     return taken
 
@@ -169,7 +169,7 @@ MAX_CASES_PER_MUTATION = 60
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 USUAL: dict[str, Any] = {
     **{"intervention": "", "drafter_fault": "", "threads": 1, "other_thread": False},
-    **{"saved_settings": False, "cache_use": ""},
+    **{"saved_settings": False, "cache_use": "", "embeddings": ""},
 }
 STEERED: dict[str, Any] = {
     **{"architecture": "llama", "strategy": "oracle", "accuracy": 0.9, "do_sample": False, "turns": 1, "fault": ""},
@@ -238,6 +238,7 @@ def test_draw_has_every_strategy_entry_point_and_situation() -> None:
     assert {case.intervention for case in cases} == {"", *itertools.chain(*INTERVENTIONS.values())}
     assert {case.drafter_fault for case in cases} == {"", *DRAFTER_FAULTS}
     assert {case.cache_use for case in cases} == {"", *CACHE_USES}
+    assert {case.embeddings for case in cases} == {"", "beside", "alone"}
     assert {"threads", "another thread", "saved settings", "prompt of padding"} <= {case.situation for case in cases}
 
 
