@@ -89,6 +89,11 @@ def _load(model: PreTrainedModel, adapter: str) -> Matrices:
     matrices = {}
     for name in {key.rpartition(".lora_")[0] for key in tensors}:
         layer: Any = model.get_submodule(name)
+        if type(layer) is not nn.Linear and type(layer).__module__.startswith("transformers.models."):  # of experts
+            raise ValueError(
+                f"the adapter changes {name}, a {type(layer).__name__}, which returns more than a linear layer does; "
+                "use another candidate generator"
+            )
         down, up = (tensors[f"{name}.lora_{part}.weight"].to(layer.weight.device, model.dtype) for part in "AB")
         matrices[layer] = down, up
     return matrices
@@ -118,14 +123,16 @@ class UnoDrafter(Drafter[HeadText]):
         pending = self._batch.state.pending()
         vocab = vocabulary_size(self._batch.model)
         noise = torch.randint(vocab, (len(pending), depth - 1), generator=self._noise).tolist()
-        with adapted(self._matrices, depth):
+        with adapted(self._matrices, len(target.rows), depth):
             logits = target.forward_and_forget(DraftTree.chains(noise), pending, text.active)
         return DepthLogits(logits.float()[:, :, None])
 
 
 @contextmanager
-def adapted(matrices: Matrices, length: int) -> Iterator[None]:
+def adapted(matrices: Matrices, rows: int, length: int) -> Iterator[None]:
     """A context in which passes of this thread over `length` tokens of each row add the adapter to all but the first.
+
+    Layers may read the tokens of all rows one after the other, as routers of experts do.
 
     Raises:
         ValueError: inside, if an adapted layer reads another number of tokens.
@@ -135,12 +142,13 @@ def adapted(matrices: Matrices, length: int) -> Iterator[None]:
     def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         if threading.get_ident() != thread:
             return None
-        states = inputs[0]
-        if states.dim() != 3 or states.shape[1] != length:
-            problem = f"the adapter of UnoCandidates changes a layer that reads {tuple(states.shape)}"
+        if inputs[0].shape[:-1].numel() != rows * length:
+            problem = f"the adapter of UnoCandidates changes a layer that reads {tuple(inputs[0].shape)}"
             raise ValueError(f"{problem} instead of {length} tokens of each row; use another candidate generator")
         down, up = matrices[layer]
-        return torch.cat((output[:, :1], output[:, 1:] + linear(linear(states[:, 1:], down), up)), dim=1)
+        states, plain = (part.reshape(rows, length, -1) for part in (inputs[0], output))
+        added = linear(linear(states[:, 1:], down), up)
+        return torch.cat((plain[:, :1], plain[:, 1:] + added), dim=1).view(output.shape)
 
     hooks = [layer.register_forward_hook(hook) for layer in matrices]
     try:

@@ -149,6 +149,8 @@ class Target:
         with without_cudnn_attention(self.device):
             logits = self._eager_pass(self.model, present, inputs, active, 0).logits
         self.cache.set_lengths(starts)
+        if bool(logits.isnan().any()):
+            self.cache.erase_rejected()
         return self._results(logits, tree.batch, 1 + tree.nodes)
 
     def _undo_pass(self) -> None:

@@ -74,6 +74,28 @@ def test_targets_with_windows_latents_and_experts_same_tokens(kind: str, samplin
     assert statistics.accepted >= statistics.drafts > 0, "the first draft token is the target's own"
 
 
+@pytest.mark.parametrize(("kind", "modules"), [("opt", ("fc1", "fc2")), ("deepseek_v3", ("shared_experts.up_proj",))])
+def test_layers_that_read_the_rows_one_after_the_other_same_tokens(
+    kind: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Would catch: a refusal in the middle of a call, where a layer reads `[rows * tokens, hidden]`."""
+    model = tiny_model(kind)
+    candidates = UnoCandidates(write_lora(model, tmp_path, modules), k=4)
+    assert assert_same_tokens(model, prompts(3), candidates, max_new_tokens=12).accepted > 0
+
+
+def test_noise_of_which_a_token_gives_nan_leaves_other_rows_as_they_are(tmp_path: Path) -> None:
+    """Would catch: NaN of noise in slots that are masked for shorter rows: a weight of 0 times NaN is NaN."""
+    model = fresh_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[20:40] = torch.nan
+    call: dict[str, Any] = {"max_new_tokens": 12, "suppress_tokens": list(range(20, 40)), "do_sample": False}
+    candidates = UnoCandidates(write_lora(model, tmp_path), k=5, policy=FixedDepth())
+    inputs = {"input_ids": torch.tensor([[0, 0, 0, 5, 6], [7, 8, 9, 10, 11]])}
+    inputs["attention_mask"] = torch.tensor([[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+    assert assert_same_tokens(model, inputs, candidates, **call).drafted > 0
+
+
 def test_beside_other_strategies_and_in_rejection_sampling(tmp_path: Path) -> None:
     """Would catch: noise left in the cache that another strategy of the same step reads; q of other rows."""
     model = llama()
@@ -121,6 +143,7 @@ REFUSED: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
     ("llama", ("q_proj",), {"r": 3}, "does not fit adapter_config.json and the target"),
     ("llama", ("conv",), {}, "adapts no linear layer of a LlamaForCausalLM"),
     ("qwen3_moe", ("gate_proj",), {}, "adapts no linear layer of a"),
+    ("llama4_text", ("router",), {}, "router, a Llama4Router, which returns more than a linear layer does"),
     ("qwen3_next", ("q_proj",), {}, "would read the noise of UnoCandidates"),
 ]
 
