@@ -35,8 +35,11 @@ def test_demo_of_the_bundled_model_in_80_columns(monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 0, result.output
     lines, text = result.output.splitlines(), " ".join(result.output.split())
     assert max(map(len, lines)) <= 80
-    rows = [line for line in lines if "█" in line]
-    assert len(rows) == len(SHOWN) and all(sum(row.startswith(name) for row in rows) == 1 for name in SHOWN)
+    # The table lies between its header and the sentence below; the bar of a slow variant may be less than one column.
+    header = next(place for place, line in enumerate(lines) if line.split()[:2] == ["tokens/s", "over"])
+    rows = lines[header + 1 : header + 1 + len(SHOWN)]
+    assert all(sum(row.startswith(name) for row in rows) == 1 for name in SHOWN)
+    assert not lines[header + 1 + len(SHOWN)].rstrip().endswith(("✓", "✗")), "a row that is not known"
     assert all(row.rstrip().endswith("✓") for row in rows if not row.startswith("prompt lookup"))  # it samples others
     assert "reference-lm, float32" in text and "tokens per second: plain " in text
     assert f"the tokens of all {len(SHOWN) - 2} answers are those of plain generate" in text
@@ -114,9 +117,11 @@ def test_widen_computes_the_same_function(reference_model, dtype: torch.dtype | 
     same = copy.deepcopy(reference_model)
     for parameter in same.parameters():
         parameter.data = parameter.data.to(wide.dtype)
+    if dtype is None:  # so that the order of sums, which depends on the threads, decides nothing
+        wide, same = wide.double(), same.double()
     ids = torch.arange(40)[None] * 31 % 1000
     with torch.no_grad():
-        torch.testing.assert_close(wide(ids).logits, same(ids).logits, atol=0.25 if dtype else 1e-5, rtol=0)
+        torch.testing.assert_close(wide(ids).logits, same(ids).logits, atol=0.25 if dtype else 1e-8, rtol=0)
     with pytest.raises(ValueError, match="parameters must be at least the model's"):
         widen(reference_model, 10)
 
