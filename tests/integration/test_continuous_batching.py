@@ -54,7 +54,8 @@ def test_greedy_requests_same_tokens(attention: str) -> None:
     model, prompts = fresh_model("llama"), requests(16)
     model.set_attn_implementation(attention)
     plain = run(model, prompts)
-    assert plain == [alone(model, prompt, config()) for prompt in prompts]
+    # Plain `generate` and `generate_batch` are both those of Transformers: a few requests show that settings agree.
+    assert plain[::4] == [alone(model, prompt, config()) for prompt in prompts[::4]]
     assert len({len(tokens) for tokens in plain}) > 3, "some requests end early"
     for name in STRATEGIES if attention == "sdpa" else ("trees",):  # which differ in their masks
         candidates = STRATEGIES[name](model)

@@ -7,6 +7,7 @@ import copy
 import json
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from tests.helpers.calls import make_call, make_state, with_sessions
 from tests.helpers.comparison import answers, plain_output
 from tests.helpers.head_fixtures import FIXTURES, Fixture, features_of, reread, steered
 from tests.helpers.medusa import fitted_heads, random_heads
+from tests.helpers.models import SHARED
 from tests.helpers.policies import AfterPlainSteps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -174,8 +176,9 @@ def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree:
         target, inputs = with_positions(target, 1024), prompts(2, PREFILL_CHUNK + 9)
         arguments["prefill_chunk_size"] = 200
         settings |= {} if name.startswith("mtp") else {"draft_window": None}
-    candidates = partly_right(name, inputs, 16, target, k=3, tree=tree, **settings)
-    statistics = assert_same_tokens(target, inputs, candidates, **arguments)
+    new = arguments.pop("max_new_tokens")
+    candidates = partly_right(name, inputs, new, target, arguments, k=3, tree=tree, **settings)
+    statistics = assert_same_tokens(target, inputs, candidates, max_new_tokens=new, **arguments)
     assert 0 < statistics.accepted < statistics.drafted
     session = candidates.session
     drafter = session.drafter
@@ -187,10 +190,12 @@ def test_committed_cache_equals_reading_from_scratch(name: str, case: str, tree:
                 torch.testing.assert_close(mine[place, :, :length], expected[0, :, :length], atol=1e-4, rtol=1e-4)
 
 
+@cache
 def with_positions(target: Any, positions: int) -> Any:
-    """A copy of a target that has so many positions."""
+    """A copy of a target that has so many positions, shared by the heads of this target: never change it."""
     longer = copy.deepcopy(target)
     longer.config.max_position_embeddings = positions
+    SHARED.add(longer)
     return longer
 
 
