@@ -104,7 +104,7 @@ class HiddenStateTarget(Target):
         super().__init__(prepared, graphs)
         self.step_states = StepStates(tuple(aux_layers))
         self._pass = HookedPass(self.step_states.layers)
-        self._given_embeddings = prepared.model_kwargs.get("inputs_embeds")
+        self._given_embeddings: Any = prepared.model_kwargs.get("inputs_embeds")
 
     def prefill(self) -> torch.Tensor:
         with captured_states(self.model, self.step_states.layers) as captured:

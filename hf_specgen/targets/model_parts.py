@@ -74,7 +74,7 @@ def image_layers(config: Any) -> tuple[int, ...]:
     return tuple(getattr(config, "cross_attention_layers", None) or ())
 
 
-def layers_with_images(model: nn.Module, cache: Any) -> list[Any]:
+def layers_with_images(model: PreTrainedModel, cache: Any) -> list[Any]:
     """The layers of a cache that hold keys of images for layers that attend to nothing else (Mllama)."""
     of_images = [layer for index in image_layers(text_config(model)) for layer in cache.layers[index : index + 1]]
     return [layer for layer in of_images if layer.get_seq_length()]
