@@ -100,7 +100,10 @@ def divisible_layers(model: PreTrainedModel, exit_layer: int) -> nn.ModuleList:
             "tokens before verification; use another candidate generator than LayerSkipCandidates"
         )
     if not 1 <= exit_layer < len(layers):
-        raise ValueError(f"exit_layer must be from 1 to {len(layers) - 1} for {type(model).__name__}, got {exit_layer}")
+        last = len(layers) - 1
+        raise ValueError(
+            f"exit_layer must be from 1 to {last} for {type(model).__name__}, got {exit_layer}; give one in this range"
+        )
     source = _first_shared_layer(model.config.get_text_config())
     if exit_layer > source:
         remedy = f"set exit_layer to at most {source}, or " if source else ""

@@ -194,8 +194,14 @@ def medusa_heads(
 
 
 def exit_adapter(model: Any, exit_layer: int, ids: torch.Tensor, mask: torch.Tensor) -> nn.Module | None:
-    """A linear layer that reads the next token of a text from the state after its first layers, if that is a vector."""
-    states = inputs_of(decoder_layers(model)[exit_layer], model, ids, mask)
+    """A linear layer that reads the next token of a text from the state after its first layers, if that is a vector.
+
+    None also for a model without this layer, which is refused.
+    """
+    layers = decoder_layers(model)
+    if exit_layer >= len(layers):
+        return None
+    states = inputs_of(layers[exit_layer], model, ids, mask)
     if states.dim() != 3:
         return None
     weight = _ridge(states[:, :-1], ids[:, 1:], output_matrix(model).weight.shape[0]).to(states)

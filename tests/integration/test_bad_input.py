@@ -353,8 +353,8 @@ MISMATCHES: list[tuple[str, Callable[[], Any], str]] = [
     ("gpt_neo", NgramCandidates, "builds its local attention mask inside the layers"),
     ("bloom", NgramCandidates, "takes no position_ids"),
     ("llama", with_a_history_of_another_tokenizer, "has token 500, but the target's vocabulary ends at 98"),
-    ("llama", lambda: LayerSkipCandidates(0), "exit_layer must be from 1 to 1 .* got 0$"),
-    ("llama", lambda: LayerSkipCandidates(2), "exit_layer must be from 1 to 1 .* got 2$"),
+    ("llama", lambda: LayerSkipCandidates(0), "exit_layer must be from 1 to 1 .* got 0; give one in this range$"),
+    ("llama", lambda: LayerSkipCandidates(2), "exit_layer must be from 1 to 1 .* got 2; give one in this range$"),
     ("llama", lambda: CombinedCandidates([LayerSkipCandidates(1), LayerSkipCandidates(2)]), "different ways"),
     ("llama", lambda: DraftModelCandidates(tiny_model("llama", vocab_size=70)), "vocabulary of 70, the target of 99"),
     (

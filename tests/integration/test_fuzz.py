@@ -206,7 +206,7 @@ def test_random_cases_equal_plain_generate(chunk: int) -> None:
         assert status != "different", f"{outcome.differences}\npython -m tests.fuzz --case '{outcome.case.to_json()}'"
     total = report.total
     assert total["drafting"] >= CASES_PER_CHUNK // 3, "it tests too little"
-    assert total["accepted"] > 20 and total["rejected"] > 20, "it tests too little"
+    assert min(total["accepted"], total["rejected"]) >= CASES_PER_CHUNK, "it tests too little: a token in each case"
     assert total["same"] >= 0.7 * CASES_PER_CHUNK, f"too few comparisons: {report.markdown()}"
 
 
