@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from hf_specgen import compat
 from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree, vocabulary_size
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
@@ -34,6 +35,7 @@ from hf_specgen.heads.head_text import HeadText
 from hf_specgen.heads.source import Source
 from hf_specgen.targets.model_parts import keeps_state
 from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
+from hf_specgen.targets.self_check import short_text
 from hf_specgen.tree import DraftTree
 
 Matrices = Mapping[nn.Module, tuple[torch.Tensor, torch.Tensor]]
@@ -96,7 +98,31 @@ def _load(model: PreTrainedModel, adapter: str) -> Matrices:
             )
         down, up = (tensors[f"{name}.lora_{part}.weight"].to(layer.weight.device, model.dtype) for part in "AB")
         matrices[layer] = down, up
+    _check_layers(model, matrices)
     return matrices
+
+
+@torch.no_grad()
+def _check_layers(model: PreTrainedModel, matrices: Matrices) -> None:
+    """Raise if a layer reads other tokens than those of a pass, as one does that expands the states in the cache."""
+    read: dict[nn.Module, int] = {}
+
+    def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        read[layer] = inputs[0].shape[:-1].numel()
+
+    with ExitStack() as hooks:
+        for layer in matrices:
+            hooks.callback(layer.register_forward_pre_hook(hook).remove)
+        # The last pass of plain decoding is over one token.
+        input_ids, config, arguments = short_text(model, rows=1)
+        cache = DynamicCache(config=model.config.get_text_config())
+        compat.decode_plainly(model, input_ids, config, 2, {**arguments, compat.CACHE: cache})
+    names = {layer: name for name, layer in model.named_modules()}
+    if others := [names[layer] for layer, tokens in read.items() if tokens != 1]:
+        raise ValueError(
+            f"the adapter changes {others[0]}, which reads other tokens than those of a pass; use another candidate "
+            "generator"
+        )
 
 
 class UnoDrafter(Drafter[HeadText]):

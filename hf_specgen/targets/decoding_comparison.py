@@ -1,6 +1,7 @@
 """Decodes a prompt both ways, in plain steps and by drafts with a rollback, and compares the logits.
 
-The two rows as a tree; where only chains can be verified the draft is t1 and the wrong token::
+The two rows as a tree; where only chains can be verified the draft is t1 and the wrong token. With an early exit there
+are more wrong tokens, since hooks may treat passes over several tokens differently::
 
     row 0  . . a │ t0 ─┬─ wrong       pending t0, nodes (wrong, t1); t1 is accepted in row 0 and nothing in row 1, so
     row 1  e f g │ t0 ─┴─ t1          that the next step is ragged: t2 in row 0, t1 with the draft t2 in row 1
@@ -142,18 +143,22 @@ def _decode_drafts(target: Target, tokens: Sequence[Sequence[int]]) -> list[torc
     # A wrong token beside t1: a token of the text if possible, since others may have no finite states.
     size = min(2, logits[0].shape[-1])
     wrong = [next((token for token in row if token != row[1]), (row[1] + 1) % size) for row in tokens]
+    exits_early = isinstance(target, EarlyExitTarget)
     if target.verifies_chains_only:
-        nodes = [[row[1], token] for row, token in zip(tokens, wrong, strict=True)]
-        parents = chain_parents(2)
+        nodes = [[row[1], token, token][: 2 + exits_early] for row, token in zip(tokens, wrong, strict=True)]
+        parents = chain_parents(2 + exits_early)
         first = 0  # the node of t1
     else:
-        nodes = [[token, row[1]] for row, token in zip(tokens, wrong, strict=True)]
-        parents = Parents((-1, -1))
-        first = 1
+        # The first layers run over two nodes while they draft, and over the other two in the verification.
+        siblings = 2 if exits_early else 1
+        nodes = [[token] * siblings + [row[1], token][:siblings] for row, token in zip(tokens, wrong, strict=True)]
+        parents = Parents((-1,) * 2 * siblings)
+        first = siblings
     tree = DraftTree(nodes, (parents,) * len(tokens))
     if isinstance(target, EarlyExitTarget):
         target.run_early(DraftTree.empty(len(tokens)), torch.tensor([row[:1] for row in tokens]))
-        target.run_early(tree.first_nodes(1), tree.first_nodes(1).tokens)
+        early = tree.first_nodes(1 if target.verifies_chains_only else 2)
+        target.run_early(early, early.tokens)
     step = target.forward(tree, [row[0] for row in tokens])
     logits += [step[:, query] for query in (0, 1 + first)]  # after t0 and t1
     # Even rows continue after t1, odd rows after t0: their next logits, after t1, repeat those of its node.

@@ -181,7 +181,7 @@ class SelfCheck:
         """How a text in so many rows of different lengths differs; where a kernel takes no mask, without a trial."""
         trial = Trial(
             (rows,),
-            lambda: _text(self._model, rows),
+            lambda: short_text(self._model, rows),
             "rows of different lengths get other scores than in plain decoding ({})",
             "give one prompt at a time, without padding, or leave candidate_generator= out",
         )
@@ -192,7 +192,7 @@ class SelfCheck:
 
     def _single_row(self) -> Trial:
         """A text in one row without padding."""
-        return Trial((1,), lambda: _text(self._model, 1))
+        return Trial((1,), lambda: short_text(self._model, 1))
 
     def _own_prompt(
         self, reads_encoder: bool, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -236,7 +236,7 @@ class SelfCheck:
         return trial.remedy
 
 
-def _text(model: PreTrainedModel, rows: int) -> Prompt:
+def short_text(model: PreTrainedModel, rows: int) -> Prompt:
     """Rows of text, of which the first is padded, or one row without padding."""
     input_ids = _prompt(model).repeat(-(-rows // 2), 1)[:rows]
     input_ids = input_ids[:, :2] if rows == 1 else input_ids

@@ -317,6 +317,8 @@ def _consistent(case: Case) -> Case:
         changes["prefill_chunk_size"] = None
     if case.architecture == "gpt_neo" and case.cache.startswith("static"):  # its local mask is as long as the text
         changes["cache"] = "none"
+    if "uno" in case.strategies() and case.intervention == "activated_lora":  # made for the changed model
+        changes["intervention"] = ""
     if case.embeddings:  # of a first turn, whose prompt is not divided
         changes |= {"turns": 1, "prefill_chunk_size": None, "cache_use": ""}
     if case.turns > 1 and case.num_return_sequences > 1:

@@ -14,9 +14,10 @@ from accelerate import Accelerator
 from transformers import AttentionInterface, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specgen import DraftModelCandidates, FixedDepth, NgramCandidates
+from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, NgramCandidates
 from hf_specgen.targets.fingerprint import computation
-from tests.helpers import fresh_model, perturbed_copy, tiny_model
+from hf_specgen.targets.model_parts import decoder_layers
+from tests.helpers import assert_same_tokens, fresh_model, perturbed_copy, prompts, tiny_model
 
 PROMPT = torch.tensor([[1, 5, 9, 23, 5, 9, 23, 5, 9]])
 CALL = {"input_ids": PROMPT, "max_new_tokens": 16, "do_sample": False}
@@ -339,3 +340,18 @@ def test_self_check_of_a_model_inside_that_of_another_ends() -> None:
     thread.start()
     thread.join(timeout=60)
     assert outcomes == ["same"]
+
+
+@pytest.mark.parametrize("tree", [None, 8])
+def test_hook_of_the_first_layers_on_passes_over_several_tokens_is_refused(tree: int | None) -> None:
+    """Would catch: a check whose early passes have one token each, while the passes of trees have several."""
+    model = fresh_model("llama")
+
+    def steer(layer: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1.0 if output.shape[1] > 1 else output
+
+    candidates = LayerSkipCandidates(1, k=3, tree=tree, policy=FixedDepth(3))
+    refused = pytest.raises(ValueError, match="LlamaForCausalLM cannot draft with its own first layers")
+    with decoder_layers(model)[0].register_forward_hook(steer), refused:
+        model.generate(**prompts(1), max_new_tokens=8, do_sample=False, candidate_generator=candidates)
+    assert_same_tokens(model, prompts(1), candidates, max_new_tokens=8)

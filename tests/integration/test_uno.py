@@ -144,6 +144,7 @@ REFUSED: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
     ("llama", ("conv",), {}, "adapts no linear layer of a LlamaForCausalLM"),
     ("qwen3_moe", ("gate_proj",), {}, "adapts no linear layer of a"),
     ("llama4_text", ("router",), {}, "router, a Llama4Router, which returns more than a linear layer does"),
+    ("deepseek_v3", ("kv_b_proj",), {}, "kv_b_proj, which reads other tokens than those of a pass"),
     ("qwen3_next", ("q_proj",), {}, "would read the noise of UnoCandidates"),
 ]
 
