@@ -54,7 +54,7 @@ RECORDS = {
     "grammar-drafts": Record("micro grammar-drafts", 1, 21, GRAMMAR_LIBRARIES),
     "step-operations": Record("micro step-operations ngram-lookup", 2, 1),
     "other-tokenizer": Record("micro other-tokenizer --repeats 1", 2, 2),
-    "lm-eval": Record("micro lm-eval --repeats 1", 2, 5, ("lm_eval",)),
+    "lm-eval": Record("micro lm-eval --repeats 1", 2, 2, ("lm_eval",)),
     "trace-replay": Record("micro trace-replay", 2, 1),
 }  # fmt: skip
 """The most important ones first."""
