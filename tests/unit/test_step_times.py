@@ -53,7 +53,7 @@ def test_each_size_is_timed_by_its_first_steps(name: str) -> None:
     for size, delay in [(24, 5.0), (24, 1.0), (24, 2.0), (2, 3.0), (2, 1.0), (1, 9.0), (8, 1.0), (8, 1.0)]:
         assert timer.observe(step(size, delay * relative(size)))
         assert not timer.observe(step(100, 1.0)), "larger than any size that is kept"
-        timer._paces.extend([1.0] * 3)  # the speed of the machine has not changed: the delays are of single steps
+        timer._slowdowns.extend([1.0] * 3)  # the speed of the machine has not changed: the delays are of single steps
     assert [timer.times.curve(q) for q in (1, 2, 8)] == pytest.approx([relative(q) for q in (1, 2, 8)])
     assert timer.times.curve(24) == pytest.approx(2 * relative(24)), "the median of three"
     assert not timer.observe(step(24, relative(24))), "settled"
@@ -90,15 +90,15 @@ def test_times_that_later_steps_contradict_are_taken_again() -> None:
     timer = first_timer()
     for _ in range(SAMPLES):
         timer.observe(step(8, 20.0))
-        timer._paces.extend([1.0] * 3)
+        timer._slowdowns.extend([1.0] * 3)
     assert timer.times.curve(8) == 20.0
     for seconds, expected in [(2.0, 20.0), (2.0, 20.0), (10.1, 20.0), (2.0, 20.0), (2.0, 20.0), (2.0, 2.0)]:
         timer.observe(step(8, seconds))
-        timer._paces.extend([1.0] * 3)
+        timer._slowdowns.extend([1.0] * 3)
         assert timer.times.curve(8) == pytest.approx(expected)
 
 
-def test_first_step_of_a_later_call_tells_the_pace_only() -> None:
+def test_first_step_of_a_later_call_tells_the_slowdown_only() -> None:
     """Would catch: a time of a new size at a speed that is unknown."""
     call = depth_call(model=Model())
     first = first_timer(call)
@@ -128,8 +128,8 @@ def test_times_are_kept_by_model_rows_and_context() -> None:
         assert session.latency is not None
 
 
-def test_another_object_of_the_same_architecture_goes_on_with_all_times() -> None:
-    """Would catch: a measurement for each object of a model, the latency of another model, sizes timed in vain."""
+def test_another_object_of_the_same_architecture_continues_with_all_times() -> None:
+    """Would catch: a measurement for each object of a model, the latency of another model, sizes timed again."""
     for name, is_known in (("one", False), ("one", True), ("two", False)):
         call = depth_call(model=Model(name))
         session = AdaptiveDepth().start(call)
