@@ -106,9 +106,11 @@ def _load(model: PreTrainedModel, adapter: str) -> Matrices:
 def _check_layers(model: PreTrainedModel, matrices: Matrices) -> None:
     """Raise if a layer reads other tokens than those of a pass, as one does that expands the states in the cache."""
     read: dict[nn.Module, int] = {}
+    thread = threading.get_ident()
 
     def hook(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        read[layer] = inputs[0].shape[:-1].numel()
+        if threading.get_ident() == thread:  # other threads may generate with the model
+            read[layer] = inputs[0].shape[:-1].numel()
 
     with ExitStack() as hooks:
         for layer in matrices:

@@ -188,7 +188,7 @@ class RaggedLayer(CacheLayerMixin):
         self.lengths, self.committed = tuple(lengths), shortest
 
     def take_over(self, layer: Any, slots: int) -> None:
-        """Take over the contents of a layer of Transformers, with capacity for so many slots more.
+        """Take over the contents of a layer of Transformers, with capacity for so many slots.
 
         A dynamic layer then is a view of these buffers, which changes nothing of what it shows, so that the memory is
         not needed twice. Slots before its sliding window count as dropped.
