@@ -176,6 +176,8 @@ class OutputCollector:
         missing = [max(0, self.columns - end) for end in ends]
         if not any(missing):
             return
+        # An ended row was drafted for and verified with the others: its rejected nodes may have NaN states.
+        target.cache.erase_rejected()
         assert state.pad_id is not None
         last_tokens = zip(self._processed_padding, state.pending(), strict=True)
         pending = [state.pad_id if padding else token for padding, token in last_tokens]

@@ -145,6 +145,19 @@ CASES: dict[str, list[Case]] = {
         options=[("remove_invalid",), ()],
         intervention=["nan_tokens"],
     ),
+    # The same beside an ended row, whose padding in the returned cache attends to slots of such tokens with weight 0.
+    "tokens without numbers, padding": every(
+        replace(SAMPLED, strategy="eagle1", intervention="nan_tokens", lengths=(9, 9), pad_id=7, top_k=5, min_p=0.1),
+        seed=[250131],
+        architecture=["cohere2"],
+        accuracy=[0.7],
+        policy=["adaptive"],
+        max_new_tokens=[10],
+        min_new_tokens=[5],
+        eos_columns=[(0, 5)],
+        stop_string_column=[9, None],
+        return_dict=[True],
+    ),
     # A self-check whose text is longer than the table, so that a model that works is refused.
     "position table, short": every(
         replace(TIGHT, strategy="ngram", lengths=(2, 2), eos_ids=()),
