@@ -119,13 +119,22 @@ class PassTimer:
         self._call = call
         self.times = times
         self._slowdowns = deque[float](maxlen=3)
+        self._key = _key(call)
+
+    @cached_property
+    def _shared_key(self) -> tuple[Hashable, ...]:
+        """The key for all models of the architecture; it takes milliseconds, as it has the text of the config."""
+        return _shared_key(self._call)
 
     @classmethod
     def of_earlier_calls(cls, call: Call) -> PassTimer | None:
         """A timer with the times of earlier calls of the model, or of its architecture; None if there are none."""
         times: StepTimes | None = memory.recall(call.model, _key(call), lambda: None)
-        times = times or memory.recall(type(call.model), _shared_key(call), lambda: None)
-        times = times or StepTimes.from_saved(saved_results.load(SAVED, _shared_key(call)))
+        if times is None:
+            key = _shared_key(call)
+            times = memory.recall(type(call.model), key, lambda: None) or StepTimes.from_saved(
+                saved_results.load(SAVED, key)
+            )
         return None if times is None else cls(call, times)
 
     @classmethod
@@ -158,12 +167,12 @@ class PassTimer:
 
     def _keep(self, size: int) -> None:
         """Keep the times for later calls; for later processes once the size is settled."""
-        memory.store(self._call.model, _key(self._call), self.times)
-        memory.store(type(self._call.model), _shared_key(self._call), self.times)
+        memory.store(self._call.model, self._key, self.times)
+        memory.store(type(self._call.model), self._shared_key, self.times)
         if len(self.times.samples[size]) == SAMPLES:
             samples = {number: times[:SAMPLES] for number, times in self.times.samples.items()}
             saved = {"samples": samples, "context": self.times.context, "batch": self.times.batch}
-            saved_results.save(SAVED, _shared_key(self._call), saved)
+            saved_results.save(SAVED, self._shared_key, saved)
 
 
 def _timed(call: Call, step: StepRecord, batch: int) -> tuple[int, float] | None:
