@@ -16,6 +16,7 @@ from benchmarks.micro.large_target import large_target, large_target_graphs
 from benchmarks.micro.ngram_lookup import ngram_lookup
 from benchmarks.micro.other_tokenizer import other_tokenizer
 from benchmarks.micro.quantised_cost import quantised_cost
+from benchmarks.micro.repeated_prompts import repeated_prompts
 from benchmarks.micro.serving import batch_of_eight, generate_batch, packed_passes, replaced_rows, rollouts
 from benchmarks.micro.step_operations import step_operations
 from benchmarks.micro.trace_replay import trace_replay
@@ -30,6 +31,7 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "generate-many": replaced_rows,
     "batch-of-eight": batch_of_eight,
     "rollouts": rollouts,
+    "repeated-prompts": repeated_prompts,
     "draft-window": draft_window,
     "first-call": first_call,
     "block-verification": block_verification,
@@ -42,8 +44,8 @@ MICRO: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "quantised-cost": quantised_cost,
 }
 IF_NAMED = (
-    "packed-passes", "generate-batch", "generate-many", "batch-of-eight", "rollouts", "lm-eval",
-    "large-target", "large-target-graphs", "known-acceptance", "quantised-cost", "first-call",
+    "packed-passes", "generate-batch", "generate-many", "batch-of-eight", "rollouts", "repeated-prompts",
+    "lm-eval", "large-target", "large-target-graphs", "known-acceptance", "quantised-cost", "first-call",
 )  # fmt: skip
 """Measurements that are made only if they are named: of minutes, or for a GPU."""
 WITH_PROMPT = ("step-operations",)

@@ -168,3 +168,12 @@ def test_steps_are_split_into_passes_and_the_rest(monkeypatch: pytest.MonkeyPatc
         assert row["target pass, ms"] > 0 and row["step, ms"] > 0
         assert (row["drafter passes, ms"] > 0) == (name != "no drafts")
     assert captures
+
+
+def test_prompts_that_come_again_are_answered_from_the_history() -> None:
+    """Would catch: a second epoch that repeats no noise or no answer, and a model that was not changed before it."""
+    repeated = importlib.import_module("benchmarks.micro.repeated_prompts")
+    rows = {(row["part"], row["variant"]): row for row in repeated.repeated_prompts(repeats=1, quick=True)}
+    assert all(row["same tokens"] for row in rows.values())
+    for part in ("greedy, again", "groups of 8, again"):
+        assert rows[part, "history"]["tokens a step"] > 2 > rows[part, "plain"]["tokens a step"] == 1
