@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import train_eagle
 from hf_specgen import AutoCandidates
 from hf_specgen.cli.__main__ import app
+from hf_specgen.cli.train import rows_per_step
 from tests.helpers.cli import run
 from tests.helpers.paths import ROOT
 from tests.helpers.processes import SECONDS_PER_CALL, started
@@ -61,6 +62,12 @@ def test_train_makes_every_kind_of_drafter(folder: Path, prompt_file: Path, tmp_
     )
     assert torch.equal(drafted, target.generate(ids, max_new_tokens=8, do_sample=False))
     assert str(tmp_path) not in (output / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("answers", "rows"), [(8, 4), (300, 4), (713, 8), (2000, 16), (5000, 64), (10**6, 64)])
+def test_train_takes_small_steps_with_few_answers(answers: int, rows: int) -> None:
+    """Would catch: 64 rows a step of 713 answers, so that all time makes 63 steps, and a head that drafts nothing."""
+    assert rows_per_step(answers) == rows
 
 
 def test_train_dry_run_prints_the_plan_and_keeps_to_it(folder: Path, prompt_file: Path, tmp_path: Path) -> None:
