@@ -74,7 +74,7 @@ def test_train_dry_run_prints_the_plan_and_keeps_to_it(folder: Path, prompt_file
     """Would catch: a plan that trains; a run that measures anew, or that mixes answers of two settings."""
     given, short = command(folder, prompt_file, tmp_path / "head"), ["--dry-run", "--hours", "0.5"]
     planned = run(*given[:1], *short, *given[1:])
-    assert "hidden states and training, 8 steps of 2 rows" in planned and "a stopped run continues" in planned
+    assert "hidden states and training, 8 steps of 4 rows" in planned and "a stopped run continues" in planned
     assert not (tmp_path / "head" / "config.json").exists()
     assert planned.endswith(run(*given[:1], *short, *given[1:]))
     changed = run(*given[:1], "--hours", "0.25", *given[1:], exit_code=2)
