@@ -298,17 +298,17 @@ class StepTimer:
         self.started = perf_counter()
         self.seconds = dict.fromkeys(("prefill", *STEP_PARTS, "policy"), 0.0)
         self.step: dict[str, float] = {}
+        self._thread_clock = thread_clock()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """A context whose time is added to a part; parts do not contain each other."""
-        clock = thread_clock()
-        began_thread = clock()
+        began_thread = self._thread_clock()
         began = perf_counter()
         yield
         self.add(name, perf_counter() - began)
         if name == "forward":
-            self.step[THREAD] = clock() - began_thread
+            self.step[THREAD] = self._thread_clock() - began_thread
 
     def add(self, part: str, seconds: float) -> None:
         """Add seconds to a part."""

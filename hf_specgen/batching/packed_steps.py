@@ -33,13 +33,14 @@ from typing import Any
 
 import torch
 
+from hf_specgen import compat
 from hf_specgen.batching import transformers_batching
 from hf_specgen.batching.packed_request import Request, RequestSettings
 from hf_specgen.batching.shared_steps import SharedSteps
 from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth.latency import Floats, fastest_count, step_seconds
 from hf_specgen.settings import Settings
-from hf_specgen.targets.hidden_states import captured_states
+from hf_specgen.targets.hidden_states import captured_states, hook_points
 from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.model_parts import text_config
 from hf_specgen.targets.support import position_table
@@ -64,7 +65,8 @@ class PackedSteps:
     def __init__(self, processor: Any, manager: Any, settings: Settings, finished: Callable[[Statistics], None]):
         self._model = manager.model
         self._shared = SharedSteps(settings)
-        self._aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
+        aux_layers = settings.candidates.target_requirements(self._model).aux_hidden_state_layers
+        self._hook_points = hook_points(self._model, aux_layers)
         self._processor = processor
         self._cache = processor.cache
         self._finished = finished
@@ -78,7 +80,7 @@ class PackedSteps:
             manager.generation_config,
             self._shared.settings,
             torch.initial_seed(),  # the processor has just set it, to that of the config if there is one
-            self._aux_layers,
+            aux_layers,
             min(position_table(text_config(self._model)), self._max_length) - 1,
             verifies_chains_only=processor.inputs_and_outputs.attention_mask is None,
         )
@@ -212,7 +214,7 @@ class PackedSteps:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Captures the hidden states that drafters read, of the pass inside."""
-        with captured_states(self._model, self._aux_layers) as captured:
+        with captured_states(self._hook_points, compat.input_device(self._model)) as captured:
             yield
         self._states = [states[0] for states in captured]
 

@@ -168,7 +168,7 @@ class AdaptiveSession(PolicySession):
     def step_latency(self, rows: int, context: int) -> StepLatency | None:
         state = self._call.state
         others = 0 if self._is_alone else state.other_rows
-        step = super().step_latency(rows + others, context)
+        step = None if self.latency is None else self.latency.at(rows + others, context)
         return step.part_of_row(rows + others, state.drafts_together) if step and others else step
 
     def prefilled(self, target: Target) -> None:
@@ -244,7 +244,7 @@ class AdaptiveSession(PolicySession):
         if self._timer is not None:
             if self._pass_timer is None:
                 self._timer.check(step)
-            if self._timer.observe(step):
+            if not self._timer.is_known and self._timer.observe(step):
                 self.latency = self._timer.latency()
         if not self._has_shared_loss:
             latency = self._at(step.pass_rows)

@@ -6,13 +6,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_specgen import compat
 from hf_specgen.call import Compile
 from hf_specgen.targets.inputs import PreparedCall
 from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix, text_config
@@ -99,15 +98,15 @@ class HiddenStateTarget(Target):
     """A `Target` that captures auxiliary hidden states, those of `aux_layers` (as in `TargetRequirements`)."""
 
     def __init__(self, prepared: PreparedCall, aux_layers: Sequence[int], graphs: Compile = False):
-        for index in aux_layers:
-            _hook_point(prepared.model, index)  # raises if there is none
+        points = hook_points(prepared.model, aux_layers)
         super().__init__(prepared, graphs)
         self.step_states = StepStates(tuple(aux_layers))
-        self._pass = HookedPass(self.step_states.layers)
+        self._pass = HookedPass(self.step_states.layers, points, self.device)
         self._given_embeddings: Any = prepared.model_kwargs.get("inputs_embeds")
 
     def prefill(self) -> torch.Tensor:
-        with captured_states(self.model, self.step_states.layers) as captured:
+        assert isinstance(self._pass, HookedPass)
+        with captured_states(self._pass.points, self.device) as captured:
             logits = super().prefill()
         # A prefill in chunks has several passes; one over given embeddings makes none of its own.
         by_pass = [passes or [self._given_embeddings] for passes in captured]
@@ -160,51 +159,20 @@ class HiddenStateRowTarget(HiddenStateTarget, RowTarget):
         self.step_states = self.step_states.after_pass(common.step_states.of_row(row, tokens))
 
 
-@dataclass(frozen=True)
-class HookedPass(ModelPass):
-    """A `ModelPass` that also returns the hidden states of some layers; equal for equal layers, as graphs need."""
+class HookPoint(NamedTuple):
+    """A hidden state, numbered as in `TargetRequirements`, and the module whose output it is, or whose input."""
 
-    layers: tuple[int, ...]
-
-    def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
-        with captured_states(module, self.layers) as captured:
-            output = super().__call__(module, inputs, cache)
-        return PassOutput(output.logits, tuple(passes[-1] for passes in captured))
+    layer: int
+    module: nn.Module
+    is_input: bool
 
 
-@contextmanager
-def captured_states(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[list[list[torch.Tensor]]]:
-    """Capture, by layer, the states of each forward pass that this thread (and no other) runs inside."""
-    captured: list[list[torch.Tensor]] = [[] for _ in layers]
-    thread = threading.get_ident()
-    device = compat.input_device(model)
-
-    def keep(index: int, value: Any) -> None:
-        if threading.get_ident() != thread:
-            return
-        state = value if isinstance(value, torch.Tensor) else value[0]
-        if state.dim() != 3:
-            raise ValueError(
-                f"hidden state {layers[index]} of {type(model).__name__} has the shape {list(state.shape)}, not "
-                "[batch, positions, hidden], so that a draft head cannot read it; use a strategy without a head"
-            )
-        captured[index].append(state.to(device))
-
-    handles = []
-    try:
-        for index, (module, reads_input) in enumerate(_hook_point(model, layer) for layer in layers):
-            if reads_input:
-                hook = module.register_forward_pre_hook(lambda _, args, index=index: keep(index, args))
-            else:
-                hook = module.register_forward_hook(lambda _, __, output, index=index: keep(index, output))
-            handles.append(hook)
-        yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
+def hook_points(model: PreTrainedModel, layers: Sequence[int]) -> tuple[HookPoint, ...]:
+    """Where the hidden states of some layers are computed; raises a `ValueError` for a layer that does not exist."""
+    return tuple(HookPoint(index, *_module_of(model, index)) for index in layers)
 
 
-def _hook_point(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
+def _module_of(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
     """The module to hook for a layer, and whether to capture its input rather than its output."""
     if index == -1:
         return output_matrix(model), True
@@ -216,6 +184,58 @@ def _hook_point(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
     if not 0 < index <= len(layers):
         raise ValueError(f"{type(model).__name__} has hidden states 0 to {len(layers)}, not {index}")
     return layers[index - 1], False
+
+
+@dataclass(frozen=True)
+class HookedPass(ModelPass):
+    """A `ModelPass` that also returns the hidden states of some layers; equal for equal layers, as graphs need.
+
+    Args:
+        layers: the captured layers.
+        points: where their states are computed in the target.
+        device: where the states go.
+    """
+
+    layers: tuple[int, ...]
+    points: tuple[HookPoint, ...] = field(compare=False)
+    device: torch.device = field(compare=False)
+
+    def __call__(self, module: Any, inputs: dict[str, Any], cache: Any) -> PassOutput:
+        with captured_states(self.points, self.device) as captured:
+            output = super().__call__(module, inputs, cache)
+        return PassOutput(output.logits, tuple(passes[-1] for passes in captured))
+
+
+@contextmanager
+def captured_states(points: Sequence[HookPoint], device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
+    """Capture, by point, the states of each forward pass that this thread (and no other) runs inside."""
+    captured: list[list[torch.Tensor]] = [[] for _ in points]
+    thread = threading.get_ident()
+
+    def keep(index: int, value: Any) -> None:
+        if threading.get_ident() != thread:
+            return
+        state = value if isinstance(value, torch.Tensor) else value[0]
+        if state.dim() != 3:
+            raise ValueError(
+                f"hidden state {points[index].layer}, of {type(points[index].module).__name__}, has the shape "
+                f"{list(state.shape)}, not [batch, positions, hidden], so that a draft head cannot read it; use a "
+                "strategy without a head"
+            )
+        captured[index].append(state.to(device))
+
+    handles = []
+    try:
+        for index, (_, module, is_input) in enumerate(points):
+            if is_input:
+                hook = module.register_forward_pre_hook(lambda _, args, index=index: keep(index, args))
+            else:
+                hook = module.register_forward_hook(lambda _, __, output, index=index: keep(index, output))
+            handles.append(hook)
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _of_layers(states: torch.Tensor, captured: Sequence[int], aux_layers: Sequence[int]) -> torch.Tensor:

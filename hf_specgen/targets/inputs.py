@@ -185,7 +185,9 @@ class CallInputs:
             last = last[0]
         self.first_positions: tuple[int, ...] = tuple(position + 1 for position in last.tolist())
         """The position of each row's first generated token, on the first axis."""
-        self._extra: dict[str, Any] | None = None
+        # An indexer keeps the positions of each row.
+        self._has_positions_by_row = "indexed_attention" in layer_kinds(text_config(model))
+        self._others: dict[str, Any] = {}
 
     def _last_position(self, given: torch.Tensor) -> torch.Tensor:
         """The positions of the last prompt token, `[..., rows]`, that the model's own preparation makes of given ones.
@@ -215,15 +217,16 @@ class CallInputs:
                 "positions of their own (images without placeholders, prefix or prompt tuning) do not work with "
                 "candidate_generator="
             )
+        self._others = self._other_arguments(cache)
         return cast(torch.Tensor, outputs.logits)
 
-    def is_text(self, cache: Any) -> bool:
-        """Whether passes read text alone, at one position for each token."""
-        return self._axes is None and not accompanying_inputs(self.others(cache, 1))
+    def is_text(self) -> bool:
+        """Whether passes after the prefill read text alone, at one position for each token."""
+        return self._axes is None and not accompanying_inputs(self._others)
 
     def rows_can_change(self, cache: Any) -> bool:
         """Whether rows can be dropped and joined: nothing but the text and its keys belongs to a row."""
-        return cache.is_plain and self.is_text(cache) and self._treats_rows_alike
+        return cache.is_plain and self.is_text() and self._treats_rows_alike
 
     @cached_property
     def _treats_rows_alike(self) -> bool:
@@ -238,36 +241,40 @@ class CallInputs:
         """`[batch, tokens]` positions on the first axis to those on all axes."""
         return text if self.axes is None else text + self.axes.to(text.device)
 
-    def arguments(
-        self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor, cache: Any
-    ) -> dict[str, Any]:
+    def arguments(self, tokens: dict[str, torch.Tensor], mask: Any, positions: torch.Tensor) -> dict[str, Any]:
         """The arguments of a pass but the cache; the tokens are under the name that the module has for them."""
         values = {**tokens, "attention_mask": mask}
         if self._takes_positions:
-            if "indexed_attention" in layer_kinds(text_config(self._model)):  # whose indexer keeps those of each row
+            if self._has_positions_by_row:
                 positions = positions.expand(len(tokens["input_ids"]), -1)
             values["position_ids"] = self.positions(positions)
         named = {self._names.get(name, name): value for name, value in values.items()}
-        return {**self.others(cache, positions.shape[1]), **named}
+        return {**self.others(positions.shape[1]), **named}
 
-    def others(self, cache: Any, tokens: int) -> dict[str, Any]:
-        """The other arguments of a pass after the prompt, without media that a drafted placeholder would read again."""
-        if self._extra is None:  # what the model's own preparation passes on in the first step after the prompt
-            own = {*self._names.values(), *OWN_ARGUMENTS, "image_pixel_values", "audio_input_features"}  # Phi-4
-            kwargs = {name: value for name, value in self._kwargs.items() if name not in own}
-            for name in TOKEN_TYPES.keys() & kwargs.keys():
-                kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
-            kwargs[compat.CACHE] = cache
-            prepare = cast(Any, self._model).prepare_inputs_for_generation
-            last = self._input_ids.new_zeros(len(self._input_ids), 1)
-            prepared = prepare(last, next_sequence_length=1, use_cache=True, **kwargs)
-            self._extra = {name: value for name, value in prepared.items() if name not in own and value is not None}
-            self._extra |= without_router_loss(self._model)
-            if IMAGE_MASK not in self._extra and (seen := mask_of_images(self._model, cache)) is not None:
-                self._extra[IMAGE_MASK] = seen
-        by_token = {name: self._extra[name] for name in {*TOKEN_TYPES, IMAGE_MASK} & self._extra.keys()}
+    def others(self, tokens: int) -> dict[str, Any]:
+        """The other arguments of a pass over so many tokens of each row, after the prefill."""
+        by_token = {name: self._others[name] for name in {*TOKEN_TYPES, IMAGE_MASK} & self._others.keys()}
         repeated = {name: value.expand(-1, tokens, *value.shape[2:]) for name, value in by_token.items()}
-        return {**self._extra, **repeated}
+        return {**self._others, **repeated}
+
+    def _other_arguments(self, cache: Any) -> dict[str, Any]:
+        """What the model's own preparation passes on in the first step after the prompt.
+
+        Without media, which a drafted placeholder would read again.
+        """
+        own = {*self._names.values(), *OWN_ARGUMENTS, "image_pixel_values", "audio_input_features"}  # Phi-4
+        kwargs = {name: value for name, value in self._kwargs.items() if name not in own}
+        for name in TOKEN_TYPES.keys() & kwargs.keys():
+            kwargs[name] = kwargs[name][:, -1:] if TOKEN_TYPES[name] == "last" else kwargs[name][:, -1:] * 0
+        kwargs[compat.CACHE] = cache
+        prepare = cast(Any, self._model).prepare_inputs_for_generation
+        last = self._input_ids.new_zeros(len(self._input_ids), 1)
+        prepared = prepare(last, next_sequence_length=1, use_cache=True, **kwargs)
+        others = {name: value for name, value in prepared.items() if name not in own and value is not None}
+        others |= without_router_loss(self._model)
+        if IMAGE_MASK not in others and (seen := mask_of_images(self._model, cache)) is not None:
+            others[IMAGE_MASK] = seen
+        return others
 
 
 def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:

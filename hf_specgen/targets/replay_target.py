@@ -30,6 +30,7 @@ class ReplayTarget(Target):
 
     def __init__(self, prepared: PreparedCall, graphs: Compile = False):
         super().__init__(prepared, graphs)
+        self.verifies_chains_only = True
         common_start = counts_slots(prepared.model, prepared.model_kwargs)
         if common_start:
             self.max_row_skew = MAX_ROW_SKEW
@@ -38,10 +39,6 @@ class ReplayTarget(Target):
         self._scanning_layers = scanning_layers(self.model)
         self._has_pending = True
         """Whether the last pass began with the pending token, which is kept whatever is accepted."""
-
-    @property
-    def verifies_chains_only(self) -> bool:
-        return True
 
     def _eager_pass(self, *arguments: Any) -> PassOutput:
         with stepped(self._scanning_layers, self.cache):

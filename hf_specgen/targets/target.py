@@ -67,6 +67,9 @@ class Target:
         self._make_cache(prepared.config, prepared.model_kwargs, prepared.input_ids)
         self._layout = RowLayout(self.batch, self.last_position)
         self._masks = StepMasks(model, self._inputs.padding, required=bool(graphs))
+        keeps_order = keeps_state(self._config) or compares_slots(self._config)
+        self.verifies_chains_only = keeps_order or self._masks.chains_only
+        """Whether a draft must be a chain: states cannot branch, FlashAttention takes no mask, slots count."""
         # Captured passes receive the padding as an input.
         self._step_masks = StepMasks(model, None, required=True)
         self._starts: tuple[int, ...] = ()
@@ -107,11 +110,6 @@ class Target:
     def is_joinable(self) -> bool:
         """Whether a common target can process this one as a row, see `RowTarget`."""
         return False
-
-    @property
-    def verifies_chains_only(self) -> bool:
-        """Whether a draft must be a chain: states cannot branch, FlashAttention takes no mask, slots count."""
-        return keeps_state(self._config) or compares_slots(self._config) or self._masks.chains_only
 
     @property
     def _active_graphs(self) -> CallGraphs | None:
@@ -175,7 +173,7 @@ class Target:
         The function starts from a root that is cached, as `grow` does, or from text that is not.
         """
         graphs = self._active_graphs
-        if graphs is None or self.verifies_chains_only or not self._inputs.is_text(self.cache):
+        if graphs is None or self.verifies_chains_only or not self._inputs.is_text():
             return None
         next_positions = map(sum, zip(self.cache.lengths, self._layout.offsets, strict=True))
         longest = levels + (0 if text is None else text.tokens.shape[1])
@@ -254,7 +252,7 @@ class Target:
         lengths = tuple(length - cached for length in self.cache.lengths)
         positions = self._layout.positions(tree, lengths, active, cached).to(self.device)
         mask = self._masks.of_step(tree, lengths, cached, self.cache.first_visible)
-        return self._inputs.arguments(inputs, mask, positions, self._model_cache)
+        return self._inputs.arguments(inputs, mask, positions)
 
     def _captured_pass(
         self,
@@ -290,7 +288,7 @@ class Target:
         visible = self._masks.visible
         if visible is not None:
             visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
-        others = self._inputs.others(self.cache, tokens.shape[1])
+        others = self._inputs.others(tokens.shape[1])
         return TreeInputs(tokens, offsets, structure, visible, self._inputs.axes, others)
 
     def copy(self) -> Self:
