@@ -30,6 +30,7 @@ from hf_specgen.targets.inputs import (
     ROUTER_LOGITS,
     check_cache,
     check_step_arguments,
+    healed_prompt,
     prompt_columns,
     without_router_loss,
 )
@@ -103,6 +104,7 @@ class Speculation:
         generation_config: GenerationConfig | None = None,
         inputs_tensor: torch.Tensor | None = None,  # `generate` passes the encoder's input under this name
         tokenizer: PreTrainedTokenizerBase | None = None,
+        heals_tokens: bool = False,
         **model_kwargs: Any,
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
         assert generation_config is not None
@@ -111,6 +113,7 @@ class Speculation:
         if problem := next(_problems(model, input_ids, generation_config, model_kwargs), ""):
             raise ValueError(problem)
         check_step_arguments(model, input_ids, model_kwargs)
+        input_ids = healed_prompt(model, input_ids, tokenizer) if heals_tokens else input_ids
         config = generation_config
         settings = self.settings.for_model(model)
         candidates = settings.candidates
@@ -237,8 +240,9 @@ def generate_speculatively(
 def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method: Speculation) -> Any:
     """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
     _warn_of_assistant_settings(kwargs)
-    method_with_tokenizer = functools.partial(method, tokenizer=kwargs.get("tokenizer"))
-    kwargs = {**kwargs, **_with_tokenizer(model, kwargs), "custom_generate": method_with_tokenizer}
+    replaced = _with_tokenizer(model, kwargs)
+    given = {"tokenizer": kwargs.get("tokenizer"), "heals_tokens": "token_healing" in replaced}
+    kwargs = {**kwargs, **replaced, "custom_generate": functools.partial(method, **given)}
     for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)
     return original(model, **kwargs)
@@ -304,9 +308,7 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             criteria.append(StopStringCriteria(tokenizer, stop_strings))
         replaced["stop_strings"] = None
         replaced["stopping_criteria"] = criteria
-    name = "inputs" if arguments.get("inputs") is not None else "input_ids"
-    if setting("token_healing") and arguments.get(name) is not None:
-        replaced[name] = model.heal_tokens(arguments[name], tokenizer)
+    if setting("token_healing"):  # by `healed_prompt`
         replaced["token_healing"] = False
     return replaced
 

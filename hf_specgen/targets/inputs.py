@@ -277,6 +277,16 @@ class CallInputs:
         return others
 
 
+def healed_prompt(model: Any, input_ids: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+    """The prompt after token healing, which plain `generate` gives the mask and the positions of the one before."""
+    if model.generation_config.do_sample:
+        raise ValueError("token_healing=True draws tokens by model.generation_config.do_sample=True; set it to False")
+    healed: torch.Tensor = model.heal_tokens(input_ids, tokenizer)
+    if (columns := healed.shape[1]) != input_ids.shape[1]:
+        raise ValueError(f"token healing makes {columns} of {input_ids.shape[1]} tokens; strip spaces around the text")
+    return healed
+
+
 def prompt_columns(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> int:
     """The columns of the prompt, which may be given as embeddings alone."""
     embeddings = model_kwargs.get("inputs_embeds")

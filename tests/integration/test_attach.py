@@ -344,14 +344,44 @@ def test_streamed_text_of_rejection_sampling_is_not_continued_plainly(model: Any
 # Inner calls, settings of one call, threads, functions that hold the model
 
 
-def test_token_healing_same_tokens(reference_model: Any, tokenizer: Any) -> None:
-    """Would catch: a tokenizer that does not reach `generate`, or a prompt that is healed twice."""
-    inputs = tokenizer("def add(x, y):\n    return x + y\n\ndef ad", return_tensors="pt")
-    arguments = {"max_new_tokens": NEW, "do_sample": False, "token_healing": True, "tokenizer": tokenizer}
+HEALED = "def add(x, y):\n    return x + y\n\ndef ad"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
+        {"do_sample": True, "num_return_sequences": 2},
+    ],
+    ids=["greedy", "reads_prompt", "sampled"],
+)
+def test_token_healing_same_tokens(reference_model: Any, tokenizer: Any, settings: dict[str, Any]) -> None:
+    """Would catch: a tokenizer that does not reach `generate`; a prompt healed twice, or before processors read it."""
+    inputs = tokenizer(['<a href="http:', HEALED], return_tensors="pt", padding=True, padding_side="left")
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "token_healing": True, "tokenizer": tokenizer, **settings}
+    torch.manual_seed(0)
     plain = reference_model.generate(**inputs, **arguments)
+    torch.manual_seed(0)
     with hf_specgen.attached(reference_model, strict=True) as totals:
         ids = reference_model.generate(**inputs, **arguments)
     assert totals.calls == 1 and torch.equal(ids, plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "saved", "words"), [(HEALED + " ", False, "makes 16 of 17 tokens"), (HEALED, True, "draws tokens")]
+)
+def test_token_healing_that_cannot_be_repeated_is_refused(
+    reference_model: Any, tokenizer: Any, text: str, saved: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Would catch: other positions than those of plain decoding, or numbers drawn by a call that then runs plainly."""
+    inputs = tokenizer(text, return_tensors="pt")
+    monkeypatch.setattr(reference_model.generation_config, "do_sample", saved)
+    arguments = {"max_new_tokens": NEW, "token_healing": True, "tokenizer": tokenizer}
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=words):
+        reference_model.generate(**inputs, **arguments, candidate_generator="auto")
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_fingerprint_of_a_function_over_an_attached_model_is_stable(model: Any) -> None:
