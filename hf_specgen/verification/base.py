@@ -56,6 +56,7 @@ class VerificationSession(ABC):
 
     wants_q = False
     expected: Sequence[Sequence[int]] = ()
+    _has_failed = False
 
     def __init__(self, call: Call):
         self.call = call
@@ -142,6 +143,8 @@ class VerificationSession(ABC):
         Raises:
             RuntimeError: as plain sampling does, if the scores of an emitted token are NaN, infinite or all -inf.
         """
+        if self._has_failed:
+            raise RuntimeError(INVALID_SCORES)
         if logits.dtype != torch.float32 or logits.device != self.call.state.device:
             logits = logits.to(device=self.call.state.device, dtype=torch.float32)
         # Logits are looked at before a processor that may keep a state, or replace NaN by numbers, receives them.
@@ -161,6 +164,7 @@ class VerificationSession(ABC):
                     return None
                 if not emitted:
                     raise RuntimeError(INVALID_SCORES)
+                self._has_failed |= bool(self.processors.stateful)  # which must not be called for that token again
             result.paths[row] = path[: emitted - 1]
             result.tokens[row] = tokens[:emitted]
             result.accepted[row] = min(len(path), emitted)

@@ -164,6 +164,34 @@ def test_stateful_processor_is_not_called_behind_a_custom_stop(
     torch.testing.assert_close(ours[3], plain[3], atol=1e-4, rtol=1e-4)
 
 
+class _FailsOnce(LogitsProcessor):
+    """Makes the scores of its third call NaN."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Any:
+        self._calls += 1
+        return scores * float("nan") if self._calls == 3 else scores
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scores_that_a_stateful_processor_made_invalid_once_raise(batch: int) -> None:
+    """Would catch: a processor that is called again for the same token, where plain `generate` has raised."""
+    model, inputs, streamed = tiny_model("llama"), prompts(batch), []
+    arguments: dict[str, Any] = {"max_new_tokens": 10, "do_sample": True}
+    seed(SEED)
+    answers = model.generate(**inputs, **arguments)[:, inputs["input_ids"].shape[1] :]
+    for more in ({}, {"candidate_generator": Oracle(answers, accuracy=1.0)}):
+        seed(SEED)
+        streamer = RecordingStreamer()
+        arguments |= {"logits_processor": LogitsProcessorList([_FailsOnce()]), "streamer": streamer, **more}
+        with pytest.raises(RuntimeError, match="probability tensor"):
+            model.generate(**inputs, **arguments)
+        streamed.append(streamer.chunks)
+    assert streamed[0] == streamed[1]
+
+
 class _InPlace(LogitsProcessor):
     """Excludes the last token."""
 
