@@ -1,9 +1,10 @@
-"""Weights that a library has quantised, as ordinary matrices: fp8 with scales, compressed-tensors, torchao.
+"""Weights that a library has quantised, as ordinary matrices: fp8, mxfp8, NVFP4, compressed-tensors, torchao.
 
 A quantised matrix is multiplied by scales, one for each block; the last block of a row or column may be cut:
 
     weight 576 x 7168 in blocks of 128 x 128  ->  scales 5 x 56, of which row 4 is that of the last 64 rows
 
+NVFP4 has two numbers of four bits in a byte, scales for 16 columns and a factor for all; scales of mxfp8 are exponents.
 Activations are not quantised.
 """
 
@@ -35,6 +36,8 @@ READ_KEYS = {
         "group": "targets weights format input_activations output_activations",
         "weights": "num_bits type symmetric strategy group_size block_structure dynamic observer observer_kwargs "
         "scale_dtype zp_dtype",
+        "modelopt": "quant_method quant_algo group_size config_groups ignore exclude_modules producer quantization "
+        "kv_cache_quant_algo kv_cache_scheme quantized_layers",
     }.items()
 }
 """The keys of `quantization_config` and of its parts that are read, or do not concern the weights."""
@@ -44,6 +47,8 @@ HARMLESS_VALUES: Mapping[str, Sequence[Any]] = {
     "sparsity_config": [{"format": "dense"}],
 }
 """Values of further keys that change nothing, beside empty ones."""
+FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What three bits of an fp4 number (e2m1) stand for; the fourth one is the sign."""
 
 
 def dequantised(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Checkpoint:
@@ -61,7 +66,8 @@ def dequantised(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Che
     """
     config = quantisation(checkpoint)
     fp8 = any(name.endswith("_scale_inv") for name in checkpoint.tensors)
-    method = config.text("quant_method") or ("fp8" if fp8 else "")
+    modelopt = any(name.endswith("weight_scale_2") for name in checkpoint.tensors)
+    method = config.text("quant_method") or ("modelopt" if modelopt else "fp8" if fp8 else "")
     pattern, reader = QUANTISED.get(method, (None, None))
     tensors = {name: info for name, info in checkpoint.tensors.items() if not OF_ACTIVATIONS.search(name)}
     stems = [match[1] for name in tensors if pattern and (match := pattern.match(name))]
@@ -97,10 +103,46 @@ def _fp8(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> TensorIn
     weight, scale = _parts(name, parts, "", "_scale" if "_scale" in parts else "_scale_inv")
     if weight.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise ValueError(f"{name} has dtype {weight.dtype}, but is to be float8")
+    if scale.dtype == torch.uint8:  # mxfp8: exponents
+        exponents = scale.read
+        scale = scale._replace(dtype=torch.float32, read=lambda: torch.exp2(exponents().float() - 127))
     blocks = [tuple(weight.shape[-2:]), (1, weight.shape[-1]), DEFAULT_BLOCK]
     if config.get("weight_block_size") is not None:
         blocks = [_block(config, "weight_block_size")]
     return _scaled(weight, scale, blocks, torch.float32)
+
+
+def _modelopt(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> TensorInfo:
+    """A weight that ModelOpt has quantised: NVFP4, or float8 with a scale for all of it."""
+    _check_keys(config, "modelopt")
+    if "_scale_2" in parts:
+        return _nvfp4(*_parts(name, parts, "", "_scale", "_scale_2"))
+    weight, scale = _parts(name, parts, "", "_scale")
+    if weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{name} has dtype {weight.dtype} and no {name}_scale_2, but is to be float8_e4m3fn then")
+    return _scaled(weight, scale, [tuple(weight.shape[-2:]), (1, weight.shape[-1])], torch.float32)
+
+
+def _nvfp4(packed: TensorInfo, scale: TensorInfo, factor: TensorInfo, divides: bool = False) -> TensorInfo:
+    """A weight of fp4 numbers, the first one of a byte in its lower bits; `factor` multiplies or divides all of it."""
+    if packed.dtype != torch.uint8 or len(packed.shape) < 2 or factor.shape not in ((), (1,)):
+        raise ValueError(
+            f"{packed.name} has shape {packed.shape} and dtype {packed.dtype}, and {factor.name} {factor.shape}, but "
+            "NVFP4 is a matrix of bytes with one factor"
+        )
+
+    def numbers() -> torch.Tensor:
+        codes = packed.read()
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
+        return torch.tensor((*FOUR_BITS, *(-number for number in FOUR_BITS)), device=codes.device)[codes]
+
+    def scales() -> torch.Tensor:
+        whole = factor.read().float().reshape(())
+        return scale.read().float() * (1 / whole if divides else whole)
+
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    weight = packed._replace(name=packed.name.removesuffix("_packed"), shape=shape, dtype=torch.float32, read=numbers)
+    return _scaled(weight, scale._replace(read=scales), [(1, 16)], torch.float32)
 
 
 def _compressed_tensors(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> TensorInfo:
@@ -116,6 +158,8 @@ def _compressed_tensors(config: Fields, name: str, parts: Mapping[str, TensorInf
     layout = group.text("format") or config.text("format")
     bits = settings.integer("num_bits")
     zero = parts.get("_zero_point")
+    if layout == "nvfp4-pack-quantized":
+        return _nvfp4(*_parts(name, parts, "_packed", "_scale", "_global_scale"), divides=True)
     if layout == "pack-quantized":
         if bits not in (2, 4, 8):
             raise ValueError(f"quantization_config.num_bits must be 2, 4 or 8 with {layout}, got {bits}")
@@ -246,8 +290,11 @@ def _integers(packed: torch.Tensor, count: int, bits: int) -> torch.Tensor:
 
 WeightReader = Callable[[Fields, str, Mapping[str, TensorInfo]], TensorInfo]
 """From the config of the quantisation, the beginning of a weight's names and its tensors by their endings."""
+FP8_NAME = re.compile(r"^(.+(?=_scale_inv$)|.+\.weight(?=_scale$))")
 QUANTISED: Mapping[str, tuple[re.Pattern[str], WeightReader]] = {
-    "fp8": (re.compile(r"^(.+(?=_scale_inv$)|.+\.weight(?=_scale$))"), _fp8),
+    "fp8": (FP8_NAME, _fp8),
+    "mxfp8": (FP8_NAME, _fp8),
+    "modelopt": (re.compile(r"^(.+\.weight)_scale$"), _modelopt),
     "compressed-tensors": (re.compile(r"^(.+\.weight)_scale$"), _compressed_tensors),
     "torchao": (re.compile(r"^(.+\._weight)_qdata$"), _torchao),
 }

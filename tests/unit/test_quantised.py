@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from hf_specgen import MTPCandidates
 from hf_specgen.heads.checkpoint import Checkpoint, TensorInfo
+from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import load_mtp
 from hf_specgen.heads.quantised import dequantised
 from hf_specgen.heads.source import Source
@@ -105,6 +106,65 @@ def test_fp8_experts_in_one_tensor() -> None:
     assert all(torch.equal(weight[index], by_block(values[index], scale[index], (8, 8))) for index in range(3))
 
 
+@pytest.mark.parametrize("program", ["modelopt", "modelopt without a config", "compressed-tensors"])
+def test_four_bit_numbers_are_each_number_times_both_scales(program: str) -> None:
+    """Would catch: the order of both numbers in a byte, the sign, the scale of another group, a factor that divides."""
+    torch.manual_seed(0)
+    rows, columns = 5, 64
+    table = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    codes = torch.randint(0, 16, (rows, columns))
+    values = torch.tensor([[(-1) ** (int(code) // 8) * table[int(code) % 8] for code in row] for row in codes])
+    stored = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    scale, factor = torch.rand(rows, 4).to(torch.float8_e4m3fn), torch.tensor(0.25)
+    expected = by_block(values, scale.float() * 0.25, (1, 16))
+    tensors = {"fc.weight": stored, "fc.weight_scale": scale, "fc.weight_scale_2": factor}
+    config: Any = MODELOPT if program == "modelopt" else None
+    if program == "compressed-tensors":
+        weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+        config = of_library(weights, format="nvfp4-pack-quantized")
+        tensors = {"fc.weight_packed": stored, "fc.weight_scale": scale, "fc.weight_global_scale": 1 / factor[None]}
+    torch.testing.assert_close(weight_of(tensors | {"fc.input_scale": torch.ones(1)}, config), expected)
+
+
+def test_exponents_as_scales_are_powers_of_two() -> None:
+    """Would catch: bytes of mxfp8 that are taken for the scales themselves."""
+    values = torch.randn(3, 64).to(torch.float8_e4m3fn)
+    exponents = torch.randint(120, 134, (3, 2), dtype=torch.uint8)
+    tensors = {"fc.weight": values, "fc.weight_scale_inv": exponents}
+    expected = by_block(values, 2.0 ** (exponents.float() - 127), (1, 32))
+    assert torch.equal(weight_of(tensors, {"quant_method": "mxfp8", "weight_block_size": [1, 32]}), expected)
+    assert torch.equal(weight_of(tensors, FP8 | {"weight_block_size": [1, 32]}), expected)
+
+
+def test_head_of_modelopt_is_that_of_the_products(tmp_path: Path) -> None:
+    """Would catch: a head in NVFP4 that is not recognised, or one whose other weights are taken for quantised ones."""
+    folders = [tmp_path / "quantised", tmp_path / "plain"]
+    for folder in folders:
+        shutil.copytree(FIXTURES["deepspec_dspark_qwen3_vanilla"].head_folder, folder)
+    tensors = load_file(folders[0] / "model.safetensors")
+    plain = dict(tensors)
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        rows, columns = tensors[name].shape
+        stored = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        scales = torch.rand(rows, columns // 16).to(torch.float8_e4m3fn)
+        parts = {"": stored, "_scale": scales, "_scale_2": torch.ones(1)}
+        plain[name] = weight_of({f"fc.weight{part}": tensor for part, tensor in parts.items()}, MODELOPT)
+        tensors |= {name + part: tensor for part, tensor in parts.items()}
+    config = json.loads((folders[0] / "config.json").read_text())
+    (folders[0] / "config.json").write_text(json.dumps(config | {"quantization_config": MODELOPT}))
+    for folder, content in zip(folders, (tensors, plain), strict=True):
+        save_file(content, folder / "model.safetensors")
+    heads = [load_head(folder, dtype=torch.float32).state_dict() for folder in folders]
+    assert all(torch.equal(heads[0][key], tensor) for key, tensor in heads[1].items())
+
+
+def test_float8_weight_of_modelopt_has_one_scale() -> None:
+    """Would catch: layers in float8 of a file whose other layers are in NVFP4."""
+    values = torch.randn(3, 8).to(torch.float8_e4m3fn)
+    tensors = {"fc.weight": values, "fc.weight_scale": torch.tensor(0.5)}
+    assert torch.equal(weight_of(tensors, MODELOPT | {"quant_algo": "MIXED_PRECISION"}), values.float() * 0.5)
+
+
 @pytest.mark.parametrize("strategy", ["channel", "group", "tensor", "block"])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("layout", ["pack-quantized 2", "pack-quantized 4", "pack-quantized 8", "int-quantized 8"])
@@ -151,6 +211,14 @@ PACKED: Tensors = {
 }
 
 
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16, "ignore": ["lm_head"]}
+FOUR: Tensors = {
+    "fc.weight": torch.zeros(6, 8, dtype=torch.uint8),
+    "fc.weight_scale": torch.ones(6, 1).to(torch.float8_e4m3fn),
+    "fc.weight_scale_2": torch.ones(()),
+}
+
+
 def of_library(weights: Any = INT4, **values: Any) -> dict[str, Any]:
     """A config of compressed-tensors."""
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
@@ -170,7 +238,13 @@ def of_library(weights: Any = INT4, **values: Any) -> dict[str, Any]:
         (GOOD | {"fc.weight": torch.ones(6, 6).to(torch.int8)}, FP8, "has dtype torch.int8, but is to be float8"),
         (GOOD | {"fc.weight_global_scale": torch.ones(1)}, FP8, "weight_global_scale is unknown"),
         ({"fc.weight_scale_inv": torch.ones(1, 1)}, FP8, "the tensor fc.weight is missing"),
-        (PACKED, of_library(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized' is not read"),
+        (PACKED, of_library(format="mxfp4-pack-quantized"), "format 'mxfp4-pack-quantized' is not read"),
+        (FOUR, MODELOPT | {"rotation": "hadamard"}, "quantization_config.rotation = 'hadamard'"),
+        (FOUR | {"fc.weight_scale_2": torch.ones(2)}, MODELOPT, "NVFP4 is a matrix of bytes with one factor"),
+        (FOUR | {"fc.weight": torch.ones(6, 8)}, MODELOPT, "NVFP4 is a matrix of bytes with one factor"),
+        (FOUR | {"fc.weight_scale": torch.ones(6, 2)}, MODELOPT, r"needs floating scales of shape \(6, 1\)"),
+        (FOUR | {"fc.bogus": torch.ones(1), "fc.weight_zero": torch.ones(1)}, MODELOPT, "fc.weight_zero is unknown"),
+        ({"fc.weight": torch.ones(6, 8), "fc.weight_scale": torch.ones(6)}, MODELOPT, "to be float8_e4m3fn then"),
         (
             PACKED,
             of_library(transform_config={"u": 1}),
