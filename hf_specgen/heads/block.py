@@ -190,13 +190,20 @@ def _attention(file: HeadFile) -> tuple[BlockAttention, ...]:
     """The attention of each layer; Qwen3 ignores the window if its use is off.
 
     In the format of speculators the window is counted from the anchor, and sliding layers are causal inside the block
-    by default, except those of DFlash2. In other formats a flag may decide for all layers whether they are causal.
+    by default, except those of DFlash2. In other formats a flag may decide for all layers whether they are causal, and
+    `use_swa` has a window of its own, in both directions without such a flag.
     """
     layers = file.of_layers
     fields = file.fields
     count = file.num_layers
     window = layers.optional_integer("sliding_window", 1) if layers.flag("use_sliding_window") else None
     types = layers.values.get("layer_types")
+    own_window = fields.flag("use_swa")
+    if own_window:
+        window = fields.integer("swa_window_size")
+        types = types or ["sliding_attention"] * count
+    elif fields.get("swa_window_size") not in (None, window):
+        raise ValueError(f"swa_window_size is {fields.get('swa_window_size')!r:.40}, but the layers have {window}")
     if types is None:
         full = (layers.optional_integer("max_window_layers") or 0) if window else count
         types = ["full_attention" if layer < full else "sliding_attention" for layer in range(count)]
@@ -208,6 +215,7 @@ def _attention(file: HeadFile) -> tuple[BlockAttention, ...]:
         kinds = kinds if window else kinds[:1] * 2
     else:
         causal = next((fields.flag(name) for name in CAUSAL_FLAGS if fields.get(name) is not None), None)
+        causal = False if causal is None and own_window else causal
         kinds = (BlockAttention(causal is True), BlockAttention(causal is not False, window))
     return tuple(kinds[LAYER_TYPES.index(name)] for name in types)
 

@@ -34,7 +34,7 @@ LAYERS = (
     LlamaConfig().to_dict().keys()
     | Qwen2Config().to_dict().keys()
     | Qwen3Config().to_dict().keys()
-    | _names("rope_scaling rope_theta partial_rotary_factor v_head_dim")
+    | _names("rope_scaling rope_theta partial_rotary_factor v_head_dim swiglu_alpha swiglu_limit")
     | ANYWHERE
 )
 """Keys of layers of Llama, Qwen2 and Qwen3; whether there are biases is seen in the tensors."""
@@ -61,11 +61,11 @@ EAGLE1 = HEAD - {"input_embedding_scale"}
 EAGLE3 = HEAD | _names("norm_before_residual norm_before_fc fc_norm use_aux_norm norm_output use_aux_hidden_state")
 BLOCK = HEAD | _names(
     "projector_type sample_from_anchor shift_label dspark_bonus_anchor causal_head causal is_causal "
-    "sliding_window_non_causal"
+    "sliding_window_non_causal use_swa swa_window_size"
 )
 DSPARK = BLOCK | _names(
     "markov_rank markov_head_type enable_confidence_head use_confidence_head confidence_head_with_markov "
-    "dspark_block_size dspark_markov_rank dspark_markov_head_type dspark_target_layer_ids"
+    "dspark_block_size dspark_markov_rank dspark_markov_head_type dspark_target_layer_ids ffn_hidden_size"
 )
 DFLASH2 = BLOCK | _names("conv_kernel_size conv_group_size selector_rank selector_top_k")
 LILICORR = BLOCK - {"output_multiplier", "final_logit_softcapping"} | _names(
@@ -90,6 +90,11 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "residual_multiplier": (1, 1.0),
     "embedding_multiplier": (1, 1.0),
     "logits_scaling": (1, 1.0),
+    "swiglu_beta": (1, 1.0),
+    "qk_norm_type": ("per_head",),
+    "use_qk_norm": (True,),
+    **dict.fromkeys(("use_dense_ffn", "dspark_use_dense_ffn"), (True,)),
+    **dict.fromkeys(("hybrid_context_fusion", "dspark_hybrid_context_fusion"), (False,)),
     "tie_embedding_weights": (False,),
     "position_embedding_type": ("absolute", "rope"),
     "torchscript": (False,),
@@ -115,12 +120,17 @@ HARMLESS_NAMES = re.compile(
     # Of a target from which the config was copied; layers that were built by them would have other tensors.
     r"|.*experts?(_.*)?|moe_.*|router_.*|decoder_sparse_step|norm_topk_prob|output_router_logits|mlp_only_layers"
     r"|linear_(conv|key|value|num)_.*|mamba_.*|mtp_.*|num_nextn_.*|full_attention_interval|attn_output_gate"
-    r"|parallel_draft_heads_num_layers|output_gate_type"
+    r"|parallel_draft_heads_num_layers|output_gate_type|backbone_rotary_base"
 )
 """Names of keys that change nothing: identities, training, and parts of a target that have tensors of their own."""
 OPTION = re.compile(r"(use|enable|has|add|with|return|output|do|include)_.*|is_.*encoder.*|cross_attention_.*")
 """Names of options that are off where they are false."""
 ROTARY_OBJECTS = frozenset(("rope_parameters", "rope_scaling", "sliding_attention", "full_attention"))
+OF_MINIMAX = re.compile(
+    r"text_config|(dspark_ffn_hidden|(dense|shared)_intermediate)_size|rotary_dim|partial_rotary_factor|mlp_layer_types"
+    r"|index_.*|routed_.*"
+)
+"""Keys of a MiniMax-M3 config that its DSpark head has under other names, or that concern experts and sparse layers."""
 HEAD_OBJECTS = ("eagle_config", "dflash_config", "dspark_config")  # later ones count more
 PREFIXED = ("dspark_block_size", "dspark_markov_rank", "dspark_markov_head_type")
 LAYER_OBJECTS = frozenset(("transformer_layer_config", "text_config"))
@@ -134,6 +144,23 @@ def merged_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         merged |= {key: value for key, value in inside.items() if value is not None}
     prefixed = {key.removeprefix("dspark_"): value for key, value in config.items() if key in PREFIXED}
     return merged | prefixed
+
+
+def with_layers_of_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config; that of the DSpark head in a MiniMax-M3 checkpoint in the form of one with layers of Qwen3.
+
+    Its layers are described in `text_config`, attend in both directions, and have an MLP size of their own.
+    """
+    if "DSparkMiniMaxDraftModel" not in str(config.get("architectures")):
+        return dict(config)
+    fields = Fields({**config, **Fields(config).nested("text_config").values})
+    rope = {**fields.nested("rope_parameters").values}
+    factor = rope.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor")
+    rope["rope_dim"] = fields.integer("rotary_dim", 2) if factor is None else int(factor * fields.integer("head_dim"))
+    kept = {name: value for name, value in fields.values.items() if not OF_MINIMAX.fullmatch(name)}
+    size = fields.optional_integer("dspark_ffn_hidden_size") or fields.integer("dense_intermediate_size")
+    own = {"model_type": "qwen3", "is_causal": False, "use_sliding_window": True, "intermediate_size": size}
+    return kept | own | {"rope_parameters": rope}
 
 
 def check_keys(config: Mapping[str, Any], head: Set[str], further: Set[str] = frozenset()) -> None:

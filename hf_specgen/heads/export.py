@@ -146,6 +146,8 @@ def _layers(head: Eagle1Head | Eagle3Head | BlockHead) -> Config:
         "tie_word_embeddings": False,
         "vocab_size": head.config.vocab_size,
     }
+    if layer.swiglu_limit:
+        result |= {"hidden_act": "swigluoai", "swiglu_alpha": layer.swiglu_alpha, "swiglu_limit": layer.swiglu_limit}
     if not isinstance(head, BlockHead):
         scaled = head.config.input_embedding_scale != 1.0 or head.config.final_logit_softcapping is not None
         _refuse({"attention sinks": layer.attention_sinks, "scaled embeddings or capped logits": scaled}, "its layout")
@@ -222,7 +224,8 @@ def _fits_speculators(head: BlockHead) -> bool:
     sliding = set(head.config.attention) - {BlockAttention()}
     from_anchor = all(kind.window is not None and kind.window_from_anchor for kind in sliding)
     is_known = not isinstance(head, DominoHead) and not _correction(head.config).keys() & NOT_IN_SPECULATORS
-    is_known = is_known and not head.config.layer.attention_sinks and not head.config.has_mask_embedding
+    layer = head.config.layer
+    is_known = is_known and not (layer.attention_sinks or layer.swiglu_limit or head.config.has_mask_embedding)
     return is_known and from_anchor and len({kind.causal for kind in sliding}) < 2
 
 

@@ -50,6 +50,9 @@ SINKS = "self_attn.attention_sink_bias"
 TOKEN_MAPS = {"d2t", "t2d", "token_map"}
 """Tensors that describe the draft vocabulary."""
 RENAMED = (
+    (re.compile(r"^language_model\.model\.dspark\."), ""),  # inside a MiniMax-M3 checkpoint
+    (re.compile(r"\.decoder_layer\."), "."),
+    (re.compile(r"^final_norm\."), "norm."),
     (re.compile(r"^midlayer\."), "layers.0."),  # EAGLE-3
     (re.compile(r"^logit_head\."), ""),  # early block heads of SpecForge
     (re.compile(r"^encoder\.fc\."), "fc."),  # block heads in the native layout of SGLang
@@ -138,10 +141,14 @@ class HeadFile:
         is_latent = has("self_attn.kv_b_proj.weight")
         options |= self._latent_sizes(heads) if is_latent else self._grouped_sizes(heads, options["hidden_size"])
         is_gemma = fields.values.get("model_type") in GEMMA
+        activation = fields.text("hidden_act")
+        if activation == "swigluoai":
+            activation = "silu"  # with a slope and a limit
+            options |= {name: fields.number(name) for name in ("swiglu_alpha", "swiglu_limit")}
         return LayerConfig(
             **options,
             rms_norm_eps=fields.number("rms_norm_eps"),
-            hidden_act=fields.text("hidden_act"),
+            hidden_act=activation,
             qkv_bias=has("self_attn.q_proj.bias"),
             output_bias=has("self_attn.o_proj.bias"),
             mlp_bias=has("mlp.gate_proj.bias"),

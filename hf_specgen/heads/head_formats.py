@@ -185,7 +185,7 @@ def load_head(
 def read_head(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> DraftHead:
     """The head that an opened checkpoint holds; on the meta device where its tensors are."""
     with named_errors(checkpoint.source):
-        checkpoint = dequantised(checkpoint)
+        checkpoint = dequantised(checkpoint._replace(config=config_keys.with_layers_of_qwen3(checkpoint.config)))
         found = head_format(checkpoint)
         if found.load is None:
             raise ValueError(f"it holds {found.name}, which hf_specgen.heads.mtp.load_mtp reads with their target")

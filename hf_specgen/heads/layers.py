@@ -1,6 +1,6 @@
 """The decoder layer of draft heads: pre-norm attention with rotary positions, then a gated MLP.
 
-These are the layers of Llama, Qwen3, Gemma 4 and DeepSeek, with the options that draft checkpoints use.
+These are the layers of Llama, Qwen3, Gemma 4, DeepSeek and MiniMax-M3, with the options that draft checkpoints use.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class LayerConfig(LlamaConfig):
     v_head_dim: int = 0  # channels of values
     rope_interleave: bool = False  # whether channels 2i and 2i + 1 are rotated together (DeepSeek)
     output_gate: bool = False  # the output of attention is multiplied by a sigmoid (Kimi K3)
+    swiglu_alpha: float = 0.0  # slope of the gate of an MLP with a limit (gpt-oss, MiniMax-M3); 0: an ordinary MLP
+    swiglu_limit: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -213,6 +215,18 @@ class LatentAttention(Attention):
         return rotated(states, rotary)
 
 
+class LimitedMLP(LlamaMLP):
+    """The MLP of gpt-oss and MiniMax-M3: its gate and values are limited, and 1 is added to the values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[…, hidden]` states to the same."""
+        config: Any = self.config
+        gate = self.gate_proj(x).clamp(max=config.swiglu_limit)
+        values = self.up_proj(x).clamp(-config.swiglu_limit, config.swiglu_limit)
+        output: torch.Tensor = self.down_proj((values + 1) * gate * (config.swiglu_alpha * gate).sigmoid())
+        return output
+
+
 def _yarn_factor(rope: Any) -> float:
     """What DeepSeek multiplies attention scores by for a long context, beside the scale of its rotary positions."""
     strength = rope.get("mscale_all_dim") or 0.0
@@ -232,7 +246,7 @@ class DecoderLayer(nn.Module):
         attention = LatentAttention if config.kv_lora_rank else GroupedQueryAttention
         self.self_attn = attention(config, layer_index, attention_input)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LimitedMLP(config) if config.swiglu_limit else LlamaMLP(config)
         self.is_gemma = config.is_gemma
         if config.is_gemma:
             self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

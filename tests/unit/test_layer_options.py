@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+    MiniMaxM3VLDecoderLayer,
+    MiniMaxM3VLRMSNorm,
+    MiniMaxM3VLRotaryEmbedding,
+)
 
 from hf_specgen import DFlashCandidates
+from hf_specgen.heads.block import BlockAttention
 from hf_specgen.heads.block_drafter import BlockDrafter, ReadingEvidence, RotationTrial
 from hf_specgen.heads.export import export_head, save_head
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.layer_options import rotates_neighbours, with_neighbouring_pairs
+from hf_specgen.targets.cache import RaggedCache
 from tests.fuzz.heads import random_head
 from tests.helpers import assert_same_tokens, prompts, tiny_model
 from tests.helpers.head_fixtures import FIXTURES
@@ -114,6 +122,121 @@ def test_head_with_sinks_is_exported_with_them(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, head.state_dict()[key]) for key, tensor in saved.state_dict().items())
     with pytest.raises(ValueError, match="there is no layout of BlockHead for 'eagle'"):
         export_head(head, tmp_path / "eagle", "eagle")
+
+
+@pytest.mark.parametrize(
+    ("changes", "causal", "window"),
+    [
+        ({"dflash_config.use_swa": True, "dflash_config.swa_window_size": 6}, False, 6),
+        ({"dflash_config.use_swa": True, "dflash_config.swa_window_size": 6, "is_causal": True}, True, 6),
+        ({"dflash_config.use_swa": False, "dflash_config.swa_window_size": None}, False, None),
+    ],
+)
+def test_window_for_all_layers(changes: dict[str, Any], causal: bool, window: int | None, tmp_path: Path) -> None:
+    """As in published heads for MiMo-V2.5, which name no types of layers: would catch layers without the window."""
+    unset = {"layer_types": None, "is_causal": None, "sliding_window": 9, "dflash_config.backbone_rotary_base": 5000000}
+    head: Any = load_head(changed(ZLAB, tmp_path / "head", unset | changes))
+    assert set(head.config.attention) == {BlockAttention(causal, window)}
+
+
+def test_two_windows_raise(tmp_path: Path) -> None:
+    """Would catch: one of two windows that is passed over."""
+    with pytest.raises(ValueError, match="swa_window_size is 7, but the layers have None"):
+        load_head(changed(ZLAB, tmp_path / "head", {"dflash_config.swa_window_size": 7}))
+
+
+MINIMAX = {
+    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"vocab_size": 99, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rotary_dim": 8, "max_position_embeddings": 256},
+    **{"dense_intermediate_size": 96, "intermediate_size": 48, "sliding_window": 32, "use_gemma_norm": True},
+    **{"hidden_act": "swigluoai", "swiglu_alpha": 1.5, "swiglu_limit": 0.7, "num_local_experts": 4},
+    **{"layer_types": ["sliding_attention"] * 2, "moe_layer_freq": [0, 0], "sparse_attention_config": None},
+    **{"dspark_ffn_hidden_size": 32, "dspark_markov_rank": 4, "dspark_block_size": 5, "dspark_noise_token_id": 3},
+    **{"dspark_markov_head_type": "vanilla", "dspark_use_dense_ffn": True, "dspark_hybrid_context_fusion": False},
+    **{"dspark_target_layer_ids": [0, 1], "dspark_config": {"hybrid_context_fusion": False}},
+    **{"enable_confidence_head": True, "confidence_head_with_markov": True, "model_type": "minimax_m3_vl_text"},
+}
+"""The text part of the config of the DSpark head in a MiniMax-M3.1 checkpoint, with smaller sizes."""
+
+
+def minimax_layers() -> torch.nn.ModuleList:
+    """The layers of Transformers' class, without experts and index; weights that float8 has."""
+    sizes = {name: MINIMAX[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")}
+    options = {"dense_intermediate_size": 32, "num_hidden_layers": 2, "mlp_layer_types": ["dense"] * 2}
+    options |= {name: MINIMAX[name] for name in ("swiglu_alpha", "swiglu_limit", "rms_norm_eps")}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = MiniMaxM3VLTextConfig(**sizes, **options, rope_parameters=rope)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(MiniMaxM3VLDecoderLayer(config, index) for index in range(2))
+    for name, weight in layers.named_parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+        if "_proj" in name:
+            weight.data = weight.to(torch.float8_e4m3fn).float()
+    return layers
+
+
+def minimax_head(folder: Path, layers: torch.nn.Module, **changes: Any) -> Path:
+    """Such a checkpoint with random weights and those layers, in mxfp8 with scales of 1."""
+    config = {"architectures": ["DSparkMiniMaxDraftModel"], "text_config": MINIMAX | changes}
+    config["quantization_config"] = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
+    torch.manual_seed(0)
+    sizes = {"fc": (64, 128), "hidden_norm": (64,), "final_norm": (64,), "confidence_head.proj": (1, 68)}
+    sizes |= {"markov_head.markov_w1": (99, 4), "markov_head.markov_w2": (99, 4)}
+    tensors = {f"{name}.weight": torch.randn(size) * 0.1 for name, size in sizes.items()}
+    tensors["confidence_head.proj.bias"] = torch.zeros(1)
+    for name, weight in layers.state_dict().items():
+        index, _, part = name.partition(".")
+        place = f"layers.{index}.decoder_layer.{part}"
+        if "gate_up_proj" in part:
+            of_gate, of_up = weight.chunk(2)
+            halves = {"gate_proj": of_gate, "up_proj": of_up}
+            tensors |= {place.replace("gate_up_proj", half): value.clone() for half, value in halves.items()}
+        else:
+            tensors[place] = weight.clone()
+    for name in [name for name in tensors if "_proj" in name and "layers" in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        scales = (tensors[name].shape[0], tensors[name].shape[1] // 32)
+        tensors[f"{name}_scale_inv"] = torch.full(scales, 127, dtype=torch.uint8)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    named = {f"language_model.model.dspark.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "model.safetensors")
+    return folder
+
+
+@torch.no_grad()
+def test_head_in_a_minimax_checkpoint_computes_what_its_layers_do(tmp_path: Path) -> None:
+    """Would catch: the MLP, norms without the one, a rotated width, or names of the published layout read otherwise."""
+    layers = minimax_layers()
+    head: Any = load_head(minimax_head(tmp_path / "head", layers))
+    assert set(head.config.attention) == {BlockAttention(window=32)} and head.config.block_size == 5
+    assert head.config.aux_hidden_state_layers == (1, 2) and head.config.first_proposing_position == 0
+    states = torch.randn(1, 5, 64)
+    positions = torch.arange(5)[None]
+    found = head(states, positions, RaggedCache(), [0])
+    mask = torch.zeros(1, 1, 5, 5)
+    rotary = MiniMaxM3VLRotaryEmbedding(layers[0].self_attn.config)(states, positions)
+    for layer in layers:
+        states = layer(states, position_embeddings=rotary, attention_mask=mask, position_ids=positions)
+        states = states[0] if isinstance(states, tuple) else states
+    torch.testing.assert_close(found.hidden, states, rtol=1e-4, atol=1e-4)
+    norm = MiniMaxM3VLRMSNorm(64, eps=1e-5)
+    norm.weight.data = head.norm.weight - 1
+    torch.testing.assert_close(found.output, norm(states), rtol=1e-4, atol=1e-4)
+    save_head(head, tmp_path / "saved")
+    saved = load_head(tmp_path / "saved")
+    assert saved.config.layer.swiglu_limit == pytest.approx(0.7) and saved.config.attention == head.config.attention
+    assert all(torch.equal(tensor, head.state_dict()[name]) for name, tensor in saved.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change", [{"dspark_hybrid_context_fusion": True}, {"dspark_use_dense_ffn": False}, {"attention_wobble": 1}]
+)
+def test_options_of_a_minimax_head_that_are_not_read_raise(change: dict[str, Any], tmp_path: Path) -> None:
+    """Would catch: a head with experts or with another context, which would draft as if it were untrained."""
+    with pytest.raises(ValueError, match=f"{next(iter(change))} = "):
+        load_head(minimax_head(tmp_path / "head", minimax_layers(), **change))
 
 
 MIMO = "dflash_mask_embedding"
