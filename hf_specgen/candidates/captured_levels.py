@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
-from hf_specgen.candidates.growth import Grown, Growth, Shape
+from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.level_tensors import LevelTensors, Shape
 from hf_specgen.device_tree import Selection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
@@ -91,7 +92,7 @@ class LevelInputs(NamedTuple):
     text: TextInputs | None
     last_tokens: torch.Tensor  # [batch, 1] of the rows
     max_depths: torch.Tensor | None  # [batch, 1] of the trees; None if no level exceeds them
-    parts: tuple[Grown, ...]  # of the tree so far
+    parts: tuple[LevelTensors, ...]  # of the tree so far
     states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
     visible: torch.Tensor | None  # [batch, capacity], False for padding
     offsets: torch.Tensor | None  # [batch, 1] position minus slot
@@ -101,7 +102,7 @@ class LevelInputs(NamedTuple):
 class Drafted(NamedTuple):
     """What `CapturedLevels` returns: the levels that it added, the best nodes of the tree, the drafter's states."""
 
-    grown: Grown
+    levels: LevelTensors
     selection: Selection
     states: Any
     """`[batch, nodes, …]` of the nodes of the last pass."""
@@ -128,7 +129,7 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     """Of the tree after the passes; held here, so that the tensors live as long as the graph that reads them."""
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
-        growth = Growth.of_parts(self.shape, inputs.last_tokens, inputs.max_depths, inputs.parts, self.constants)
+        growth = Growth.of_packed(inputs.parts, self.shape, inputs.last_tokens, inputs.max_depths, self.constants)
         states = inputs.states
         after_text = None
         noise: list[torch.Tensor | None] = [None] * (1 + self.passes)  # by pass, that over new text first
@@ -148,7 +149,7 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
             states = None if states is None else frontier.gather_parents(states)
             logits, states, *_ = self.level(module, frontier.tokens, layout, states, inputs.offsets, cache)
             self._add(growth, logits, noise.pop(0))
-        return Drafted(growth.parts()[-1], growth.select(self.nodes), states, after_text)
+        return Drafted(growth.packed()[-1], growth.select(self.nodes), states, after_text)
 
     def _read(self, module: nn.Module, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
         """Process new text; returns what `Level` does, of each row's last token alone `[batch, 1, …]`.
@@ -203,7 +204,7 @@ def grow_captured(
     visible = drafter.visible
     if visible is not None:
         visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
-    parts = growth.parts()
+    parts = growth.packed()
     constants = growth.constants_after(passes, width)
     levels = CapturedLevels(growth.shape, passes, width, nodes, proposals, drafter.level, constants)
     states = None if text is not None else drafter.states
@@ -211,7 +212,7 @@ def grow_captured(
     inputs = LevelInputs(text_inputs, *tree_so_far, states, visible, drafter.offsets, noise)
     drafted: Drafted | None = drafter.graphs.run(levels, inputs, drafter.cache, slots, fallback=lambda: None)
     if drafted is not None:
-        growth.extend(drafted.grown, (width,) * passes, drafted.selection)
+        growth.extend(drafted.levels, (width,) * passes, drafted.selection)
         counts = zip(starts, text_counts, strict=True)
         drafter.cache.set_lengths([start + count + passes * width for start, count in counts])  # without text padding
     return drafted

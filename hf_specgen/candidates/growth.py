@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_specgen.candidates.level_tensors import Expansion, LevelTensors, Shape, TreeLevel
 from hf_specgen.device_tree import (
     DEPTH,
     NO_NODE,
@@ -57,49 +58,20 @@ UNEXPANDED = -2
 """The number of a candidate that was not expanded."""
 
 
-class _Level(NamedTuple):
-    """The candidates of a level, `[rows, candidates]`: tokens, and logarithms of their path probabilities."""
-
-    tokens: Tensor
-    paths: Tensor
-
-
-class _Expansion(NamedTuple):
-    """Nodes that were expanded in one pass, `[rows, width]`."""
-
-    paths: Tensor  # log path probabilities; of padding so low that its children have probability 0
-    chosen: Tensor | None = None  # their index in their level; None in a chain
-
-
-class Grown(NamedTuple):
-    """Consecutive levels of a growing tree, packed into few tensors for a captured function; see `Growth.parts`."""
-
-    paths: Tensor  # `[rows, …]` of the candidates of each level, of each expansion's nodes, `Growth._expandable`
-    integers: Tensor  # `[rows, …]` the tokens of each level, then `chosen` of each expansion
-    ancestors: Tensor | None  # the matrix of the last frontier; None before the first expansion
-
-
-class Shape(NamedTuple):
-    """The shape of a growing tree: rows, children of a node, and for each `Grown` the nodes that each pass expanded."""
-
-    rows: int
-    children: int
-    widths: tuple[tuple[int, ...], ...]
-
-
 class Growth:
     """Draft trees that grow by one level at a time.
 
     Args:
-        max_depths: of each row's tree; 0 for a row without a draft.
+        max_depths: the maximum depth of each row's tree; 0 for a row without a draft.
         children: candidates after each node; 1 for chains.
-        last_tokens: `[rows, 1]`.
-        on_device: `[rows, 1]` the same as a tensor: needed if levels may go beyond them, as captured ones may.
+        last_tokens: `[rows, 1]` the root of each row's tree.
+        depths_on_device: `[rows, 1]` the values of `max_depths`: needed if levels may exceed the largest of these, as
+            captured ones may.
 
     Attributes:
         drafting_rows: how many rows have a draft.
         levels: levels of candidates so far, which is also the depth of the last level.
-        expanded: expanded nodes of each row.
+        expanded: how many nodes of each row are expanded so far.
 
     Example:
         >>> growth = Growth([2], children=2, last_tokens=torch.tensor([[4]]))
@@ -112,7 +84,9 @@ class Growth:
         ([[5, 7, 6]], ((-1, 0, -1),))
     """
 
-    def __init__(self, max_depths: Sequence[int], children: int, last_tokens: Tensor, on_device: Tensor | None = None):
+    def __init__(
+        self, max_depths: Sequence[int], children: int, last_tokens: Tensor, depths_on_device: Tensor | None = None
+    ):
         self.max_depths = list(max_depths)
         self.children = children
         self.last_tokens = last_tokens
@@ -120,17 +94,17 @@ class Growth:
         self.expanded = 0
         self.drafting_rows = sum(depth > 0 for depth in max_depths)
         self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
-        self.max_depths_on_device = on_device
-        if on_device is None and len(set(max_depths)) > 1:
+        self.max_depths_on_device = depths_on_device
+        if depths_on_device is None and len(set(max_depths)) > 1:  # if all are equal, no level exceeds any of them
             self.max_depths_on_device = torch.tensor(self.max_depths, device=last_tokens.device)[:, None]
-        self._levels: list[_Level] = []
-        self._expansions: list[_Expansion] = []
-        self._widths: tuple[int, ...] = ()
+        self._levels: list[TreeLevel] = []
+        self._expansions: list[Expansion] = []  # the n-th one comes before level n + 1
+        self._widths: tuple[int, ...] = ()  # of the expansions
         self._expandable: Tensor = last_tokens  # set by `add`: log path probabilities of the last level, see `CLOSED`
         self._ancestors = Ancestors(len(self.max_depths), 1, last_tokens.device)  # of the last frontier
-        self._parts: list[Grown] = []  # the first `_levels_in_parts` levels
-        self._widths_of_parts: tuple[tuple[int, ...], ...] = ()
-        self._levels_in_parts = 0
+        self._packed: list[LevelTensors] = []  # the first `_packed_levels` levels
+        self._packed_widths: tuple[tuple[int, ...], ...] = ()
+        self._packed_levels = 0
         self._selection: Selection | None = None  # the best nodes, if a captured function has selected them
         self._read_values: Any = None  # what the host has read of them
         self._given_constants: Constants | None = None  # in a captured function
@@ -159,12 +133,16 @@ class Growth:
                 it reached the node; below 0, so that every node is less likely than its parent.
             expandable: of the same shape, whether each may be expanded; None: all.
         """
-        paths = log_acceptance + self._expansions[-1].paths[..., None] if self._expansions else log_acceptance
+        paths = log_acceptance
+        if self._expansions:
+            paths = paths + self._expansions[-1].paths[..., None]  # path probability = acceptance times the parent's
         paths = paths.flatten(1)
         if self.max_depths_on_device is not None:  # the children have the depth `levels + 1`
             paths = paths.masked_fill(self.max_depths_on_device <= self.levels, NO_NODE)
-        self._expandable = paths if expandable is None else torch.where(expandable.flatten(1), paths, paths - CLOSED)
-        self._levels.append(_Level(tokens.flatten(1), paths))
+        self._expandable = paths
+        if expandable is not None:
+            self._expandable = torch.where(expandable.flatten(1), paths, paths - CLOSED)
+        self._levels.append(TreeLevel(tokens.flatten(1), paths))
         self.levels += 1
         self._selection = None
 
@@ -179,10 +157,10 @@ class Growth:
         parent_index = None
         depths = None
         if self.children == 1:
-            self._expansions.append(_Expansion(self._expandable))
+            self._expansions.append(Expansion(self._expandable))
         else:
             paths, index = self._expandable.topk(width, dim=1)
-            self._expansions.append(_Expansion(paths, index))
+            self._expansions.append(Expansion(paths, index))
             tokens = tokens.gather(1, index)
             # In a level the groups are in the order of the last frontier, which was one node before the first pass.
             parent_index = index // self.children if len(self._widths) > 1 else None
@@ -204,61 +182,59 @@ class Growth:
         """The constants of the tree after so many passes, each of which expands so many nodes."""
         return _constants(self.children, self._widths + (width,) * passes, self.device)
 
-    def parts(self) -> tuple[Grown, ...]:
-        """All levels so far, packed: the last `Grown` has those since the last call. Called after `add`."""
-        first = self._levels_in_parts
+    def packed(self) -> tuple[LevelTensors, ...]:
+        """All levels so far, packed: the last `LevelTensors` has those since the last call. Called after `add`."""
+        first = self._packed_levels  # the index of the first level that is not packed
         if first < len(self._levels):
-            begin = max(0, first - 1)  # `_levels[i + 1]` follows `_expansions[i]`, `_levels[0]` no expansion
+            # `_levels[i]` comes after `_expansions[i - 1]`, and `_levels[0]` after none.
+            first_expansion = max(0, first - 1)
             levels = self._levels[first:]
-            expansions = self._expansions[begin:]
-            paths = [level.paths for level in levels]
-            paths += [expansion.paths for expansion in expansions]
-            integers = [level.tokens for level in levels]
-            integers += [expansion.chosen for expansion in expansions if expansion.chosen is not None]
+            expansions = self._expansions[first_expansion:]
             ancestors = self._ancestors.matrix if self._widths else None
-            grown = Grown(torch.cat([*paths, self._expandable], dim=1), torch.cat(integers, dim=1), ancestors)
-            self._add_part(grown, self._widths[begin:])
-        return tuple(self._parts)
+            tensors = LevelTensors.of(levels, expansions, self._expandable, ancestors)
+            self._add_packed(tensors, self._widths[first_expansion:])
+        return tuple(self._packed)
 
-    def _add_part(self, grown: Grown, widths: tuple[int, ...]) -> None:
-        self._parts.append(grown)
-        self._widths_of_parts = (*self._widths_of_parts, widths)
-        self._levels_in_parts = len(self._levels)
+    def _add_packed(self, tensors: LevelTensors, widths: tuple[int, ...]) -> None:
+        """Remember the packed form of the last levels, with the widths of the expansions before them."""
+        self._packed.append(tensors)
+        self._packed_widths = (*self._packed_widths, widths)
+        self._packed_levels = len(self._levels)
 
     @property
     def shape(self) -> Shape:
-        """What the shapes of `parts` and of the next passes depend on."""
-        return Shape(len(self.max_depths), self.children, self._widths_of_parts)
+        """What the shapes of `packed` and of the next passes depend on."""
+        return Shape(len(self.max_depths), self.children, self._packed_widths)
 
     @classmethod
-    def of_parts(
-        cls, shape: Shape, last_tokens: Tensor, on_device: Tensor | None, parts: Sequence[Grown], constants: Constants
+    def of_packed(
+        cls,
+        packed: Sequence[LevelTensors],
+        shape: Shape,
+        last_tokens: Tensor,
+        depths: Tensor | None,
+        constants: Constants,
     ) -> Growth:
-        """Rebuild a growing tree from `parts` in a captured function; `constants` are of the tree at its end."""
-        growth = cls([0] * shape.rows, shape.children, last_tokens, on_device)  # which reads no depths on the host
+        """Rebuild a growing tree in a captured function: `depths` on the device, `constants` of the tree at its end."""
+        growth = cls([0] * shape.rows, shape.children, last_tokens, depths)  # the depths on the host are not read
         growth._given_constants = constants
-        for grown, widths in zip(parts, shape.widths, strict=True):
-            growth.extend(grown, widths)
+        for tensors, widths in zip(packed, shape.widths, strict=True):
+            growth.extend(tensors, widths)
         return growth
 
-    def extend(self, grown: Grown, widths: tuple[int, ...], selection: Selection | None = None) -> None:
-        """Add packed levels: one after each expansion of `widths` nodes; before them level 1 if there is no level."""
-        sizes = [self.children] * (not self.levels) + [width * self.children for width in widths]
-        paths = grown.paths.split([*sizes, *widths, sizes[-1]], dim=1)  # levels, expansions, the last level
-        integers = grown.integers.split([*sizes, *(widths if self.children > 1 else ())], dim=1)
-        tokens = integers[: len(sizes)]
-        index = integers[len(sizes) :] or [None] * len(widths)
-        self._levels += map(_Level, tokens, paths[: len(sizes)])
-        self._expansions += map(_Expansion, paths[len(sizes) : -1], index)
-        self._expandable = paths[-1]
-        if grown.ancestors is not None:
-            self._ancestors = Ancestors.of(grown.ancestors)
-        self.levels += len(sizes)
-        self.expanded += sum(widths)
+    def extend(self, tensors: LevelTensors, widths: tuple[int, ...], selection: Selection | None = None) -> None:
+        """Add packed levels, after expansions of `widths` nodes; `selection` has the best nodes of the larger tree."""
+        levels, expansions, self._expandable = tensors.unpack(self.children, widths, is_first=not self._levels)
+        self._levels += levels
+        self._expansions += expansions
         self._widths += widths
+        if tensors.ancestors is not None:
+            self._ancestors = Ancestors.of(tensors.ancestors)
+        self.levels += len(levels)
+        self.expanded += sum(widths)
         self._selection = selection
         self._read_values = None
-        self._add_part(grown, widths)
+        self._add_packed(tensors, widths)
 
     def select(self, nodes: int) -> Selection:
         """The best nodes, at most so many, padded to the width of a captured pass; and the last level."""
@@ -266,14 +242,15 @@ class Growth:
         return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._expandable)
 
     def read(self) -> Snapshot:
-        """Read the probabilities, in one transfer to the host; after a selection, all values of the selected nodes."""
+        """Read the probabilities of all candidates in one transfer; of a selection, all values of its nodes instead."""
         if self._selection is not None:
-            self._read_values, expandable = self._selection.split(self._selection.read.cpu().numpy())
+            read = self._selection.read.cpu().numpy()
+            self._read_values, expandable = self._selection.split(read)
             paths = self._read_values[:, PATH, 1:]
         else:
-            values = torch.cat([*(level.paths for level in self._levels), self._expandable], dim=1).cpu().numpy()
-            paths = values[:, : self.candidates]
-            expandable = values[:, self.candidates :]
+            read = torch.cat([*(level.paths for level in self._levels), self._expandable], dim=1).cpu().numpy()
+            paths = read[:, : self.candidates]
+            expandable = read[:, self.candidates :]
         if min(self.max_depths) <= self.levels:  # nodes at the maximum depth of their row are not expanded
             expandable = np.where(np.array(self.max_depths)[:, None] > self.levels, expandable, NO_NODE)
         return Snapshot(self.levels, _descending(paths), _descending(expandable))
@@ -289,6 +266,7 @@ class Growth:
         nodes = min(nodes, self.candidates)
         if self._selection is not None and not expanded_first and not with_expanded:
             return self._selection.first(nodes, self._read_values, self.drafting_rows), None
+        # The values of all candidates, then of the nodes alone, in their order; in chains both orders are the same.
         ids = self._expanded_ids()
         values = self._values(ids)
         if self.children > 1:
@@ -317,12 +295,12 @@ class Growth:
         rows = len(self.max_depths)
         constants = self.constants
         numbers = constants.numbers.expand(rows, -1)
-        if ids is not None:
+        if ids is not None:  # number n belongs to the candidate `ids[n]`
             numbers = constants.unexpanded.expand(rows, -1).scatter(1, ids, numbers[:, : 1 + self.expanded])
-        # All planes are concatenated in one operation. Candidates whose drafter gave NaN are no nodes.
         tokens = [self.last_tokens.expand(-1, self.children), *(level.tokens for level in self._levels)]
         depths_and_parents = constants.depths_and_parents.expand(rows, -1)
         paths = [constants.root_paths.expand(rows, -1), *(level.paths for level in self._levels)]
+        # All planes in one operation: TOKEN, NUMBER, DEPTH and PARENT, PATH. A candidate with NaN is no node.
         values = torch.cat([*tokens, numbers, depths_and_parents, *paths], dim=1)
         return values.nan_to_num(NO_NODE, inf, -inf).view(rows, PLANES, -1)
 
@@ -332,9 +310,13 @@ class Growth:
         """`[rows, 1 + nodes]` candidate indices: last token, then nodes; children are less likely, so later."""
         if ids is None or not (expanded_first or with_expanded):
             return paths.topk(1 + nodes, dim=1).indices
+        # The last token and all expanded nodes, then the likeliest of the others.
         others = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
         order = torch.cat([ids, others], dim=1)
-        return order if expanded_first else order.gather(1, paths.gather(1, order).argsort(dim=1, descending=True))
+        if expanded_first:
+            return order
+        by_probability = paths.gather(1, order).argsort(dim=1, descending=True)
+        return order.gather(1, by_probability)
 
 
 class Constants(NamedTuple):
