@@ -7,7 +7,9 @@ the best nodes are selected, of which the host then takes as many as are to be v
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from math import log
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
-from hf_specgen.candidates.growth import Growth
+from hf_specgen.candidates.growth import Constants, Growth
 from hf_specgen.candidates.level_tensors import LevelTensors, Shape
 from hf_specgen.device_tree import Selection
 from hf_specgen.targets.graphs import Capturable
@@ -57,33 +59,42 @@ class Proposals:
     def __call__(
         self, scores: torch.Tensor, draft_scores: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-        """The arguments of `Growth.add`, and q if it is wanted: the most likely tokens of each node as candidates.
+        """Propose `children` tokens after each node: the arguments of `Growth.add`, and q `[batch, nodes, vocab]`.
 
-        `draft_scores` are `scores` after `VerificationSession.draft_scores`, which adds noise if tokens are sampled.
+        Both scores are `[batch, nodes, draft vocab]`; `draft_scores` are `scores` after
+        `VerificationSession.draft_scores`, which adds noise if tokens are sampled. q is None if it is not wanted.
         """
-        acceptance, tokens = draft_scores.log_softmax(dim=-1).topk(self.children)
+        # The tokens: drawn from q where scores have noise, else the most likely ones.
+        log_acceptance, tokens = draft_scores.log_softmax(dim=-1).topk(self.children)
         expandable = None
         q = None
-        ids = self.token_ids
-        if self.wants_q or self.threshold:
+        # The threshold, and rejection sampling, use probabilities without noise.
+        if self.threshold or self.wants_q:
             probabilities = scores.softmax(dim=-1)
-            expandable = probabilities.gather(-1, tokens) >= self.threshold if self.threshold else None
+            if self.threshold:
+                expandable = probabilities.gather(-1, tokens) >= self.threshold
             if self.wants_q:  # which nodes are in a tree may depend on their ranks alone, not on their tokens
-                acceptance = confidence_by_rank(probabilities.amax(dim=-1), self.children).log()
-                q = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
-                q = q if ids is None else torch.zeros_like(q).index_copy(-1, ids, probabilities)
-        acceptance = acceptance.clamp(log(MIN_PROBABILITY), log(MAX_PROBABILITY))
+                log_acceptance = confidence_by_rank(probabilities.amax(dim=-1), self.children).log()
+                q = self._in_target_vocabulary(probabilities)
+        log_acceptance = log_acceptance.clamp(log(MIN_PROBABILITY), log(MAX_PROBABILITY))
         if self.wants_q:  # siblings stay in the order in which they were drawn, equal ones too
-            acceptance = acceptance - 1e-4 * torch.arange(self.children, device=tokens.device)
-        return (tokens if ids is None else ids[tokens], acceptance, expandable), q
+            log_acceptance = log_acceptance - 1e-4 * torch.arange(self.children, device=tokens.device)
+        return (tokens if self.token_ids is None else self.token_ids[tokens], log_acceptance, expandable), q
+
+    def _in_target_vocabulary(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """`[…, draft vocab]` probabilities as `[…, vocab]`; 0 for tokens that the drafter cannot propose."""
+        padded = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
+        if self.token_ids is None:
+            return padded
+        return torch.zeros_like(padded).index_copy(-1, self.token_ids, probabilities)
 
 
 class TextInputs(NamedTuple):
     """The tensors of `NewText`."""
 
-    tokens: torch.Tensor
-    counts: torch.Tensor  # [batch]
-    features: torch.Tensor | None
+    tokens: torch.Tensor  # [batch, width], padded on the right
+    counts: torch.Tensor  # [batch] how many of them are no padding
+    features: torch.Tensor | None  # [batch, width, …]
 
 
 class LevelInputs(NamedTuple):
@@ -92,7 +103,7 @@ class LevelInputs(NamedTuple):
     text: TextInputs | None
     last_tokens: torch.Tensor  # [batch, 1] of the rows
     max_depths: torch.Tensor | None  # [batch, 1] of the trees; None if no level exceeds them
-    parts: tuple[LevelTensors, ...]  # of the tree so far
+    tree_so_far: tuple[LevelTensors, ...]
     states: torch.Tensor | None  # of the drafter's last pass `[batch, nodes, hidden]`
     visible: torch.Tensor | None  # [batch, capacity], False for padding
     offsets: torch.Tensor | None  # [batch, 1] position minus slot
@@ -125,34 +136,36 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     nodes: int
     proposals: Proposals
     level: Level
-    constants: Any = field(compare=False)
+    constants: Constants = field(compare=False)
     """Of the tree after the passes; held here, so that the tensors live as long as the graph that reads them."""
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
-        growth = Growth.of_packed(inputs.parts, self.shape, inputs.last_tokens, inputs.max_depths, self.constants)
+        growth = Growth.of_packed(inputs.tree_so_far, self.shape, inputs.last_tokens, inputs.max_depths, self.constants)
         states = inputs.states
         after_text = None
-        noise: list[torch.Tensor | None] = [None] * (1 + self.passes)  # by pass, that over new text first
+        noise_by_pass: Iterator[torch.Tensor | None] = repeat(None)
         if inputs.noise is not None:
-            noise = list(inputs.noise.unbind(dim=1))
+            noise_by_pass = iter(inputs.noise.unbind(dim=1))
+        # Level 1 comes from the pass over new text; without new text the tree so far has it.
         if inputs.text is not None:
             logits, *after_text = self._read(module, inputs.text, inputs, cache)
             states = after_text[0]
-            self._add(growth, logits, noise.pop(0))
-        layer = cache.layers[0]
+            self._add(growth, logits, next(noise_by_pass))
         # In the cache, the expanded nodes follow each row's last token.
+        layer = cache.layers[0]
         last_token_slots = layer.next_slots - 1 - growth.expanded
         attended_slots = layer.get_mask_sizes(0)[0]
+        # Each pass runs on the nodes that it expands, with the states of their parents, and adds a level.
         for _ in range(self.passes):
             frontier = growth.expand(self.width)
             layout = StepLayout(last_token_slots, attended_slots, *growth.structure(), inputs.visible)
-            states = None if states is None else frontier.gather_parents(states)
-            logits, states, *_ = self.level(module, frontier.tokens, layout, states, inputs.offsets, cache)
-            self._add(growth, logits, noise.pop(0))
+            parent_states = None if states is None else frontier.gather_parents(states)
+            logits, states, *_ = self.level(module, frontier.tokens, layout, parent_states, inputs.offsets, cache)
+            self._add(growth, logits, next(noise_by_pass))
         return Drafted(growth.packed()[-1], growth.select(self.nodes), states, after_text)
 
     def _read(self, module: nn.Module, text: TextInputs, inputs: LevelInputs, cache: Any) -> list[Any]:
-        """Process new text; returns what `Level` does, of each row's last token alone `[batch, 1, …]`.
+        """Run on new text; returns `LevelOutput`'s values of each row's last token alone, `[batch, 1, …]` or None each.
 
         The text is padded on the right. Later passes overwrite the padding in the cache.
         """
@@ -161,8 +174,9 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
         chain = TreeStructure.of_captured_chains(batch, width - 1, text.tokens.device)
         layout = StepLayout(layer.next_slots, layer.get_mask_sizes(0)[0], *chain, inputs.visible)
         results = self.level(module, text.tokens, layout, text.features, inputs.offsets, cache, is_text=True)
-        # Later slots begin at the padding.
-        slots = layer.slots - (width - text.counts[:, None])
+        # The next pass writes to the slots after each row's last token, which are those of the padding.
+        padding = width - text.counts[:, None]
+        slots = layer.slots - padding
         for cache_layer in cache.layers:
             cache_layer.slots = slots
         last = (text.counts - 1)[:, None, None]
@@ -171,7 +185,8 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     def _add(self, growth: Growth, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
         scores = self.proposals.scores(logits)
         draft_scores = scores if noise is None else perturbed(scores, noise[:, None])
-        growth.add(*self.proposals(scores, draft_scores)[0])  # q is not needed: rejection sampling is not captured
+        proposed, _ = self.proposals(scores, draft_scores)  # q is not needed: rejection sampling is not captured
+        growth.add(*proposed)
 
 
 def grow_captured(
@@ -183,36 +198,39 @@ def grow_captured(
     proposals: Proposals,
     noise: torch.Tensor | None,
 ) -> Drafted | None:
-    """Extend a growing tree and the drafter's cache by `passes` passes, in one graph, after those over new text if any.
+    """Add `passes` levels to a growing tree, and their nodes to the drafter's cache, by one graph.
 
+    If the drafter has new text, a pass over it comes first, which gives level 1. `noise` is that of `LevelInputs`.
     None if there is no graph: then nothing was added, and the caller makes the passes.
     """
     if noise is not None and proposals.token_ids is not None:
         noise = noise[..., proposals.token_ids]  # of the draft vocabulary
-    starts = drafter.cache.lengths
-    slots = passes * width  # that are written after each row
+    lengths = drafter.cache.lengths  # of the rows before
     text = drafter.text
     text_inputs = None
-    text_counts = [0] * len(growth.max_depths)  # tokens of new text, which stay in the cache
+    text_counts: Sequence[int] = [0] * len(lengths)
+    states = drafter.states
+    new_slots = passes * width  # that the function writes after each row
     if text is not None:
-        slots += text.tokens.shape[1]  # padding included
-        text_counts = list(text.counts)
+        text_counts = text.counts
         text_inputs = TextInputs(text.tokens, torch.tensor(text_counts), text.features)
-    capacity = drafter.graphs.capacity(drafter.cache, slots)
+        states = None  # the pass over the text returns them
+        new_slots += text.tokens.shape[1]  # padding included
+    capacity = drafter.graphs.capacity(drafter.cache, new_slots)
     if not capacity:
         return None
     visible = drafter.visible
-    if visible is not None:
+    if visible is not None:  # the mask has every slot of the buffers
         visible = pad(visible, (0, capacity - visible.shape[1]), value=True)
-    parts = growth.packed()
+    trees = growth.last_tokens, growth.max_depths_on_device, growth.packed()
+    inputs = LevelInputs(text_inputs, *trees, states, visible, drafter.offsets, noise)
     constants = growth.constants_after(passes, width)
-    levels = CapturedLevels(growth.shape, passes, width, nodes, proposals, drafter.level, constants)
-    states = None if text is not None else drafter.states
-    tree_so_far = growth.last_tokens, growth.max_depths_on_device, parts
-    inputs = LevelInputs(text_inputs, *tree_so_far, states, visible, drafter.offsets, noise)
-    drafted: Drafted | None = drafter.graphs.run(levels, inputs, drafter.cache, slots, fallback=lambda: None)
-    if drafted is not None:
-        growth.extend(drafted.levels, (width,) * passes, drafted.selection)
-        counts = zip(starts, text_counts, strict=True)
-        drafter.cache.set_lengths([start + count + passes * width for start, count in counts])  # without text padding
+    function = CapturedLevels(growth.shape, passes, width, nodes, proposals, drafter.level, constants)
+    drafted: Drafted | None = drafter.graphs.run(function, inputs, drafter.cache, new_slots, fallback=lambda: None)
+    if drafted is None:
+        return None
+    growth.extend(drafted.levels, (width,) * passes, drafted.selection)
+    # Of new text the cache keeps the tokens, and not the padding.
+    rows = zip(lengths, text_counts, strict=True)
+    drafter.cache.set_lengths([length + count + passes * width for length, count in rows])
     return drafted
