@@ -74,7 +74,7 @@ class TreeSize(ABC):
         """`next` once no pass is planned by `first`; the host may read the probabilities of the nodes so far."""
 
     def count(self, plan: Plan) -> None:
-        """Count the time of passes that were made."""
+        """Count passes that were made: their time, and how many nodes they expanded."""
 
     @abstractmethod
     def nodes(self, growth: Growth) -> int:
@@ -156,10 +156,11 @@ class FastestSize(TreeSize):
         self._rows = rows
         self._drafter = latency.drafter
         self._snapshot: Snapshot | None = None
+        # `_target_seconds[n]` are those of the target's pass if n nodes of each row are verified.
         self._target_seconds, self.min_probability = _target_seconds(
             latency.target, max(rows, pass_rows), self.max_nodes, is_padded
         )
-        # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row.
+        # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row, `_draft_seconds` those so far.
         self._pass_seconds, self._draft_seconds = _drafter_seconds(latency.drafter, rows, children)
 
     def first(self, growth: Growth, k: int) -> Plan | None:
@@ -185,7 +186,8 @@ class FastestSize(TreeSize):
         if growth.levels_per_read == 1:
             return Plan(1, width)
         # Not with this width, so that there are few different plans, since each is captured.
-        return Plan(min(growth.levels_per_read, k - growth.levels), min(len(self._pass_seconds), growth.children))
+        passes = min(growth.levels_per_read, k - growth.levels)
+        return Plan(passes, min(len(self._pass_seconds), growth.children))
 
     def count(self, plan: Plan) -> None:
         self._draft_seconds += plan.passes * float(self._pass_seconds[plan.width - 1])
@@ -194,41 +196,49 @@ class FastestSize(TreeSize):
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
         """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them.
 
-        The level is counted for the estimator.
+        The most probable candidates of the last level are expanded: a width of n means the first n of each row. The
+        level is counted for the estimator.
         """
-        most = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
-        expandable = snapshot.expandable[:, :most]
-        widths = int(np.count_nonzero(expandable.sum(axis=0)))
+        limit = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
+        expandable = snapshot.expandable[:, :limit]
+        widths = int(np.count_nonzero(expandable.sum(axis=0)))  # so many candidates of some row
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
-        # `[rows, widths]` the probability that one of the 1, 2, … likeliest nodes is accepted, then the same provided
-        # that the level before is.
+        # `[rows, widths]` the probability that one of the nodes of each width is accepted; then the same, given that
+        # one of the nodes expanded before is.
         reached = expandable.cumsum(axis=1)[:, :widths]
         conditional = self._levels.add(growth.levels, reached, snapshot.expandable.sum(axis=1))
-        # Without a further pass: the most expected tokens per second with the nodes so far.
+        # Without a further pass: tokens and seconds by how many of the nodes so far are verified, 0, 1, …
         probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
         tokens = np.concatenate([[self._rows], probability]).cumsum()
         seconds = self._target_seconds[: len(tokens)] + self._draft_seconds
         verified = fastest(tokens, seconds)
-        # A first draft token may cost far more than each further one, and a run of certain tokens pays when it is
-        # verified as a whole: all numbers of further levels are considered, [levels, widths].
-        levels = np.arange(1, 1 + max(1, max(growth.max_depths) - growth.levels))[:, None]
-        # `[2, levels, rows, widths]`: first if the nodes to expand alone are verified, then if all candidates are.
-        below = self._estimator.expected(conditional, len(levels))
-        gains = (below * self._estimator.scaled(reached)).sum(axis=2)
-        # The path to the frontier is verified too.
+        # With further passes as many of these nodes are verified, but at least the path down to the last level.
         base = min(max(verified, growth.levels), len(tokens) - 1)
-        expanded = levels * np.arange(1, 1 + widths)
-        nodes = np.minimum(base + np.stack([expanded, growth.children * expanded]), self.max_nodes)
-        seconds_ahead = self._target_seconds[nodes] + self._draft_seconds + levels * self._pass_seconds[:widths]
-        seconds_ahead[:, growth.expanded + expanded > self.max_nodes] = inf
-        # Index 0 stands for no further pass, the others for `[2, levels, widths]`.
+        gains, seconds_ahead = self._further_levels(growth, base, reached, conditional)
+        # Choice 0 is no further pass, the others are those of `[2, levels, widths]`, whose last axis is the width.
         choice = fastest(
             np.append(tokens[verified], tokens[base] + gains),
             np.append(seconds[verified], seconds_ahead),
             margin=MIN_GAIN,
         )
         return 1 + (choice - 1) % widths if choice else 0
+
+    def _further_levels(self, growth: Growth, base: int, reached: Floats, conditional: Floats) -> tuple[Floats, Floats]:
+        """Expected tokens of 1, 2, … further levels, and seconds of the step with them: `[2, levels, widths]` each.
+
+        First if the nodes to expand alone are verified, then if all candidates are, beside `base` nodes so far. A first
+        draft token may cost far more than each further one, and a run of certain tokens pays only as a whole.
+        """
+        widths = np.arange(1, 1 + reached.shape[1])
+        levels = np.arange(1, 1 + max(1, max(growth.max_depths) - growth.levels))[:, None]
+        below = self._estimator.expected(conditional, len(levels))  # [2, levels, rows, widths] if a node is accepted
+        gains = (below * self._estimator.scaled(reached)).sum(axis=2)
+        expanded = levels * widths
+        nodes = np.minimum(base + np.stack([expanded, growth.children * expanded]), self.max_nodes)
+        seconds = self._target_seconds[nodes] + self._draft_seconds + levels * self._pass_seconds[: len(widths)]
+        seconds[:, growth.expanded + expanded > self.max_nodes] = inf  # more than a tree may have
+        return gains, seconds
 
     def observe(self) -> None:
         self._estimator.observe(self._levels)
