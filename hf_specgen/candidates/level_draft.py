@@ -75,18 +75,18 @@ class LevelDraft(Generic[T]):
         return self._best()
 
     def _first_level(self) -> None:
-        """Begin the trees with the candidates after each row's last token; a captured function adds further levels."""
-        captured = self._drafter.capture(self._text)  # a pass over the text, and levels
-        if captured is None:
-            logits = self._drafter.read(self._text)[:, None]
-            self._is_captured = self._drafter.capture() is not None  # levels alone
-            self._begin(logits.device, logits.shape[-1])
-        else:
+        """Make the trees with level 1, the candidates after each row's last token; with more if that is captured."""
+        captured = self._drafter.capture(self._text)
+        if captured is not None:  # the pass over the text can be captured, together with further levels
             self._is_captured = True
             self._begin(captured.device)
             if self._expand_first(captured):
                 return
             logits = self._drafter.read(self._text)[:, None]
+        else:
+            logits = self._drafter.read(self._text)[:, None]
+            self._is_captured = self._drafter.capture() is not None  # further levels alone
+            self._begin(logits.device, draft_vocab=logits.shape[-1])
         self._add(logits)
 
     def _begin(self, device: torch.device, draft_vocab: int | None = None) -> None:
@@ -116,8 +116,10 @@ class LevelDraft(Generic[T]):
     def _expand_first(self, captured: CapturablePasses) -> bool:
         """Process new text and expand the first levels in one captured function; False if nothing was done."""
         plan = self._size.first(self.growth, self._k)
-        drafted = None if plan is None else self._expand_captured(plan, captured)
-        if plan is None or drafted is None:
+        if plan is None:
+            return False
+        drafted = self._expand_captured(plan, captured)
+        if drafted is None:
             return False
         assert captured.store_text is not None
         captured.store_text(drafted.after_text)
@@ -134,10 +136,10 @@ class LevelDraft(Generic[T]):
         if not self._batch.shares_noise or self._proposals.processors.reads_scores:
             return None
         growth = self.growth
-        passes = plan.passes if captured.text is None else 1 + plan.passes
-        # By row, the index of the generated token that each pass proposes.
+        levels = plan.passes if captured.text is None else 1 + plan.passes  # a pass over new text adds level 1
+        # By row, the index of the generated token that each level proposes: one deeper each.
         first = [len(text) + growth.levels for text in self._batch.state.generated]
-        steps = [list(range(step, step + passes)) for step in first]
+        steps = [list(range(step, step + levels)) for step in first]
         noise = self._batch.draft_noise(steps, growth.device)
         drafted = grow_captured(growth, *plan, self._size.max_nodes, captured, self._proposals, noise)
         if drafted is not None:
@@ -152,6 +154,7 @@ class LevelDraft(Generic[T]):
     def _add(self, logits: torch.Tensor) -> None:
         """Add the most likely tokens after each node of a pass; `logits` are `[batch, nodes, draft vocab]`."""
         scores = self._proposals.scores(logits)
+        # By row, the index of the generated token that this level proposes.
         steps = [[len(text) + self.growth.levels] for text in self._batch.state.generated]
         ids = self._drafter.token_ids
         tokens = None if ids is None else ids.expand(len(scores), 1, -1)
