@@ -41,6 +41,16 @@ class _Queue:
         """How many positions there are."""
         return sum(map(len, self.parts))
 
+    def add_to_history(self, features: torch.Tensor, tokens: Sequence[int], window: DraftWindow) -> bool:
+        """Add features that the head gets now; returns whether the history, then cut to the window, was too long."""
+        self.history = torch.cat([self.history, features])
+        self.history_tokens = [*self.history_tokens, *tokens]
+        if not window.is_exceeded_by(len(self.history_tokens)):
+            return False
+        self.history = torch.cat([self.history[: window.first], self.history[-window.recent :]])
+        self.history_tokens = window.kept(self.history_tokens)
+        return True
+
 
 class FeatureQueue:
     """The hidden states of accepted tokens that a head has not processed, for its drafter.
@@ -67,7 +77,7 @@ class FeatureQueue:
     def receive(self) -> None:
         """Add the hidden states of the tokens that the last step kept; of the prompts at first, and of new rows."""
         states = self._batch.committed_states(self._layers)
-        for row, new in zip(self._rows, states, strict=False):
+        for row, new in zip(self._rows, states, strict=False):  # new rows are last
             row.parts.append(new)
         self._add_rows(states)
 
@@ -84,16 +94,16 @@ class FeatureQueue:
         return self._take_first([inf if depth > 0 or of_all_rows else 0 for depth in max_depths])
 
     def take_prompts(self, first: int) -> NewFeatures:
-        """Remove the features of the new rows, which are `first` and those after it; entries are of these rows alone.
+        """Remove the features of new rows, the row `first` and those after it; the result has these rows alone.
 
-        The last feature of a row stays in the queue for its first draft, unless it is the only one. No row is
+        The last feature of a row stays in the queue for its first draft, unless it is the only one. No row counts as
         restarted, as nothing was computed for new rows.
         """
-        new = [max(1, row.count - 1) for row in self._rows[first:]]
-        taken = self._take_first([*[0] * first, *new])
-        return taken._replace(
-            features=taken.features[first:], tokens=taken.tokens[first:], active=[True] * len(new), restarted=()
-        )
+        limits_of_new = [max(1, row.count - 1) for row in self._rows[first:]]
+        taken = self._take_first([*[0] * first, *limits_of_new])
+        features = taken.features[first:]
+        tokens = taken.tokens[first:]
+        return taken._replace(features=features, tokens=tokens, active=[True] * len(tokens), restarted=())
 
     def remove(self, limits: Sequence[float]) -> list[torch.Tensor]:
         """Remove the first `limits[row]` features of each row that has not ended: `[removed, layers * hidden]` each."""
@@ -137,16 +147,10 @@ class FeatureQueue:
         restarted = []
         for index, row in enumerate(self._rows):
             features, tokens = self._remove_first(index, row, limits[index])
-            if self._window is not None and tokens:
-                row.history = torch.cat([row.history, features])
-                row.history_tokens = [*row.history_tokens, *tokens]
-                if self._window.is_exceeded_by(len(row.history_tokens)):
-                    first, recent = self._window
-                    row.history = torch.cat([row.history[:first], row.history[-recent:]])
-                    row.history_tokens = self._window.kept(row.history_tokens)
-                    features = row.history
-                    tokens = row.history_tokens
-                    restarted.append(index)
+            if self._window is not None and tokens and row.add_to_history(features, tokens, self._window):
+                features = row.history
+                tokens = row.history_tokens
+                restarted.append(index)
             new.features.append(features)
             new.tokens.append(tokens)
         return new._replace(restarted=restarted)
@@ -157,7 +161,7 @@ class FeatureQueue:
             return row.history[:0], []
         features = row.parts[0] if len(row.parts) == 1 else torch.cat(row.parts)
         row.parts = []
-        if len(features) > limit:
+        if len(features) > limit:  # the later ones stay in the queue
             features, later = features.tensor_split([int(limit)])
             row.parts = [later]
         tokens = self._tokens(index, row.position + 1, row.position + 1 + len(features))
