@@ -85,7 +85,8 @@ class _Run:
         self.slots = slots
         self.fallback = fallback
         self.lengths = cache.lengths  # before the run
-        self.inputs = (inputs, torch.tensor(self.lengths))
+        self.inputs = (inputs, torch.tensor(self.lengths))  # and `[batch]` the first slot that it writes in each row
+        # A graph is repeated with other values of its tensors, but with the same plain values.
         leaves = leaves_of(self.inputs)
         shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
         self.key = (function, shapes, torch.is_inference_mode_enabled())
@@ -129,7 +130,7 @@ class CapturedFunctions:
         buffers = self.buffers.of_cache(run.cache)
         graph: Graph | None = None if buffers is None else buffers.graphs.pop(run.key, None)
         if buffers is not None and graph is not None:
-            buffers.graphs[run.key] = graph  # at the end: the first one is dropped if there are too many
+            buffers.graphs[run.key] = graph  # at the end: the first one is the least recently used, see `_keep`
         return graph
 
     def capture_if_due(self, run: _Run, call: CallGraphs) -> Graph | None:
@@ -145,11 +146,14 @@ class CapturedFunctions:
         is_due = call.capture_now or call.mode == "graphs" or self._runs[run.key] > EAGER_PASSES
         if buffers is None or self.failure is not None or not is_due or run.key in self._refused:
             return None
-        dry_inputs = run.function.dry_inputs(run.inputs[0])
-        # An eager run to compare the graph with. It is outside of `try`: only errors of the capture are handled here.
+        # An eager run to compare the graph with, unless the function changes something: then it is captured with inputs
+        # that change nothing. The run is outside of `try`: only errors of the capture are handled here.
+        function_inputs, starts = run.inputs
+        dry_inputs = run.function.dry_inputs(function_inputs)
         expected = run.fallback() if dry_inputs is None else None
         run.cache.set_lengths(run.lengths)  # the eager run has appended slots
-        inputs = run.inputs if dry_inputs is None else (dry_inputs, run.inputs[1])
+        inputs = (function_inputs if dry_inputs is None else dry_inputs, starts)
+        # Capture, compare and keep.
         try:
             graph = self._capture(run.function, call.module, inputs, run.slots, buffers)
             if expected is not None and not run.function.matches(expected, graph.replay(run.inputs)):
@@ -185,7 +189,7 @@ class CapturedFunctions:
         return Graph(function_on_buffers, inputs, self._memory, function)
 
     def _keep(self, graph: Graph, run: _Run, module: nn.Module, buffers: BufferSet) -> None:
-        """Keep a graph for later runs, and drop the one that was not used for longest if there are too many."""
+        """Keep a graph for later runs; if there are too many, drop the least recently used one."""
         # Before the first graph the first passes may have installed hooks. The graphs have these: they are no change.
         if not is_captured(module):
             self._fingerprint = graph_fingerprint(module)
