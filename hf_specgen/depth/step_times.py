@@ -41,7 +41,8 @@ class StepTimes:
     """Seconds of passes by tokens per row, all at one speed of the machine.
 
     Args:
-        samples: times of each size, in the order of the steps; T(1) is among them.
+        samples: times of each size, in the order of the steps: the first `SAMPLES` of them time it, further ones
+            contradict these. Size 1 has one at least.
         context: cached tokens in each row.
         batch: rows.
     """
@@ -56,11 +57,10 @@ class StepTimes:
         Later times count only if as many in a row are less than half of T(q): other processes delayed the first ones.
         """
         earlier = self.samples.get(size, ())
-        is_settled = len(earlier) >= SAMPLES
         times = (*earlier, seconds)
-        if is_settled and 2 * seconds >= self.curve(size):
+        if len(earlier) >= SAMPLES and 2 * seconds >= self.curve(size):  # the size is settled: forget contradictions
             times = earlier[:SAMPLES]
-        elif len(times) == 2 * SAMPLES:
+        elif len(times) == 2 * SAMPLES:  # `SAMPLES` contradictions in a row
             times = times[SAMPLES:]
         return self if times == earlier else replace(self, samples={**self.samples, size: times})
 
@@ -83,10 +83,10 @@ class StepTimes:
         the time counts only if it is less than what is assumed without it.
         """
         timed = {size: times[:SAMPLES] for size, times in self.samples.items()}
-        points = {size: median_low(times) for size, times in timed.items() if size == 1 or len(times) > 1}
-        assumed = self._curve(points)
-        once = {size: times[0] for size, times in timed.items() if size not in points}
-        return self._curve(points | {size: min(seconds, assumed(size)) for size, seconds in once.items()})
+        timed_again = {size: median_low(times) for size, times in timed.items() if size == 1 or len(times) > 1}
+        assumed = self._curve(timed_again)
+        timed_once = {size: min(times[0], assumed(size)) for size, times in timed.items() if size not in timed_again}
+        return self._curve(timed_again | timed_once)
 
     def _curve(self, points: Mapping[int, float]) -> CostCurve:
         """The curve through timed sizes; larger ones are assumed to be as fast as is plausible, so that they are tried.
@@ -95,15 +95,15 @@ class StepTimes:
         the line through T(1) and that size, but below √q.
         """
         points = dict(points)
-        slowest = max(points)
-        if slowest == 1:
-            slowest = 8
+        largest = max(points)
+        if largest == 1:
+            largest = 8
             points[8] = points[1] * 8**0.25
-        slope = max(0.0, points[slowest] - points[1]) / (slowest - 1)
+        slope = max(0.0, points[largest] - points[1]) / (largest - 1)
         for size in sorted(QUERIES):
-            if size > slowest:
-                on_line = points[slowest] + slope * (size - slowest)
-                points[size] = min(on_line, points[slowest] * sqrt(size / slowest))
+            if size > largest:
+                on_line = points[largest] + slope * (size - largest)
+                points[size] = min(on_line, points[largest] * sqrt(size / largest))
         sizes = tuple(sorted(points))
         return CostCurve(sizes, tuple(points[size] for size in sizes), self.context, self.batch)
 
@@ -132,9 +132,8 @@ class PassTimer:
         times: StepTimes | None = memory.recall(call.model, _key(call), lambda: None)
         if times is None:
             key = _shared_key(call)
-            times = memory.recall(type(call.model), key, lambda: None) or StepTimes.from_saved(
-                saved_results.load(SAVED, key)
-            )
+            times = memory.recall(type(call.model), key, lambda: None)
+            times = times or StepTimes.from_saved(saved_results.load(SAVED, key))
         return None if times is None else cls(call, times)
 
     @classmethod
@@ -156,9 +155,9 @@ class PassTimer:
             return False
         size, seconds = timed
         before = self.times
-        if self._slowdowns:
+        if self._slowdowns:  # seconds at the speed of the first step
             self.times = before.with_sample(size, seconds / median(self._slowdowns))
-        if size == 1 or len(self.times.samples.get(size, ())) > 1:
+        if size == 1 or len(self.times.samples.get(size, ())) > 1:  # T(q) of one time tells no slowdown
             self._slowdowns.append(seconds / self.times.curve(size))
         if self.times is before:
             return False
