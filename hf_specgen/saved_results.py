@@ -57,7 +57,7 @@ def save(kind: str, key: object, value: Any) -> None:
 
 
 def stable_text(value: object) -> str | None:
-    """A text that is equal in all processes for equal values; None where no text says it all."""
+    """A text that is equal in all processes for equal values, and differs for others; None if there is none."""
     if isinstance(value, weakref.ref):
         value = value() or object()  # what is gone has no text
     if isinstance(value, PLAIN):
@@ -71,16 +71,20 @@ def stable_text(value: object) -> str | None:
     texts = [stable_text(item) for item in value]
     if None in texts:
         return None
-    ordered = sorted(map(str, texts)) if isinstance(value, frozenset) else map(str, texts)
-    return f"{type(value).__name__}({', '.join(ordered)})"
+    items = [str(text) for text in texts]
+    if isinstance(value, frozenset):  # whose order differs between processes
+        items.sort()
+    return f"{type(value).__name__}({', '.join(items)})"
 
 
 def _path(kind: str, key: object) -> Path | None:
     """The file of a key; None without a folder, or if the key has no text."""
     folder = os.environ.get(FOLDER)
-    text = stable_text(key) if folder else None
-    surroundings = _surroundings() if folder else None
-    if not folder or text is None or surroundings is None:
+    if not folder:
+        return None
+    text = stable_text(key)
+    surroundings = _surroundings()
+    if text is None or surroundings is None:
         return None
     digest = hashlib.sha256(f"{text}\n{surroundings}".encode()).hexdigest()
     return Path(folder).expanduser() / f"{kind}-{digest[:40]}.json"
