@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from hf_specgen.candidates.acceptance import MAX_PROBABILITY, MIN_PROBABILITY, confidence_by_rank, finite
 from hf_specgen.candidates.growth import Constants, Growth
-from hf_specgen.candidates.level_tensors import LevelTensors, Shape
+from hf_specgen.candidates.level_tensors import LevelTensors
 from hf_specgen.device_tree import Selection
 from hf_specgen.targets.graphs import Capturable
 from hf_specgen.targets.masks import StepLayout
@@ -75,18 +75,13 @@ class Proposals:
                 expandable = probabilities.gather(-1, tokens) >= self.threshold
             if self.wants_q:  # which nodes are in a tree may depend on their ranks alone, not on their tokens
                 log_acceptance = confidence_by_rank(probabilities.amax(dim=-1), self.children).log()
-                q = self._in_target_vocabulary(probabilities)
+                q = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
+                if self.token_ids is not None:
+                    q = torch.zeros_like(q).index_copy(-1, self.token_ids, probabilities)
         log_acceptance = log_acceptance.clamp(log(MIN_PROBABILITY), log(MAX_PROBABILITY))
         if self.wants_q:  # siblings stay in the order in which they were drawn, equal ones too
             log_acceptance = log_acceptance - 1e-4 * torch.arange(self.children, device=tokens.device)
         return (tokens if self.token_ids is None else self.token_ids[tokens], log_acceptance, expandable), q
-
-    def _in_target_vocabulary(self, probabilities: torch.Tensor) -> torch.Tensor:
-        """`[…, draft vocab]` probabilities as `[…, vocab]`; 0 for tokens that the drafter cannot propose."""
-        padded = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
-        if self.token_ids is None:
-            return padded
-        return torch.zeros_like(padded).index_copy(-1, self.token_ids, probabilities)
 
 
 class TextInputs(NamedTuple):
@@ -130,17 +125,17 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
 
     is_optional: ClassVar[bool] = True
 
-    shape: Shape
     passes: int
     width: int
     nodes: int
     proposals: Proposals
     level: Level
     constants: Constants = field(compare=False)
-    """Of the tree after the passes; held here, so that the tensors live as long as the graph that reads them."""
+    """Of the tree after the passes, by the widths in the inputs; held here, so that they live as long as the graph."""
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
-        growth = Growth.of_packed(inputs.tree_so_far, self.shape, inputs.last_tokens, inputs.max_depths, self.constants)
+        trees = inputs.tree_so_far, self.proposals.children, inputs.last_tokens, inputs.max_depths
+        growth = Growth.of_packed(*trees, self.constants)
         states = inputs.states
         after_text = None
         noise_by_pass: Iterator[torch.Tensor | None] = repeat(None)
@@ -225,11 +220,11 @@ def grow_captured(
     trees = growth.last_tokens, growth.max_depths_on_device, growth.packed()
     inputs = LevelInputs(text_inputs, *trees, states, visible, drafter.offsets, noise)
     constants = growth.constants_after(passes, width)
-    function = CapturedLevels(growth.shape, passes, width, nodes, proposals, drafter.level, constants)
+    function = CapturedLevels(passes, width, nodes, proposals, drafter.level, constants)
     drafted: Drafted | None = drafter.graphs.run(function, inputs, drafter.cache, new_slots, fallback=lambda: None)
     if drafted is None:
         return None
-    growth.extend(drafted.levels, (width,) * passes, drafted.selection)
+    growth.extend(drafted.levels, drafted.selection)
     # Of new text the cache keeps the tokens, and not the padding.
     rows = zip(lengths, text_counts, strict=True)
     drafter.cache.set_lengths([length + count + passes * width for length, count in rows])

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_specgen.candidates.level_tensors import Expansion, LevelTensors, Shape, TreeLevel
+from hf_specgen.candidates.level_tensors import Expansion, LevelTensors, TreeLevel
 from hf_specgen.device_tree import (
     DEPTH,
     NO_NODE,
@@ -65,8 +65,7 @@ class Growth:
         max_depths: the maximum depth of each row's tree; 0 for a row without a draft.
         children: candidates after each node; 1 for chains.
         last_tokens: `[rows, 1]` the root of each row's tree.
-        depths_on_device: `[rows, 1]` the values of `max_depths`: needed if levels may exceed the largest of these, as
-            captured ones may.
+        depths_on_device: `[rows, 1]` the `max_depths`: needed if levels may exceed all of them, as captured ones may.
 
     Attributes:
         drafting_rows: how many rows have a draft.
@@ -103,7 +102,6 @@ class Growth:
         self._expandable: Tensor = last_tokens  # set by `add`: log path probabilities of the last level, see `CLOSED`
         self._ancestors = Ancestors(len(self.max_depths), 1, last_tokens.device)  # of the last frontier
         self._packed: list[LevelTensors] = []  # the first `_packed_levels` levels
-        self._packed_widths: tuple[tuple[int, ...], ...] = ()
         self._packed_levels = 0
         self._selection: Selection | None = None  # the best nodes, if a captured function has selected them
         self._read_values: Any = None  # what the host has read of them
@@ -191,50 +189,35 @@ class Growth:
             levels = self._levels[first:]
             expansions = self._expansions[first_expansion:]
             ancestors = self._ancestors.matrix if self._widths else None
-            tensors = LevelTensors.of(levels, expansions, self._expandable, ancestors)
-            self._add_packed(tensors, self._widths[first_expansion:])
+            self._packed.append(LevelTensors.of(levels, expansions, self._expandable, ancestors))
+            self._packed_levels = len(self._levels)
         return tuple(self._packed)
-
-    def _add_packed(self, tensors: LevelTensors, widths: tuple[int, ...]) -> None:
-        """Remember the packed form of the last levels, with the widths of the expansions before them."""
-        self._packed.append(tensors)
-        self._packed_widths = (*self._packed_widths, widths)
-        self._packed_levels = len(self._levels)
-
-    @property
-    def shape(self) -> Shape:
-        """What the shapes of `packed` and of the next passes depend on."""
-        return Shape(len(self.max_depths), self.children, self._packed_widths)
 
     @classmethod
     def of_packed(
-        cls,
-        packed: Sequence[LevelTensors],
-        shape: Shape,
-        last_tokens: Tensor,
-        depths: Tensor | None,
-        constants: Constants,
+        cls, packed: Sequence[LevelTensors], children: int, tokens: Tensor, depths: Tensor | None, constants: Constants
     ) -> Growth:
-        """Rebuild a growing tree in a captured function: `depths` on the device, `constants` of the tree at its end."""
-        growth = cls([0] * shape.rows, shape.children, last_tokens, depths)  # the depths on the host are not read
+        """Rebuild a tree in a captured function, of `last_tokens`, `depths_on_device`, and constants of its end."""
+        growth = cls([0] * len(tokens), children, tokens, depths)  # the depths on the host are not read
         growth._given_constants = constants
-        for tensors, widths in zip(packed, shape.widths, strict=True):
-            growth.extend(tensors, widths)
+        for tensors in packed:
+            growth.extend(tensors)
         return growth
 
-    def extend(self, tensors: LevelTensors, widths: tuple[int, ...], selection: Selection | None = None) -> None:
-        """Add packed levels, after expansions of `widths` nodes; `selection` has the best nodes of the larger tree."""
-        levels, expansions, self._expandable = tensors.unpack(self.children, widths, is_first=not self._levels)
+    def extend(self, tensors: LevelTensors, selection: Selection | None = None) -> None:
+        """Add packed levels; `selection` has the best nodes of the larger tree."""
+        levels, expansions, self._expandable = tensors.unpack(self.children, is_first=not self._levels)
         self._levels += levels
         self._expansions += expansions
-        self._widths += widths
+        self._widths += tensors.widths
         if tensors.ancestors is not None:
             self._ancestors = Ancestors.of(tensors.ancestors)
         self.levels += len(levels)
-        self.expanded += sum(widths)
+        self.expanded += sum(tensors.widths)
         self._selection = selection
         self._read_values = None
-        self._add_packed(tensors, widths)
+        self._packed.append(tensors)
+        self._packed_levels = len(self._levels)
 
     def select(self, nodes: int) -> Selection:
         """The best nodes, at most so many, padded to the width of a captured pass; and the last level."""

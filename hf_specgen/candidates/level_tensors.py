@@ -1,10 +1,7 @@
 """Levels of growing draft trees packed into few tensors: what captured functions receive and return.
 
-Level 1 has the candidates after each row's last token; level n + 1 has those after the nodes of expansion n. So only
-the first `LevelTensors` of a tree begin with a level; later ones begin with an expansion. A tree of four levels::
-
-    level 1    expansion 1    level 2  |  expansion 2    level 3    expansion 3    level 4
-    the first, of widths (2,)          |  the second, of widths (2, 2): how many nodes each expansion has
+Level 1 has the candidates after each row's last token, level n + 1 those after the nodes of expansion n. So only the
+first `LevelTensors` of a tree begin with a level, such as level 1, expansion 1, level 2; later ones with an expansion.
 """
 
 from __future__ import annotations
@@ -33,6 +30,7 @@ class Expansion(NamedTuple):
 class LevelTensors(NamedTuple):
     """Consecutive levels of growing trees, and the expansions before each of them."""
 
+    widths: tuple[int, ...]  # nodes of each expansion
     paths: Tensor  # `[rows, …]` of the candidates of each level, of the nodes of each expansion, then `expandable`
     integers: Tensor  # `[rows, …]` the tokens of each level, then `chosen` of each expansion
     ancestors: Tensor | None  # the matrix of the last frontier; None before the first expansion
@@ -42,34 +40,22 @@ class LevelTensors(NamedTuple):
         cls, levels: Sequence[TreeLevel], expansions: Sequence[Expansion], expandable: Tensor, ancestors: Tensor | None
     ) -> LevelTensors:
         """Pack levels; `expandable` are the log path probabilities by which the last of them is expanded."""
+        widths = tuple(expansion.paths.shape[1] for expansion in expansions)
         paths = [level.paths for level in levels]
         paths += [expansion.paths for expansion in expansions]
         integers = [level.tokens for level in levels]
         integers += [expansion.chosen for expansion in expansions if expansion.chosen is not None]
-        return cls(torch.cat([*paths, expandable], dim=1), torch.cat(integers, dim=1), ancestors)
+        return cls(widths, torch.cat([*paths, expandable], dim=1), torch.cat(integers, dim=1), ancestors)
 
-    def unpack(
-        self, children: int, widths: Sequence[int], is_first: bool
-    ) -> tuple[list[TreeLevel], list[Expansion], Tensor]:
-        """The arguments of `of` but the ancestors, in trees with so many children of each node.
-
-        `widths` are the nodes of each expansion; `is_first`: whether level 1 comes before them.
-        """
-        level_sizes = [width * children for width in widths]
+    def unpack(self, children: int, is_first: bool) -> tuple[list[TreeLevel], list[Expansion], Tensor]:
+        """Levels, expansions and `expandable`, of trees with so many children of a node; the first have level 1."""
+        level_sizes = [width * children for width in self.widths]
         if is_first:
             level_sizes.insert(0, children)
         levels = len(level_sizes)
-        chosen_sizes = widths if children > 1 else ()
-        *paths, expandable = self.paths.split([*level_sizes, *widths, level_sizes[-1]], dim=1)
+        chosen_sizes = self.widths if children > 1 else ()
+        *paths, expandable = self.paths.split([*level_sizes, *self.widths, level_sizes[-1]], dim=1)
         integers = self.integers.split([*level_sizes, *chosen_sizes], dim=1)
         tokens = integers[:levels]
-        chosen: Sequence[Tensor | None] = integers[levels:] if children > 1 else [None] * len(widths)
+        chosen: Sequence[Tensor | None] = integers[levels:] if children > 1 else [None] * len(self.widths)
         return list(map(TreeLevel, tokens, paths[:levels])), list(map(Expansion, paths[levels:], chosen)), expandable
-
-
-class Shape(NamedTuple):
-    """The shape of a growing tree: rows, children of a node, and the widths of each of its `LevelTensors`."""
-
-    rows: int
-    children: int
-    widths: tuple[tuple[int, ...], ...]
