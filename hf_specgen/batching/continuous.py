@@ -105,32 +105,19 @@ def _run_of(kwargs: dict[str, Any], attachment: Any) -> PackedRun:
 
 def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: dict[str, Any], attachment: Any) -> Any:
     """`model.init_continuous_batching(*args, **kwargs)`: a manager that speculates if the call or the model does."""
-    of_call = _run.get()  # None for a manager that no `generate_batch` call makes
     arguments = by_name(original, args, kwargs)
+    of_call = _run.get()  # None for a manager that no `generate_batch` call makes
     run = of_call or _run_of({}, attachment)
     if run.settings is not None:
-        run.settings = run.settings.for_model(compat.unwrapped(model))
         # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if they were asked for.
         config = arguments.get("continuous_batching_config") or ContinuousBatchingConfig()
-        config = replace(
-            config,
-            use_async_batching=config.use_async_batching or False,
-            use_cuda_graph=config.use_cuda_graph or False,
-        )
-        generation_config = arguments.get("generation_config") or model.generation_config
-        # Transformers returns a manager that it kept, whose config then applies instead of the one passed here.
-        cached = transformers_batching.cached_manager(model)
-        in_use = config if cached is None else cached.continuous_batching_config
-        processors = transformers_batching.packed_processors(model, generation_config, in_use)
-        if reason := next(_reasons(run.settings, model, in_use, processors), ""):
-            run.report_plain(reason)
-            run.settings = None
-        else:
+        is_async = config.use_async_batching or False
+        config = replace(config, use_async_batching=is_async, use_cuda_graph=config.use_cuda_graph or False)
+        run.settings = _manager_settings(run, run.settings, model, arguments.get("generation_config"), config)
+        if run.settings is not None:
             arguments["continuous_batching_config"] = config
-            policy = _packed_policy(run.settings.policy, compat.unwrapped(model))
-            run.settings = replace(run.settings, policy=policy, compile=False)
     manager = original(model, **arguments)
-    settings = run.settings
+    settings = run.settings  # as they are now: a later manager of the call may change those of the run
 
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
         if settings is None:
@@ -142,6 +129,23 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
 
     transformers_batching.on_batch_processor(manager, make_steps)
     return manager
+
+
+def _manager_settings(
+    run: PackedRun, settings: Settings, model: Any, generation_config: Any, config: ContinuousBatchingConfig
+) -> Settings | None:
+    """The settings with which a new manager speculates; None, after `report_plain`, if it cannot."""
+    target = compat.unwrapped(model)
+    settings = settings.for_model(target)
+    # Transformers returns a manager that it kept, whose config then applies instead of the one passed here.
+    cached = transformers_batching.cached_manager(model)
+    in_use = config if cached is None else cached.continuous_batching_config
+    processors = transformers_batching.packed_processors(model, generation_config or model.generation_config, in_use)
+    reason = next(_reasons(settings, model, in_use, processors), "")
+    if reason:
+        run.report_plain(reason)
+        return None
+    return replace(settings, policy=_packed_policy(settings.policy, target), compile=False)
 
 
 def _packed_policy(policy: Policy, model: Any) -> Policy:
