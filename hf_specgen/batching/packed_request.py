@@ -88,19 +88,19 @@ class PackedTarget:
         """Receive the hidden states `[1, tokens, hidden]` of the request's tokens in a packed step, by captured layer.
 
         `slots` is how many of these tokens have logits: the pending token and the draft, or the last token of a prompt;
-        0 if the prompt continues in a later step. The text of a request that was evicted from the cache is processed
-        again: its states are known, so that only those of the last `slots` tokens are used.
+        0 if the prompt continues in a later step.
         """
-        is_prefilled = any(self._step_states.kept)  # the first commit follows the prompt
-        if not states or (is_prefilled and not slots):
+        if not states:
             return
-        # Layer -1, the input of the output matrix, may have fewer tokens: those with logits. Cut all layers to these.
-        tokens = slots if is_prefilled else min(layer.shape[1] for layer in states)
-        new = torch.cat([layer[:, layer.shape[1] - tokens :] for layer in states], dim=-1)
-        if is_prefilled:
-            self._step_states = self._step_states.after_pass(new)
+        # A step after the prompt was committed: the states of the tokens with logits. Those before belong to a request
+        # that was evicted from the cache, whose text is processed again: they are known.
+        if any(self._step_states.kept):
+            if slots:
+                self._step_states = self._step_states.after_pass(_last_states(states, slots))
             return
-        self._prompt_states.append(new)
+        # A chunk of the prompt. Layer -1, the input of the output matrix, may have fewer tokens than others: those with
+        # logits. All layers are cut to these.
+        self._prompt_states.append(_last_states(states, min(layer.shape[1] for layer in states)))
         if slots:
             self._step_states = self._step_states.after_prefill(torch.cat(self._prompt_states, dim=1))
             self._prompt_states = []
@@ -115,6 +115,11 @@ class PackedTarget:
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
         return self._step_states.committed(aux_layers)
+
+
+def _last_states(states: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
+    """`[1, tokens, layers * hidden]` the states of the last tokens, in all layers."""
+    return torch.cat([layer[:, layer.shape[1] - tokens :] for layer in states], dim=-1)
 
 
 class RequestOutputs:
