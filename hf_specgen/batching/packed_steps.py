@@ -104,15 +104,9 @@ class PackedSteps:
             token_budget: tokens of the step at most.
         """
         self._update_requests(scheduled)
-        most = max(0, token_budget - tokens) if self._decoding else 0
+        most = max(0, token_budget - tokens) if self._decoding else 0  # draft tokens
         self._shared.begin([request.steps for _, request in self._step], self._decoding)
-        self._seconds = None
-        if self._shared.latency is not None:
-            # A pass over the decoding requests alone, plus what each number of draft tokens adds to the step. The time
-            # of prompts in the step is left out, as it does not depend on drafts.
-            seconds = step_seconds(self._shared.latency.target, token_budget)
-            added = seconds[tokens:] - seconds[tokens]
-            self._seconds = seconds[self._decoding] + added
+        self._seconds = self._predicted_seconds(tokens, token_budget)
         self._draft(most)
         counts = self._counts(most)
         self._drafted = 0
@@ -126,6 +120,16 @@ class PackedSteps:
         self._began = perf_counter()
         return self._drafted
 
+    def _predicted_seconds(self, tokens: int, token_budget: int) -> Floats | None:
+        """Seconds of the step with 0, 1, 2, … draft tokens beside `tokens` others; None if no latency is known."""
+        if self._shared.latency is None:
+            return None
+        # A pass over the decoding requests alone, plus what the draft tokens add to the step. The time of prompts in
+        # the step is left out, as it does not depend on drafts.
+        seconds = step_seconds(self._shared.latency.target, token_budget)
+        predicted: Floats = seconds[self._decoding] + (seconds[tokens:] - seconds[tokens])
+        return predicted
+
     def _update_requests(self, scheduled: Sequence[Any]) -> None:
         """End cancelled requests, begin new ones, and set `_step` and `_decoding`."""
         for name in filter(self._processor.scheduler.request_is_cancelled, list(self._requests)):
@@ -138,11 +142,11 @@ class PackedSteps:
 
     def _draft(self, most: int) -> None:
         """Draft for the decoding requests, if a step with up to `most` draft tokens, all accepted, would be faster."""
-        drafts = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
+        may_be_faster = self._seconds is None or fastest_count([1.0] * most, self._decoding, self._seconds) > 0
         planned = [(future, request) for future, request in self._step if future.has_new_token and request.text]
         # A request that was evicted, and ends its second prefill in this step, has text but no `generated_tokens`. Its
         # step is planned without a draft, as `Request.commit` calls `end_step` for every request with text.
-        may_draft = [drafts and bool(future.state.generated_tokens) for future, _ in planned]
+        may_draft = [may_be_faster and bool(future.state.generated_tokens) for future, _ in planned]
         trees = self._shared.draft([request.steps for _, request in planned], may_draft)
         for (_, request), tree in zip(planned, trees, strict=True):
             request.tree = tree
@@ -193,17 +197,18 @@ class PackedSteps:
         end = 0  # of the request's tokens in the step
         key_ends = dict.fromkeys(masks, 0)  # of its keys, by layer type
         for future, request in self._step:
-            past = future.state.position_offset - future.query_length
-            size = 1 + request.tree.nodes
+            past = future.state.position_offset - future.query_length  # tokens that are cached
             end += future.query_length
+            for kind in masks:
+                key_ends[kind] += self._allocators[kind].get_seqlen_k(past, future.query_length)
+            # The last tokens of the request, which have logits: the pending token or the last one of a prompt, and the
+            # draft. In the mask they are the last queries and the last keys of the request.
+            size = 1 + request.tree.nodes
             if future.has_new_token:
                 indices += range(end - size, end)
                 futures += [future] * size
-            for kind in masks:
-                key_ends[kind] += self._allocators[kind].get_seqlen_k(past, future.query_length)
             if request.tree.is_chain:
                 continue
-            # The block of the draft is the last one of the request: its queries in rows, its keys in columns.
             depths, ancestors = (values[0].to(positions.device) for values in request.tree.structure())
             positions[end - size : end] = past + depths
             for kind, mask in masks.items():
@@ -243,6 +248,7 @@ class PackedSteps:
             if self._decoding == len(self._step):  # a step with prompts would be no measurement of a decoding step
                 request.steps.timer.add("forward", seconds)
             tokens = request.commit(scores)
+            # All of them but the last one, which Transformers appends.
             logprobs: list[Any] = [None] * len(tokens)
             if self._processor.return_logprobs:
                 logprobs = _logprobs(scores, request.target.path, tokens)
@@ -265,9 +271,12 @@ class PackedSteps:
         Layer -1, the input of the output matrix, has states of the tokens with logits alone, `slots` of each request.
         """
         tokens = [future.query_length for future, _ in self._step]
-        by_layer = [states.split(tokens if states.shape[1] == sum(tokens) else slots, dim=1) for states in self._states]
+        by_layer = []  # the states of each request
+        for states in self._states:
+            has_all_tokens = states.shape[1] == sum(tokens)
+            by_layer.append(states.split(tokens if has_all_tokens else slots, dim=1))
         for number, (_, request) in enumerate(self._step):
-            request.target.receive([states[number] for states in by_layer], slots[number])
+            request.target.receive([of_requests[number] for of_requests in by_layer], slots[number])
         self._states = []
 
     def _roll_back(self, future: Any, request: Request, kept: int, moves: Moves) -> None:
@@ -281,9 +290,9 @@ class PackedSteps:
         request.tree = DraftTree.empty(1)
         if not nodes:
             return
-        # Where the pending token is, the first token of the request in the step.
+        # The position of the pending token, which is the first token of the request in the step.
         future.state.position_offset -= 1 + nodes
-        if list(path) != list(range(len(path))):
+        if list(path) != list(range(len(path))):  # accepted nodes that are not next to each other
             for kind, (sources, destinations) in moves.items():
                 slots = self._allocators[kind].get_write_indices(
                     future.state.request_id, future.state.position_offset, 1 + nodes
