@@ -16,7 +16,7 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -285,25 +285,10 @@ class _Batch:
         failure: Exception | None = None
         try:
             while True:
-                # Prefill the next prompts in place of answered ones; calls that cannot join are decoded at once.
-                while len(self._calls) < max_rows and failure is None:
-                    try:
-                        call = next(calls, None)
-                    except Exception as error:  # raised once the calls in progress are completed
-                        failure = error
-                        break
-                    if call is None:
-                        break
-                    self._calls.append(call)
-                    if not call.is_joinable:
-                        with _errors_with_index(call.index), self._decoding():
-                            call.loop.decode()
-                    if call.loop.state.all_stopped:
-                        yield self._completed(call)
+                if failure is None:
+                    failure = yield from self._begin(calls, max_rows)
                 if not self._calls:
-                    if failure is not None:
-                        raise failure
-                    return
+                    break
                 # One step of all calls in progress.
                 with self._decoding():
                     self._exchange_rows()
@@ -313,11 +298,30 @@ class _Batch:
                         if call.loop.outputs.shows_padding:  # the output may have a cache, of this row alone
                             call.target.leave(self._target, row)
                         yield self._completed(call)
+            if failure is not None:  # now that the prompts before it are answered
+                raise failure
         finally:
             for call in self._calls:
                 call.stack.close()
             self.shared.close()
             self._candidates.speculation = self.statistics
+
+    def _begin(self, calls: Iterator[_PromptCall], max_rows: int) -> Generator[Completion, None, Exception | None]:
+        """Prefill the next prompts in place of answered ones; yields those that end at once, returns a failure."""
+        while len(self._calls) < max_rows:
+            try:
+                call = next(calls, None)
+            except Exception as error:
+                return error
+            if call is None:
+                break
+            self._calls.append(call)
+            if not call.is_joinable:  # it shares no passes
+                with _errors_with_index(call.index), self._decoding():
+                    call.loop.decode()
+            if call.loop.state.all_stopped:
+                yield self._completed(call)
+        return None
 
     def _exchange_rows(self) -> None:
         """Drop the rows of ended calls from the common target, and append those of new calls."""
@@ -359,7 +363,7 @@ class _Batch:
         """
         pending = [loop.state.last_token(0) for loop in loops]
         width = max(tree.nodes for tree in trees)
-        # The trees as rows of one: each without the padding of its tokens, then all padded to the widest.
+        # The trees as the rows of one: each without padding, which has no parents, then all as wide as the widest.
         nodes = [(tree.token_lists()[0][: len(tree.parents[0])], tree.parents[0]) for tree in trees]
         logits = self._target.forward(DraftTree.from_nodes(nodes).padded(width), pending)
         if width and bool(are_nan(logits).any()):
