@@ -96,13 +96,12 @@ class SharedDraft:
         self._policy.latency = self.rows[0].batch.latency
         depths = [self.planned.pop(row, 0) for row in self.rows]
         tree = checked_draft(session.draft(depths), session.batch.call.drafting.name, len(self.rows))
-        # Split the tree by rows, and remove the padding of each: the trees of the calls.
-        probabilities = tree.probability or [()] * tree.batch
-        drafts = zip(self.rows, tree.token_lists(), tree.parents, probabilities, strict=True)
-        for row, tokens, parents, probability in drafts:
+        # The draft of each call is its row of the tree, without padding.
+        drafts = zip(self.rows, tree.token_lists(), tree.parents, strict=True)
+        for index, (row, tokens, parents) in enumerate(drafts):
             size = len(parents)
-            estimated = None if tree.probability is None else (probability[:size],)
-            row.tree = DraftTree.from_nodes([(tokens[:size], parents)], estimated)
+            probability = None if tree.probability is None else (tree.probability[index][:size],)
+            row.tree = DraftTree.from_nodes([(tokens[:size], parents)], probability)
             row.passes = session.passes
             row.has_joined = True
         if any(depths):  # else the draft is empty, and its time is not counted
@@ -114,7 +113,7 @@ class SharedDraft:
         kept = [index for index, row in enumerate(self.rows) if row.is_active]
         new = [row for row in self.planned if row not in self.rows]
         changed = bool(new) or len(kept) < len(self.rows)
-        self.rows[:] = [*(self.rows[index] for index in kept), *new]
+        self.rows[:] = [*(self.rows[index] for index in kept), *new]  # in place: `SharedTargets` has this list
         if self._session is None:
             self._session = self._started()
         elif changed:
@@ -142,7 +141,8 @@ class SharedDraft:
             results = [row.result or NO_STEP for row in self.rows]
             paths = [result.paths[0] for result in results]
             tokens = [result.tokens[0] for result in results]
-            self._session.observe(VerificationResult(paths, tokens, [result.accepted[0] for result in results]))
+            accepted = [result.accepted[0] for result in results]
+            self._session.observe(VerificationResult(paths, tokens, accepted))
         for row in self.rows:
             row.result = None
         if not any(row.is_active for row in self.rows):
