@@ -53,7 +53,7 @@ from hf_specgen.heads.mtp_drafter import LayeredDrafter
 from hf_specgen.heads.path_head import PathDrafter, PathHead
 from hf_specgen.targets.cuda_graphs import CAPTURES
 from hf_specgen.targets.model_parts import output_matrix
-from hf_specgen.targets.requirements import TargetRequirements, check_decoder_only
+from hf_specgen.targets.requirements import TargetRequirements
 from hf_specgen.targets.target import Target
 
 T = TypeVar("T")
@@ -156,7 +156,6 @@ class HeadCandidates(PretrainedCandidates):
         return copy.deepcopy(self.drafter) if isinstance(self.drafter, DraftHead) else load_head(str(self.drafter))
 
     def target_requirements(self, model: PreTrainedModel) -> TargetRequirements:
-        check_decoder_only(model, type(self).__name__)
         return TargetRequirements(self._on(model).aux_hidden_state_layers)
 
     def start(self, batch: DraftBatch) -> DraftSession:

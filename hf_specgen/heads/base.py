@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_specgen.targets.model_parts import num_layers, text_config, text_embeddings
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
@@ -146,9 +148,9 @@ class BoundHead:
     @classmethod
     def of(cls, head: DraftHead, target: PreTrainedModel, layers: Sequence[int] | None = None) -> BoundHead:
         """Check that the head fits the target; see `DraftHead.bind`."""
-        config = target.config.get_text_config()
+        config = text_config(target)
         own = head.config
-        embed: Any = target.get_input_embeddings()
+        embed = text_embeddings(target)
         lm_head: Any = target.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(target).__name__} has no output matrix, which draft heads need")
@@ -160,7 +162,7 @@ class BoundHead:
             ("architecture", own.target_type, config.model_type),
             ("a hidden size of", own.target_hidden_size, config.hidden_size),
             ("a vocabulary of", own.vocab_size, lm_head.weight.shape[0]),
-            ("this number of layers:", own.num_target_layers, config.num_hidden_layers),
+            ("this number of layers:", own.num_target_layers, num_layers(target)),
             ("embeddings of width", shares_embeddings and own.hidden_size, embed.weight.shape[1]),
             ("an output matrix of width", not own.own_lm_head and own.hidden_size, lm_head.weight.shape[1]),
         ]
@@ -168,7 +170,7 @@ class BoundHead:
         like = next(head.parameters())
         return cls(
             head,
-            _checked_layers(head, config.num_hidden_layers, layers),
+            _checked_layers(head, num_layers(target), layers),
             head.embed_tokens or embed,
             head.lm_head or lm_head,
             like,

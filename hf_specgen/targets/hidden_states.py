@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_specgen.call import Compile
 from hf_specgen.targets.inputs import PreparedCall
-from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix, text_config
+from hf_specgen.targets.model_parts import decoder, decoder_layers, output_matrix, text_config, text_embeddings
 from hf_specgen.targets.passes import ModelPass, PassOutput
 from hf_specgen.targets.replay_target import ReplayTarget
 from hf_specgen.targets.row_target import RowTarget
@@ -160,16 +160,22 @@ class HiddenStateRowTarget(HiddenStateTarget, RowTarget):
 
 
 class HookPoint(NamedTuple):
-    """A hidden state, numbered as in `TargetRequirements`, and the module whose output it is, or whose input."""
+    """A hidden state, numbered as in `TargetRequirements`, and the module whose output it is, or whose input.
+
+    Of several residual `streams` (hyper-connections of GLM-5.3-Flash, DeepSeek-V4) it is the mean, as heads for such
+    targets read it.
+    """
 
     layer: int
     module: nn.Module
     is_input: bool
+    streams: int | None
 
 
 def hook_points(model: PreTrainedModel, layers: Sequence[int]) -> tuple[HookPoint, ...]:
     """Where the hidden states of some layers are computed; raises a `ValueError` for a layer that does not exist."""
-    return tuple(HookPoint(index, *_module_of(model, index)) for index in layers)
+    streams = getattr(text_config(model), "hc_mult", None)
+    return tuple(HookPoint(index, *_module_of(model, index), streams) for index in layers)
 
 
 def _module_of(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
@@ -177,7 +183,7 @@ def _module_of(model: PreTrainedModel, index: int) -> tuple[nn.Module, bool]:
     if index == -1:
         return output_matrix(model), True
     if index == 0:
-        return model.get_input_embeddings(), False
+        return text_embeddings(model), False
     layers = decoder_layers(model)
     if index == len(layers):
         return decoder(model), False
@@ -216,6 +222,8 @@ def captured_states(points: Sequence[HookPoint], device: torch.device) -> Iterat
         if threading.get_ident() != thread:
             return
         state = value if isinstance(value, torch.Tensor) else value[0]
+        if state.dim() == 4 and state.shape[2] == points[index].streams:
+            state = state.mean(dim=2)
         if state.dim() != 3:
             raise ValueError(
                 f"hidden state {points[index].layer}, of {type(points[index].module).__name__}, has the shape "
@@ -226,7 +234,7 @@ def captured_states(points: Sequence[HookPoint], device: torch.device) -> Iterat
 
     handles = []
     try:
-        for index, (_, module, is_input) in enumerate(points):
+        for index, (_, module, is_input, _) in enumerate(points):
             if is_input:
                 hook = module.register_forward_pre_hook(lambda _, args, index=index: keep(index, args))
             else:

@@ -121,14 +121,28 @@ def reads_encoder(model: PreTrainedModel) -> bool:
 def decoder(model: PreTrainedModel) -> nn.Module:
     """The model without its output matrix; its `last_hidden_state` is what the output matrix reads."""
     inner = cast(Any, model).get_decoder()
-    if inner is model:  # Llama4ForCausalLM, whose base_model_prefix names a part that only its multimodal sibling has
-        inner = cast(Any, model).model
+    if not model.config.is_encoder_decoder and hasattr(inner, "lm_head"):
+        # Llama4ForCausalLM, alone or in its multimodal sibling, to which its base_model_prefix belongs.
+        inner = inner.model
     return cast(nn.Module, inner)
+
+
+def num_layers(model: PreTrainedModel) -> int:
+    """The number of decoder layers; configs for an encoder too have names of their own for it."""
+    config = text_config(model)
+    of_both = (getattr(config, name, None) for name in ("decoder_layers", "num_decoder_layers"))
+    return int(next((count for count in of_both if count is not None), config.num_hidden_layers))
+
+
+def text_embeddings(model: PreTrainedModel) -> Any:
+    """The embeddings of the tokens that are generated."""
+    part: Any = cast(Any, model).get_decoder() if model.config.is_encoder_decoder else model
+    return part.get_input_embeddings()
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers, first to last; raises if the model has no list of as many as its config states."""
-    count = model.config.get_text_config().num_hidden_layers
+    count = num_layers(model)
     for child in decoder(model).children():
         if isinstance(child, nn.ModuleList) and len(child) == count:
             return child

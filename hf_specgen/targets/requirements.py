@@ -57,12 +57,12 @@ class TargetRequirements:
 
 
 def check_decoder_only(model: PreTrainedModel, strategy: str) -> None:
-    """Raise if a strategy that reads hidden states or divides the layers is used with an encoder-decoder model."""
+    """Raise if a strategy that divides the layers or adapts them is used with an encoder-decoder model."""
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"{strategy} does not work with {type(model).__name__}: it needs hidden states or an early exit, which are "
+            f"{strategy} does not work with {type(model).__name__}: it runs layers of the target by itself, which is "
             "implemented for decoder-only models, whose layers read nothing beside the text; with an encoder-decoder "
-            "use NgramCandidates, RecyclingCandidates or DraftModelCandidates"
+            "use NgramCandidates, RecyclingCandidates, DraftModelCandidates or a draft head"
         )
 
 
@@ -89,7 +89,7 @@ def make_target(
             logged.add(problem)
         graphs = False
     call = PreparedCall(model, input_ids, config, model_kwargs)
-    if "encoder_outputs" in model_kwargs and (requirements.aux_hidden_state_layers or requirements.exit_layer):
+    if "encoder_outputs" in model_kwargs and requirements.exit_layer:
         check_decoder_only(model, "this strategy")
     if requirements.reads_cache and _is_compact(model_kwargs.get(compat.CACHE)):
         raise ValueError(

@@ -1,12 +1,38 @@
 """Classes of published checkpoints, as `python -m tests.checkpoints` tries all of them; a few of each kind here."""
 
 import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_specgen import AutoCandidates
+from hf_specgen.heads.base import DraftHead
+from hf_specgen.heads.block import BlockAttention, BlockConfig, BlockHead
+from hf_specgen.heads.dflash2 import DFlash2Config, DFlash2Head
+from hf_specgen.heads.dspark import DominoConfig, DominoHead, DSparkConfig, DSparkHead
+from hf_specgen.heads.eagle import Eagle3Head, EagleConfig
+from hf_specgen.heads.export import export_head
+from hf_specgen.heads.layers import LayerConfig
+from hf_specgen.targets.model_parts import text_config, text_embeddings
 from tests.checkpoints import page
-from tests.checkpoints.cases import CASES, CRASH, DIFFERENT, PLAIN_FAILS, SAME, SIBLINGS, run_all
+from tests.checkpoints.cases import (
+    CASES,
+    CRASH,
+    DIFFERENT,
+    PLAIN_FAILS,
+    SAME,
+    SIBLINGS,
+    Case,
+    build,
+    llama4_repaired,
+    run,
+    run_all,
+)
+from tests.checkpoints.inputs import text, with_media
 from tests.checkpoints.table import CHECKPOINTS
 from tests.helpers import architecture_list
 from tests.helpers.paths import ROOT
@@ -26,6 +52,39 @@ def test_class_of_a_checkpoint_as_recorded(name: str) -> None:
     found = page.result(run_all(ROWS[name], QUICK))
     expected = page.recorded()["checkpoints"][name]
     assert {kind: status for kind, (status, *_) in found.items()} == {kind: expected[kind][0] for kind in found}
+
+
+HEADS: dict[str, Callable[[dict[str, Any]], DraftHead]] = {
+    "EAGLE-3": lambda sizes: Eagle3Head(EagleConfig(**sizes)),
+    "DFlash": lambda sizes: BlockHead(BlockConfig(**sizes, **BLOCK)),
+    "DFlash2": lambda sizes: DFlash2Head(DFlash2Config(**sizes, **BLOCK, selector_rank=4, selector_top_k=9)),
+    "DSpark": lambda sizes: DSparkHead(DSparkConfig(**sizes, **BLOCK, markov_rank=4)),
+    "Domino": lambda sizes: DominoHead(DominoConfig(**sizes, **BLOCK, emb_dim=4, gru_hidden_dim=6, max_draft_tokens=4)),
+}
+BLOCK: dict[str, Any] = {"attention": (BlockAttention(),) * 2, "block_size": 5, "mask_token_id": 3}
+
+
+@pytest.mark.parametrize("name", [row.name for row in CHECKPOINTS if set(row.heads.split(", ")) & HEADS.keys()])
+def test_heads_that_are_published_for_a_checkpoint_draft_for_its_class(name: str, tmp_path: Path) -> None:
+    """Heads in the layouts of speculators and z-lab: would catch a class whose states a head cannot read."""
+    row = ROWS[name]
+    model = build(row)
+    config = text_config(model)
+    width, vocab = config.hidden_size, text_embeddings(model).weight.shape[0]
+    for kind in set(row.heads.split(", ")) & HEADS.keys():
+        flat = kind in ("DFlash", "DFlash2", "Domino")
+        layer = LayerConfig(
+            hidden_size=width, intermediate_size=48, num_attention_heads=4, head_dim=16, qk_norm=kind != "EAGLE-3"
+        )
+        sizes = {"layer": layer, "hidden_size": width, "target_hidden_size": width, "vocab_size": vocab}
+        sizes |= {"num_aux_hidden_states": 2, "aux_hidden_state_layers": (1, config.num_hidden_layers)}
+        sizes |= {"draft_vocab_size": vocab - (0 if flat else 20), "own_lm_head": not flat}
+        export_head(HEADS[kind](sizes), tmp_path / kind, "sglang" if flat else "vllm")
+        candidates = AutoCandidates.from_pretrained(tmp_path / kind)
+        prompt = partial(with_media, row) if row.media.startswith("encoder_") else text
+        with llama4_repaired():
+            outcome = run(model, prompt, Case("head", lambda *_, found=candidates: found, 1))
+        assert outcome.status == SAME, f"{kind}: {outcome}"
 
 
 def test_draft_tokens_may_be_placeholders_of_images() -> None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, Log
 from hf_specgen import (
     Candidates,
     CombinedCandidates,
+    DFlashCandidates,
     DraftModelCandidates,
+    EagleCandidates,
     FixedDepth,
     LayerSkipCandidates,
     MedusaCandidates,
@@ -22,8 +25,9 @@ from hf_specgen import (
     statistics,
 )
 from hf_specgen.compat import CACHE
-from hf_specgen.heads import MedusaConfig, MedusaHeads
+from hf_specgen.heads import MedusaHeads
 from hf_specgen.targets.replay_queue import MAX_ROW_SKEW
+from tests.fuzz.heads import random_head
 from tests.helpers import SAMPLING, RowWisePrefixReader, assert_same_tokens, perturbed_copy, shared_draft, tiny_model
 from tests.helpers.comparison import SEED, plain_and_speculative
 from tests.helpers.encoder_decoder import START, encoder_decoder, encoder_inputs, fresh_encoder_decoder
@@ -232,16 +236,60 @@ def test_decoder_alone_reads_the_targets_encoder_outputs(batch: int) -> None:
     assert assert_same("whisper", encoder_inputs("whisper", batch), candidates, max_new_tokens=16).accepted > 5
 
 
-# What is refused
+# Draft heads, which read states of the decoder
 
-SIZES = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 99, "draft_vocab_size": 99}
-HEADS = MedusaHeads(MedusaConfig(**SIZES, num_aux_hidden_states=1, num_heads=2))
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("kind", ["t5gemma", "bart", "t5", "m2m_100", "whisper"])
+def test_heads_same_tokens(kind: str, sampling: str) -> None:
+    """Would catch: sizes or embeddings of the encoder, a prompt of one token, states of rows that are ahead."""
+    model, inputs = encoder_decoder(kind), encoder_inputs(kind, 3)
+    for name, strategy in (("eagle3", EagleCandidates), ("dflash", DFlashCandidates)):
+        candidates = strategy(random_head(name, model, Random(2)), k=3)
+        assert assert_same(kind, inputs, candidates, max_new_tokens=12, **SAMPLING[sampling]).drafted > 0
+    heads = MedusaHeads.from_target(model, num_heads=2)
+    assert_same(kind, inputs, MedusaCandidates(heads, k=2), max_new_tokens=12, **SAMPLING[sampling])
+
+
+@pytest.mark.parametrize("kind", ["t5gemma", "bart"])
+@torch.no_grad()
+def test_heads_read_the_decoders_states_of_the_accepted_tokens(kind: str) -> None:
+    """Would catch: states of the encoder or of rejected tokens, of which heads would only be accepted less often."""
+    model, inputs = encoder_decoder(kind), encoder_inputs(kind, 2)
+    head = random_head("dflash", model, Random(2))
+    read: list[list[torch.Tensor]] = [[], []]
+
+    class Recording(DFlashCandidates):
+        def begin(self, *arguments: Any) -> Any:
+            session = super().begin(*arguments)
+            take = session.drafter.take
+
+            def recorded(depths: Any) -> Any:
+                text = take(depths)
+                for row, features in enumerate(text.features if text is not None else ()):
+                    read[row].append(features.clone())
+                return text
+
+            session.drafter.take = recorded
+            return session
+
+    plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    both = CombinedCandidates([Recording(head, k=2), ORACLES["sometimes"](plain[:, 1:])])
+    ids = model.generate(**inputs, candidate_generator=both, max_new_tokens=12, do_sample=False)
+    states = model(**inputs, decoder_input_ids=ids, output_hidden_states=True).decoder_hidden_states
+    expected = torch.cat([states[layer] for layer in head.config.aux_hidden_state_layers], dim=-1)
+    for row, parts in enumerate(read):
+        found = torch.cat(parts)
+        assert len(found) > 3
+        torch.testing.assert_close(found, expected[row, : len(found)], rtol=1e-4, atol=1e-4)
+
+
+# What is refused
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "cache": (lambda: {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, CACHE),
     "static": (lambda: {"cache_implementation": "static"}, 'cache_implementation="dynamic"'),
     "layers": (lambda: drafting(LayerSkipCandidates(1, k=2)), "does not work with BartFor.*decoder-only models"),
-    "heads": (lambda: drafting(MedusaCandidates(HEADS)), "does not work with BartFor.*for decoder-only models"),
     "embeddings": (lambda: {"decoder_inputs_embeds": torch.zeros(1, 1, 32)}, "not as decoder_inputs_embeds"),
     "decoder alone": (
         lambda: drafting(DraftModelCandidates(tiny_model("llama"), k=2)),
