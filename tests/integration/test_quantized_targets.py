@@ -3,6 +3,7 @@ or read from the packed numbers of a published file (GPTQ, AWQ, GGUF)."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Callable
@@ -59,6 +60,19 @@ def test_quantized_target_same_tokens(kind: str, tmp_path: Path) -> None:
     tiny_model("llama", intermediate_size=128).save_pretrained(tmp_path)
     loading = {"quantization_config": settings(), "device_map": "cpu", "dtype": torch.float32}
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path, **loading))
+
+
+def test_target_that_hqq_has_quantized_same_tokens() -> None:
+    """Would catch: a target refused for layers of a library's own, which Transformers 5.24 does not make itself."""
+    needs("hqq")
+    from hqq.core.quantize import BaseQuantizeConfig
+    from hqq.models.hf.base import AutoHQQHFModel
+
+    model = copy.deepcopy(tiny_model("llama", intermediate_size=128))
+    settings = BaseQuantizeConfig(nbits=BITS, group_size=GROUP)
+    AutoHQQHFModel.quantize_model(model, quant_config=settings, compute_dtype=torch.float32, device="cpu")
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "HQQLinear"
+    assert_same(model)
 
 
 PACKED: dict[str, dict[str, Any]] = {
