@@ -371,8 +371,10 @@ def _input_problems(model: PreTrainedModel, model_kwargs: dict[str, Any], tokens
             "rows select depends on the length of others; give prompts of equal length, without padding"
         )
     cache = model_kwargs.get(compat.CACHE)
-    reads_images = model_kwargs.get("pixel_values") is not None and bool(image_layers(text_config(model)))
-    reads_images = reads_images or bool(cache is not None and layers_with_images(model, cache))  # of earlier turns
+    of_images = image_layers(text_config(model))
+    if of_images and model_kwargs.get("cross_attention_states") is not None:
+        yield f"{type(model).__name__} caches cross_attention_states again in every pass; give it pixel_values instead"
+    reads_images = of_images and (model_kwargs.get("pixel_values") is not None or layers_with_images(model, cache))
     if reads_images and (type(cache) is not DynamicCache or cache.offloading):
         yield (
             f"{type(model).__name__} reads the keys of images from the layers of its cache, which must then hold them "

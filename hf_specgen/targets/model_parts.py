@@ -75,8 +75,9 @@ def image_layers(config: Any) -> tuple[int, ...]:
 
 
 def layers_with_images(model: PreTrainedModel, cache: Any) -> list[Any]:
-    """The layers of a cache that hold keys of images for layers that attend to nothing else (Mllama)."""
-    of_images = [layer for index in image_layers(text_config(model)) for layer in cache.layers[index : index + 1]]
+    """The layers of a cache (None: there are none) that hold keys of images for layers of such a model (Mllama)."""
+    layers = () if cache is None else cache.layers
+    of_images = [layer for index in image_layers(text_config(model)) for layer in layers[index : index + 1]]
     return [layer for layer in of_images if layer.get_seq_length()]
 
 

@@ -167,6 +167,22 @@ def test_layers_that_attend_to_images_same_tokens(name: str) -> None:
     assert result.accepted > 0 or case.turns > 1  # answers of the first turn are no drafts for the second
 
 
+@torch.no_grad()
+def test_states_of_images_that_a_call_passes_itself_are_refused() -> None:
+    """Plain `generate` caches their keys once more in every step: would catch an error in a pass, or other tokens."""
+    checkpoint = next(row for row in CHECKPOINTS if row.kind == "mllama")
+    model = cases.build(checkpoint)
+    inputs = with_media(checkpoint, model, 1)
+    image = {name: inputs[name] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
+    states = model.model.multi_modal_projector(model.model.vision_model(**image).last_hidden_state)
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    given |= {"cross_attention_states": states.view(-1, *states.shape[-2:]), "max_new_tokens": 5}
+    output = model.generate(**given, return_dict_in_generate=True)
+    assert output[CACHE].layers[1].get_seq_length() == 5 * states.shape[-2] * states[..., 0, 0].numel()
+    with pytest.raises(ValueError, match="caches cross_attention_states again in every pass; give it pixel_values"):
+        model.generate(**given, candidate_generator=NgramCandidates(k=3))
+
+
 @pytest.mark.parametrize("has_image", [True, False])
 def test_later_turn_from_a_quantized_cache_with_images_is_refused(has_image: bool) -> None:
     """Would catch: an error after the first turn, of quantized keys that are read as those of images are."""
