@@ -16,11 +16,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, get_layer_types_and_kwargs
 
 from hf_specgen.targets.cache_layer import ImageLayer, RaggedLayer
 from hf_specgen.targets.compact_layers import OffloadedLayer, layer_like
-from hf_specgen.targets.model_parts import WITHOUT_ATTENTION, image_layers
+from hf_specgen.targets.compressed_layer import CompressedLayer
+from hf_specgen.targets.model_parts import MAKES_ITS_MASK, WITHOUT_ATTENTION, image_layers
 from hf_specgen.targets.state_cache import LayerStates
 
 MAX_DRAFT_SLOTS = 64
@@ -43,6 +44,8 @@ class RaggedCache(Cache):
     @classmethod
     def for_model(cls, config: Any, max_slots: int | None = None) -> RaggedCache:
         """The cache of a model with this config: layers with a sliding window drop what is outside of it."""
+        if config.model_type in MAKES_ITS_MASK:
+            return cls(max_slots, list(map(CompressedLayer, DynamicCache(config=config).layers)))
         types, settings = get_layer_types_and_kwargs(config)
         attends = [layer_type not in WITHOUT_ATTENTION for layer_type in types]
         layers = list(map(RaggedLayer, [one.get("sliding_window") for one in settings], attends))
@@ -87,7 +90,8 @@ class RaggedCache(Cache):
     @property
     def has_recurrent_state(self) -> bool:
         """Whether there is a state that can only be rolled back to the start of the last pass."""
-        return any(state.recurrent for state in self._states.values())
+        compresses = any(isinstance(layer, CompressedLayer) for layer in self.layers)
+        return compresses or any(state.recurrent for state in self._states.values())
 
     @property
     def is_initialized(self) -> bool:
@@ -219,9 +223,11 @@ class RaggedCache(Cache):
             cache.prefetch_stream.synchronize()
             if not layers:
                 result.layer_class_to_replicate = OffloadedLayer
+        compresses = any(hasattr(layer, "compressed_kv") for layer in layers)
         for index, layer in enumerate(layers):
             is_offloaded = offloads and not (cache.only_non_sliding and getattr(layer, "is_sliding", False))
-            result.layers.append(new := ImageLayer() if index in of_images else layer_like(layer, is_offloaded))
+            new = ImageLayer() if index in of_images else layer_like(layer, is_offloaded)
+            result.layers.append(new := CompressedLayer(layer) if compresses else new)
             if isinstance(layer, CacheLayerMixin):
                 new.take_over(layer, slots)
                 new.take_over_index(layer)

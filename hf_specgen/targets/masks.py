@@ -23,6 +23,7 @@ from hf_specgen import compat
 from hf_specgen.device_tree import PassTree
 from hf_specgen.targets.model_parts import (
     ATTENTION_OF_TYPE,
+    MAKES_ITS_MASK,
     MASKS_PADDING,
     WITHOUT_ATTENTION,
     layer_kinds,
@@ -215,7 +216,7 @@ class StepMasks:
         return self._by_kind({**masks, **dict.fromkeys(WITHOUT_ATTENTION)})
 
     def _by_kind(self, masks: dict[str, torch.Tensor | None]) -> Any:
-        if not self._kinds:  # a model without attention
+        if not self._kinds or self._config.model_type in MAKES_ITS_MASK:  # or a model without attention
             return None
         if not self._is_by_kind:
             return masks[next(iter(self._kinds))]

@@ -19,8 +19,10 @@ ATTENTION_OF_TYPE = {"hybrid": "full_attention", "hybrid_sliding": "sliding_atte
 """The type of attention in layers that combine it with a recurrent state."""
 WITHOUT_ATTENTION = ("conv", "linear_attention")
 """Types of layers with a recurrent state or a convolution alone."""
-STATE_TYPES = (*WITHOUT_ATTENTION, *ATTENTION_OF_TYPE)
-"""Types of layers with a recurrent state or a convolution, as Transformers' configurations name them."""
+COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
+"""Types of layers whose cache compresses tokens, so that it can only return to where a pass began."""
+STATE_TYPES = (*WITHOUT_ATTENTION, *ATTENTION_OF_TYPE, *COMPRESSED_TYPES)
+"""Types of layers with a recurrent state, a convolution or compressed tokens, as Transformers' configurations name them."""
 COUNTING_TYPES = ("minimax_m3_sparse",)
 """Types of layers that compare positions with slots, so that drafts are chains, and rows have no padding."""
 INDEXED_TYPES = ("indexed_attention", *COUNTING_TYPES)
@@ -30,6 +32,8 @@ WITHOUT_CACHE = ("dummy", "moe", "mlp")
 
 MASKS_PADDING = ("glm5_next_text",)
 """Types of models whose indexed attention takes a mask of padding alone, and sees the slots up to a query's own."""
+MAKES_ITS_MASK = ("deepseek_v4",)
+"""Types of models that make the mask of drafts themselves: compressed tokens are counted for all rows together."""
 TAKES_2D_MASK = ("kosmos_2_text_model",)
 """Types of models that take a mask of padding alone, and place tokens by the length of the cache."""
 TAKES_ONE_MASK = ("paligemma",)
@@ -111,6 +115,8 @@ def takes_no_mask(config: Any) -> str | None:
     implementation = compat.attention_implementation(config)
     if is_causal_kernel(implementation):
         return implementation
+    if config.model_type in MAKES_ITS_MASK:
+        return "its attention, which compresses the tokens of all rows together,"
     return "the indexer of its attention" if config.model_type in MASKS_PADDING else None
 
 

@@ -61,6 +61,12 @@ GLM_NEXT: dict[str, Any] = {
     "layers": ["linear_attention", "indexed_attention", "indexed_attention"],
     "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
+COMPRESSED = {
+    "layers": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "index_topk": 3,
+}
 KIMI = {"projection_hidden_size": 32}
 GEMMA_VISION = of("gemma4_vision", pooling_kernel_size=2)
 UNIFIED = of("gemma4_unified_vision")
@@ -115,7 +121,7 @@ CHECKPOINTS = [
     row("Granite 4 H", "granitemoehybrid", layers="lflf"),
     row("Nemotron-H, Nemotron 3", "nemotron_h", heads="DFlash", **SPEC["recurrent"]["nemotron_h"]),
     row("Zamba 2", "zamba2", attention_hidden_size=128, attention_head_dim=32, **SPEC["recurrent"]["zamba2"]),
-    row("DeepSeek-V4", "deepseek_v4"),
+    row("DeepSeek-V4", "deepseek_v4", heads="DSpark", **COMPRESSED),
     row("Jamba", "jamba", num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1),
     row("Falcon-Mamba", "falcon_mamba"),
     row("Mamba", "mamba"),
