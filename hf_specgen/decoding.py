@@ -32,7 +32,7 @@ from hf_specgen.depth.step_times import THREAD
 from hf_specgen.outputs import OutputCollector
 from hf_specgen.settings import Settings
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS
-from hf_specgen.targets.inputs import UNLIMITED
+from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession

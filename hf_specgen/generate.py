@@ -241,7 +241,7 @@ def run(original: Callable[..., Any], model: Any, kwargs: dict[str, Any], method
     """Call `generate` with our decoding method, handling the arguments that it does not pass on to that."""
     _warn_of_assistant_settings(kwargs)
     replaced = _with_tokenizer(model, kwargs)
-    given = {"tokenizer": kwargs.get("tokenizer"), "heals_tokens": "token_healing" in replaced}
+    given: dict[str, Any] = {"tokenizer": kwargs.get("tokenizer"), "heals_tokens": "token_healing" in replaced}
     kwargs = {**kwargs, **replaced, "custom_generate": functools.partial(method, **given)}
     for name in ("synced_gpus", "tokenizer", "assistant_tokenizer"):
         kwargs.pop(name, None)

@@ -22,7 +22,7 @@ from hf_specgen.call_statistics import Statistics
 from hf_specgen.decoding import DecodingSteps
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import StepStates
-from hf_specgen.targets.inputs import UNLIMITED
+from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 

@@ -41,8 +41,8 @@ from hf_specgen.call_statistics import Statistics
 from hf_specgen.depth.latency import Floats, fastest_count, step_seconds
 from hf_specgen.settings import Settings
 from hf_specgen.targets.hidden_states import captured_states, hook_points
-from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.model_parts import text_config
+from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.targets.support import position_table
 from hf_specgen.tree import DraftTree
 

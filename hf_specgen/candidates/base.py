@@ -26,8 +26,8 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.ngram_history import NgramHistory
 from hf_specgen.depth import AdaptiveDepth, FixedDepth, Policy
 from hf_specgen.heads.source import Source
-from hf_specgen.targets.inputs import UNLIMITED
 from hf_specgen.targets.requirements import TargetRequirements
+from hf_specgen.targets.row_layout import UNLIMITED
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import result_for

@@ -19,7 +19,7 @@ from hf_specgen.heads.base import BoundHead, HeadOutput
 from hf_specgen.heads.head_text import FeatureSource, HeadText, NewFeatures
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
-from hf_specgen.targets.inputs import spread_rows
+from hf_specgen.targets.row_layout import spread_rows
 
 PREFILL_CHUNK = 512
 """Positions per pass: the size of a pass's mask then grows linearly with the context, not quadratically."""

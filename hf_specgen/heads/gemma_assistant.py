@@ -23,7 +23,7 @@ from hf_specgen.heads.base import BoundHead, DraftHead, HeadConfig, HeadOutput
 from hf_specgen.heads.head_file import HeadFile, count_layers
 from hf_specgen.heads.head_text import StateSource, StateText
 from hf_specgen.heads.source import first_line
-from hf_specgen.targets.inputs import spread_rows
+from hf_specgen.targets.row_layout import spread_rows
 from hf_specgen.targets.target import Target
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")

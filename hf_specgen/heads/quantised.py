@@ -116,15 +116,19 @@ def _modelopt(config: Fields, name: str, parts: Mapping[str, TensorInfo]) -> Ten
     """A weight that ModelOpt has quantised: NVFP4, or float8 with a scale for all of it."""
     _check_keys(config, "modelopt")
     if "_scale_2" in parts:
-        return _nvfp4(*_parts(name, parts, "", "_scale", "_scale_2"))
+        return _nvfp4(_parts(name, parts, "", "_scale", "_scale_2"))
     weight, scale = _parts(name, parts, "", "_scale")
     if weight.dtype != torch.float8_e4m3fn:
         raise ValueError(f"{name} has dtype {weight.dtype} and no {name}_scale_2, but is to be float8_e4m3fn then")
     return _scaled(weight, scale, [tuple(weight.shape[-2:]), (1, weight.shape[-1])], torch.float32)
 
 
-def _nvfp4(packed: TensorInfo, scale: TensorInfo, factor: TensorInfo, divides: bool = False) -> TensorInfo:
-    """A weight of fp4 numbers, the first one of a byte in its lower bits; `factor` multiplies or divides all of it."""
+def _nvfp4(parts: Sequence[TensorInfo], divides: bool = False) -> TensorInfo:
+    """A weight of fp4 numbers, the first one of a byte in its lower bits, by its parts: numbers, scales, a factor.
+
+    The factor multiplies or divides all of it.
+    """
+    packed, scale, factor = parts
     if packed.dtype != torch.uint8 or len(packed.shape) < 2 or factor.shape not in ((), (1,)):
         raise ValueError(
             f"{packed.name} has shape {packed.shape} and dtype {packed.dtype}, and {factor.name} {factor.shape}, but "
@@ -159,7 +163,7 @@ def _compressed_tensors(config: Fields, name: str, parts: Mapping[str, TensorInf
     bits = settings.integer("num_bits")
     zero = parts.get("_zero_point")
     if layout == "nvfp4-pack-quantized":
-        return _nvfp4(*_parts(name, parts, "_packed", "_scale", "_global_scale"), divides=True)
+        return _nvfp4(_parts(name, parts, "_packed", "_scale", "_global_scale"), divides=True)
     if layout == "pack-quantized":
         if bits not in (2, 4, 8):
             raise ValueError(f"quantization_config.num_bits must be 2, 4 or 8 with {layout}, got {bits}")

@@ -1,4 +1,4 @@
-"""The inputs of forward passes: prompt, cache, rows and their positions, tokens of a step, inputs beside the text.
+"""The inputs of forward passes: prompt, cache, tokens of a step, inputs beside the text.
 
 Images and audio belong to the prompt; the model's own `prepare_inputs_for_generation` leaves them out of later passes.
 Rotary positions may have several axes: after the prompt all advance by one with each token.
@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache, QuantizedLayer, StaticLayer
 
 from hf_specgen import compat
-from hf_specgen.device_tree import DeviceTree, Frontier, PassTree
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.masks import mask_of_images
@@ -32,10 +30,6 @@ TOKEN_TYPES = {"token_type_ids": "last", "mm_token_type_ids": "text", "moe_mm_to
 """Arguments with one value per token, and what generated tokens have: the last token's, or that of text (0)."""
 IMAGE_MASK = "cross_attention_mask"
 """Which images each token attends to, `[batch, tokens, images, tiles]`; generated tokens as the last one (Mllama)."""
-UNLIMITED = 2**31
-"""A position that no text reaches."""
-
-T = TypeVar("T")
 
 
 def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -46,109 +40,6 @@ def accompanying_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
         for name, value in model_kwargs.items()
         if name not in own and value is not None and not (isinstance(value, dict) and not value)
     }
-
-
-class RowLayout:
-    """The rows of a call that are in the cache: all at first, later only those that have not been dropped.
-
-    `offsets` are, for each of them, position minus slot: negative where the prompt begins with padding.
-    """
-
-    def __init__(self, batch: int, last_position: int):
-        self.rows = list(range(batch))
-        self.prompt_slots: tuple[int, ...] = ()
-        self.offsets: tuple[int, ...] = ()
-        self._last_position = last_position
-
-    def copy(self) -> RowLayout:
-        """A layout that begins with the same rows."""
-        copied = RowLayout(0, self._last_position)
-        copied.append_rows(self)
-        return copied
-
-    def place_prompt(self, slots: Sequence[int], first_positions: Sequence[int]) -> None:
-        """Record how many slots each prompt fills, and the position of the first token after it."""
-        self.prompt_slots = tuple(slots)
-        self.offsets = tuple(position - length for position, length in zip(first_positions, slots, strict=True))
-
-    def gather(self, values: Sequence[T]) -> list[T]:
-        """Of one value for each row of the call, those of the rows in the cache."""
-        return [values[row] for row in self.rows]
-
-    def select(self, tree: PassTree, inputs: dict[str, torch.Tensor]) -> tuple[PassTree, dict[str, torch.Tensor]]:
-        """The draft and the inputs of a pass, for the rows in the cache."""
-        if len(self.rows) == tree.batch:
-            return tree, inputs
-        return tree.select(self.rows), {name: tensor[self.rows] for name, tensor in inputs.items()}
-
-    def scatter(self, values: torch.Tensor, batch: int) -> torch.Tensor:
-        """`[rows in the cache, …]` to `[batch, …]`, with zeros for rows that have been dropped."""
-        return spread_rows(values, self.rows, batch)
-
-    def positions(
-        self, tree: PassTree, lengths: Sequence[int], active: Sequence[bool] | None, cached: int
-    ) -> torch.Tensor:
-        """`[rows, tokens]` positions of the pending token and the nodes of a draft, but the first `cached` of them."""
-        depths = torch.arange(1 + tree.nodes, device=tree.device)[None] if tree.is_chain else tree.structure().depths
-        depths = depths[:, cached:]
-        bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        first = bases[0] if len(set(bases)) == 1 else torch.tensor(bases, device=depths.device)[:, None]
-        limits = self.limits(tree, bases, active, cached)
-        if limits is None:
-            return depths + first
-        return (depths + first).minimum(torch.tensor(limits, device=depths.device)[:, None])
-
-    def offsets_and_limits(self, tree: PassTree, lengths: Sequence[int], active: Sequence[bool] | None) -> torch.Tensor:
-        """`[rows, 2]` position minus slot, and the highest position."""
-        bases = [length + offset for length, offset in zip(lengths, self.offsets, strict=True)]
-        highest = self.limits(tree, bases, active) or [UNLIMITED] * len(bases)
-        return torch.tensor(list(zip(self.offsets, highest, strict=True)))
-
-    def limits(
-        self, tree: PassTree, bases: Sequence[int], active: Sequence[bool] | None, cached: int = 0
-    ) -> list[int] | None:
-        """The highest position of each row, whose last token has position `bases`; None if no node can exceed it.
-
-        An ended row and its nodes may exceed the model's position table, where a model would raise. So may padding
-        nodes. The results of all these are ignored. The other rows exceed it as in plain decoding.
-        """
-        last = self._last_position
-        if max(bases) + tree.nodes <= last:
-            return None
-        takes_part = [True] * len(bases) if active is None else self.gather(active)
-        limits = []
-        for index, (base, part) in enumerate(zip(bases, takes_part, strict=True)):
-            is_clamped = not part or (base <= last and (cached > 0 or isinstance(tree, DeviceTree | Frontier)))
-            limits.append(last if is_clamped else max(last, base + max(tree.depths(index))))
-        return limits
-
-    def rows_to_keep(self, needed: Sequence[bool]) -> list[int] | None:
-        """The indices in the cache of the rows still needed; None unless a quarter, or half of the last four, ended."""
-        indices = [index for index, row in enumerate(self.rows) if needed[row]]
-        rows = len(self.rows)
-        ended = len(self.rows) - len(indices)
-        return indices if indices and ended >= (rows / 4 if rows > 4 else rows / 2) else None
-
-    def keep_rows(self, indices: Sequence[int]) -> None:
-        """Drop all rows but those at these indices of the cache."""
-        self.rows = [self.rows[index] for index in indices]
-        self.offsets = tuple(self.offsets[index] for index in indices)
-        self.prompt_slots = tuple(self.prompt_slots[index] for index in indices)
-
-    def append_rows(self, other: RowLayout) -> None:
-        """Add the rows of another layout after those of this one."""
-        self.offsets += other.offsets
-        self.prompt_slots += other.prompt_slots
-        self.rows = list(range(len(self.offsets)))
-
-
-def spread_rows(values: torch.Tensor, rows: Sequence[int], batch: int) -> torch.Tensor:
-    """`[rows, …]` values of some rows of a batch as `[batch, …]`, with zeros for the other rows."""
-    if values.shape[0] == batch:
-        return values
-    result = values.new_zeros(batch, *values.shape[1:])
-    result[list(rows)] = values
-    return result
 
 
 class PreparedCall(NamedTuple):

@@ -22,7 +22,7 @@ WITHOUT_ATTENTION = ("conv", "linear_attention")
 COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
 """Types of layers whose cache compresses tokens, so that it can only return to where a pass began."""
 STATE_TYPES = (*WITHOUT_ATTENTION, *ATTENTION_OF_TYPE, *COMPRESSED_TYPES)
-"""Types of layers with a recurrent state, a convolution or compressed tokens, as Transformers' configurations name them."""
+"""Types of layers with a recurrent state, a convolution or compressed tokens, as configurations name them."""
 COUNTING_TYPES = ("minimax_m3_sparse",)
 """Types of layers that compare positions with slots, so that drafts are chains, and rows have no padding."""
 INDEXED_TYPES = ("indexed_attention", *COUNTING_TYPES)

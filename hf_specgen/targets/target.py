@@ -19,7 +19,7 @@ from hf_specgen.device_tree import Frontier, PassTree
 from hf_specgen.targets.attention import without_cudnn_attention
 from hf_specgen.targets.cache import padded_width
 from hf_specgen.targets.graphs import CallGraphs, captured_functions, is_captured
-from hf_specgen.targets.inputs import CallInputs, PreparedCall, RowLayout, call_cache
+from hf_specgen.targets.inputs import CallInputs, PreparedCall, call_cache
 from hf_specgen.targets.masks import StepMasks, fixed_mask
 from hf_specgen.targets.model_parts import compares_slots, decoder_config, keeps_state
 from hf_specgen.targets.passes import (
@@ -33,6 +33,7 @@ from hf_specgen.targets.passes import (
     TreePass,
 )
 from hf_specgen.targets.replay_queue import MAX_ROW_SKEW
+from hf_specgen.targets.row_layout import RowLayout
 from hf_specgen.targets.support import last_position, pass_capacity, slot_limit
 from hf_specgen.tree import DraftTree
 

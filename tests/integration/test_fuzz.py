@@ -20,7 +20,7 @@ from hf_specgen.targets import self_check
 from hf_specgen.targets.cache import RaggedCache
 from hf_specgen.targets.cache_layer import RaggedLayer
 from hf_specgen.targets.early_exit import ReplaceableLayers
-from hf_specgen.targets.inputs import RowLayout
+from hf_specgen.targets.row_layout import RowLayout
 from hf_specgen.verification import base as verification
 from hf_specgen.verification.coupled import NoiseBuffer
 from tests.fuzz import models
