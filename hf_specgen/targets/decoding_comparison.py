@@ -27,6 +27,7 @@ from hf_specgen.targets.support import is_rounding, largest_differences
 from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree, Parents, chain_parents
 
+IN_TRAINING = "in training mode"
 RANDOM = "its forward pass draws random numbers, as dropout does, so that two passes differ"
 KEEPS_STATE = (
     "a hook or replaced forward of it changes its results and a variable of its own in every pass, and drafts take "
@@ -108,7 +109,8 @@ def compare(
             _decode_plainly(model, input_ids, config, model_kwargs)
         if operations.found:
             generator.set_state(random_state)
-            return f"in training mode {RANDOM}" if model.training else RANDOM
+            is_training = any(module.training for module in model.modules())  # a new adapter is, also after eval()
+            return f"{IN_TRAINING} {RANDOM}" if is_training else RANDOM
     requirements = TargetRequirements(exit_layer=exit_layer)
     kwargs = {**model_kwargs, compat.CACHE: _copied_cache(model_kwargs)}
     target = make_target(requirements, model, input_ids, config, kwargs)

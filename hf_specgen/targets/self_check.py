@@ -27,7 +27,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specgen import compat, saved_results
-from hf_specgen.targets.decoding_comparison import RANDOM, STEPS, UndecidedError, find_difference
+from hf_specgen.targets.decoding_comparison import IN_TRAINING, STEPS, UndecidedError, find_difference
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.fingerprint import computation, matmul_precision, weights_sample
 from hf_specgen.targets.hooks import treats_rows_alike
@@ -229,10 +229,10 @@ class SelfCheck:
 
     def _remedy(self, trial: Trial, reason: str) -> str:
         """What the caller can do: the remedy of the trial, unless something else is simpler."""
+        if IN_TRAINING in reason:
+            return "call model.eval() before generate(), or leave candidate_generator= out"
         if self._exit_layer is not None:
             return "use another candidate generator"
-        if self._model.training and RANDOM in reason:
-            return "call model.eval() before generate(), or leave candidate_generator= out"
         return trial.remedy
 
 

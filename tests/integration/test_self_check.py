@@ -179,6 +179,17 @@ def test_training_mode_with_dropout_is_refused() -> None:
         identical(model, NgramCandidates(k=3))
 
 
+@pytest.mark.parametrize("strategy", [NgramCandidates(), LayerSkipCandidates(1)], ids=["ngram", "skip"])
+def test_part_in_training_mode_is_refused_with_the_remedy(strategy: Any) -> None:
+    """Would catch: dropout of a new adapter, which `model.training` does not show, or a remedy that changes nothing."""
+    model = llama()
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.5))
+    assert not model.training
+    with pytest.raises(ValueError, match=r"in training mode its .*; call model.eval\(\) before generate\(\)"):
+        model.generate(**prompts(1), max_new_tokens=4, candidate_generator=strategy)
+    model.eval().generate(**prompts(1), max_new_tokens=4, candidate_generator=strategy)
+
+
 def test_training_mode_that_draws_random_numbers_is_refused() -> None:
     """Would catch: a router of experts that draws noise in training mode, so that tokens differ."""
     model = llama()
