@@ -87,7 +87,11 @@ def _path(kind: str, key: object) -> Path | None:
     if text is None or surroundings is None:
         return None
     digest = hashlib.sha256(f"{text}\n{surroundings}".encode()).hexdigest()
-    return Path(folder).expanduser() / f"{kind}-{digest[:40]}.json"
+    try:
+        return Path(folder).expanduser() / f"{kind}-{digest[:40]}.json"
+    except RuntimeError as error:  # there is no such home directory
+        _warn(f"{FOLDER}={folder} cannot be used ({error}); name another folder, or unset it")
+        return None
 
 
 @cache

@@ -111,6 +111,9 @@ def test_files_that_cannot_be_read_or_written_do_not_stop_a_call(tmp_path: Path,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         saved_results.save("kind", "key", 1)
+    monkeypatch.setenv(saved_results.FOLDER, "~no-such-user/cache")
+    with pytest.warns(UserWarning, match="HF_SPECGEN_CACHE=.* cannot be used .*; name another folder, or unset it"):
+        saved_results.save("kind", "key", 1)
     monkeypatch.delenv(saved_results.FOLDER)
     saved_results.save("kind", "key", 1)
     assert saved_results.load("kind", "key") is None and list(tmp_path.iterdir()) == [file]
