@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from math import exp
 from typing import Any
 
-import torch
+import numpy as np
 
 from hf_specgen.call import Prediction, memory
 from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree
@@ -179,11 +179,11 @@ def expected_outputs(prediction: Prediction | None, batch: DraftBatch) -> list[l
     count = batch.state.batch
     if given is None:
         return [[] for _ in range(count)]
-    given = given.tolist() if isinstance(given, torch.Tensor) else given
-    if not isinstance(given, str | Sequence):
+    given = _listed(given)
+    rows = [given] * count if _is_text(given) else given
+    rows = list(map(_listed, rows)) if isinstance(rows, list) else [rows]
+    if not all(row is None or _is_text(row) for row in rows):
         raise TypeError(f"prediction must be a text, token ids, or a list with one of them for each row, got {given!r}")
-    is_one = isinstance(given, str) or all(isinstance(token, int) for token in given)
-    rows = [given] * count if is_one else list(given)
     if len(rows) != count:
         raise ValueError(f"prediction has {len(rows)} entries for {count} rows; give one for each row")
     size = batch.model.config.get_text_config().vocab_size
@@ -195,6 +195,18 @@ def expected_outputs(prediction: Prediction | None, batch: DraftBatch) -> list[l
         if wrong := [token for token in expected[-1] if not 0 <= token < size]:
             raise ValueError(f"prediction has token {wrong[0]}, but the target's vocabulary ends at {size - 1}")
     return expected
+
+
+def _listed(value: Any) -> Any:
+    """A tensor, array or sequence of ids or rows as a list; anything else as it is."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
+
+
+def _is_text(value: Any) -> bool:
+    """Whether this is a text, or a list of token ids."""
+    is_ids = isinstance(value, list) and all(isinstance(token, int | np.integer) for token in value)
+    return is_ids or isinstance(value, str)
 
 
 class RowText:

@@ -158,6 +158,13 @@ def test_draft_on_a_device_that_does_not_exist_raises(device: str) -> None:
         tiny_model("llama").generate(**prompts(1), max_new_tokens=4, candidate_generator=draft)
 
 
+@pytest.mark.parametrize("prediction", [5, 1.5, b"abc", [[[1]]], [1, "a"], [1.5, 2], [{}], object()])
+def test_prediction_of_another_type_raises(prediction: Any) -> None:
+    """Would catch: bytes or numbers with a fraction that are taken for token ids, or an error without the argument."""
+    with pytest.raises(TypeError, match="prediction must be a text, token ids, or a list with one of them for each"):
+        tiny_model("llama").generate(**prompts(1), candidate_generator="auto", prediction=prediction, max_new_tokens=4)
+
+
 def test_predicted_text_for_a_target_without_a_name_raises() -> None:
     """Would catch: an error of the Hub about a repository named ''."""
     with pytest.raises(ValueError, match=r"not loaded from a folder or repository.*give generate\(tokenizer="):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -189,13 +190,17 @@ def candidates_of(answers: torch.Tensor) -> dict[str, tuple[Any, Any]]:
         "strategy": (NgramCandidates(k=16, tree=32, prediction=changed), None),
         "chain": (NgramCandidates(k=4, prediction=changed), None),
         "some rows": (NgramCandidates(k=8, prediction=[None, *changed[1:]]), None),
+        "tensors": (NgramCandidates(k=8, prediction=[torch.tensor(row) for row in changed]), None),
+        "array": (NgramCandidates(k=8, prediction=np.array(rows[0])), None),
         "one for all": (NgramCandidates(k=8, min_ngram=2, prediction=torch.tensor(rows[0])), None),
         "combined": (CombinedCandidates(tree=16, prediction=changed), None),
         "call": ("auto", answers),
     }
 
 
-@pytest.mark.parametrize("name", ["strategy", "chain", "some rows", "one for all", "combined", "call"])
+@pytest.mark.parametrize(
+    "name", ["strategy", "chain", "some rows", "tensors", "array", "one for all", "combined", "call"]
+)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_prediction_same_tokens_in_batches(name: str, sampling: str) -> None:
     """Would catch: the prediction of another row, or one that is used in the call alone and not by the strategy."""
