@@ -19,7 +19,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, get_layer_types_and_kwargs
 
 from hf_specgen.targets.cache_layer import ImageLayer, RaggedLayer
-from hf_specgen.targets.compact_layers import OffloadedLayer, layer_like
+from hf_specgen.targets.compact_layers import OffloadedLayer, SharedLayer, layer_like
 from hf_specgen.targets.compressed_layer import CompressedLayer
 from hf_specgen.targets.model_parts import MAKES_ITS_MASK, WITHOUT_ATTENTION, image_layers
 from hf_specgen.targets.state_cache import LayerStates
@@ -66,7 +66,7 @@ class RaggedCache(Cache):
     @property
     def is_plain(self) -> bool:
         """Whether the buffers of all layers are keys and values on the device of the layer."""
-        return all(type(layer) in (RaggedLayer, ImageLayer) for layer in self.layers) and (
+        return all(type(layer) in (RaggedLayer, ImageLayer, SharedLayer) for layer in self.layers) and (
             self.layer_class_to_replicate is RaggedLayer
         )
 

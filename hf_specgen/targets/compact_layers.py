@@ -1,4 +1,4 @@
-"""Layers of a cache that take less memory on the accelerator: offloaded and quantized ones.
+"""Layers of a cache that take less memory on the accelerator: offloaded, quantized and static ones.
 
 What attention reads is, at each token, what it reads in plain decoding with Transformers' cache of the same kind:
 
@@ -7,6 +7,7 @@ What attention reads is, at each token, what it reads in plain decoding with Tra
 | offloaded | keys and values, on the CPU | a copy on the layer's device |
 | float8 | each number as float8, by the scale of the prompt | the same numbers, dequantized |
 | grouped (quanto, HQQ) | the last tokens; all before are quantized together | both; a pass ends before the next group |
+| shared (static) | keys and values, in the static layer's own tensors | the slots of the text and of drafts |
 
 The first pass over the prompt reads it as it was before it was quantized.
 """
@@ -22,6 +23,7 @@ from transformers.cache_utils import (
     Fp8QuantizedLayer,
     LinearAttentionLayer,
     QuantizedLayer,
+    StaticLayer,
     StaticSlidingWindowLayer,
 )
 
@@ -40,9 +42,45 @@ def layer_like(layer: Any, is_offloaded: bool) -> RaggedLayer:
         return GroupedLayer(layer)
     has_attention = type(layer) is not LinearAttentionLayer
     window = getattr(layer, "sliding_window", None)
+    if type(layer) is StaticLayer and layer.is_initialized and not is_offloaded:
+        return SharedLayer()
     if isinstance(layer, StaticSlidingWindowLayer):
         window = layer.max_cache_len
     return (OffloadedLayer if is_offloaded and has_attention else RaggedLayer)(window, has_attention)
+
+
+class SharedLayer(RaggedLayer):
+    """Keys and values in the tensors of a static layer, whose slots after its own text are those of drafts.
+
+    Where drafts need more slots than it has, its tensors become views of larger ones until the call ends.
+    """
+
+    def take_over(self, layer: Any, slots: int) -> None:
+        self.static = layer
+        self.keys, self.values = layer.keys, layer.values
+        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        self.lengths = (int(layer.get_seq_length()),) * len(layer.keys)
+
+    def reserve(self, width: int) -> None:
+        is_shared = self._is_shared
+        super().reserve(width)
+        if is_shared:
+            size = self.static.max_cache_len
+            self.static.keys, self.static.values = self.keys[:, :, :size], self.values[:, :, :size]
+
+    def hand_over(self, layer: Any) -> None:
+        if not self._is_shared or layer is not self.static:
+            return super().hand_over(layer)
+        length = self.get_seq_length()
+        if layer.keys.shape != self.keys.shape:
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        layer.keys[:, :, length:] = layer.values[:, :, length:] = 0
+        layer.cumulative_length.fill_(length)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether nothing has put other tensors in place of the static layer's."""
+        return bool(self.keys.data_ptr() == self.static.keys.data_ptr())
 
 
 class OffloadedLayer(RaggedLayer):

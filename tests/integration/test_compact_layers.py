@@ -165,6 +165,32 @@ def test_memory_of_a_call_is_that_of_the_given_kind_of_cache(kind: str) -> None:
     assert numbers_of(ours) <= 1.1 * numbers_of(given)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("strategy", ["sometimes", "tree"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_tensors_of_a_static_cache_are_used_and_not_copied(strategy: str, rows: int, is_chunked: bool) -> None:
+    """Would catch: a second cache beside one that has its tensors already, drafts that are left in them."""
+    model, inputs = tiny_model("llama"), prompts(rows)
+    columns = inputs["input_ids"].shape[1]
+    chunks = {"prefill_chunk_size": 4} if is_chunked else {}
+    call = {"max_new_tokens": NEW, "return_dict_in_generate": True, **chunks}
+    caches = [StaticCache(model.config, max_cache_len=columns + NEW) for _ in range(2)]
+    for cache in caches:  # as `generate` does before a prefill in chunks
+        cache.early_initialization(rows, model.config.num_key_value_heads, model.config.head_dim, torch.float32, "cpu")
+    assert numbers_of(RaggedCache.from_dynamic(caches[1], columns + NEW)) == numbers_of(caches[1])
+    held = [layer.keys.data_ptr() for layer in caches[1].layers]
+    plain = model.generate(**inputs, **call, **{CACHE: caches[0]}).sequences
+    oracle = ORACLES[strategy](answers(model, inputs, plain))
+    ours = model.generate(**inputs, **call, **{CACHE: caches[1]}, candidate_generator=oracle)
+    assert torch.equal(ours.sequences, plain)
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        assert torch.allclose(*(layer.keys for layer in layers), atol=1e-5)
+        assert torch.equal(*(layer.cumulative_length for layer in layers))
+        assert layers[1].keys.untyped_storage().nbytes() == layers[0].keys.untyped_storage().nbytes()
+    if strategy == "sometimes" and rows == 1:
+        assert [layer.keys.data_ptr() for layer in caches[1].layers] == held
+
+
 def numbers_of(cache: Any) -> int:
     """The bytes of all tensors that a cache refers to."""
     found: dict[int, int] = {}

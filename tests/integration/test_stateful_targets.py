@@ -167,6 +167,39 @@ def test_layers_that_attend_to_images_same_tokens(name: str) -> None:
     assert result.accepted > 0 or case.turns > 1  # answers of the first turn are no drafts for the second
 
 
+@pytest.mark.parametrize(("length", "accuracy", "chunk"), [(1, 0.9, None), (9, 0.6, None), (17, 0.3, 5), (26, 1.0, 7)])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_layers_that_compress_tokens_same_tokens_and_cache(
+    length: int, accuracy: float, chunk: int | None, sampling: str
+) -> None:
+    """Would catch: an entry with a rejected token, tokens that wait for the next entry and are lost or read twice."""
+    model = cases.build(next(row for row in CHECKPOINTS if row.kind == "deepseek_v4"))
+    ids = torch.randint(4, 80, (1, length), generator=torch.Generator().manual_seed(length))
+    call: dict[str, Any] = {"max_new_tokens": 24, "return_dict_in_generate": True, "prefill_chunk_size": chunk}
+    call |= SAMPLING[sampling]
+    torch.manual_seed(0)
+    plain = model.generate(ids, **call)
+    torch.manual_seed(0)
+    ours = model.generate(ids, **call, candidate_generator=Oracle(plain.sequences[:, length:], accuracy))
+    assert torch.equal(plain.sequences, ours.sequences) and ours.speculation.drafted > 8
+    for expected, found in zip(plain[CACHE].layers, ours[CACHE].layers, strict=True):
+        assert type(found) is type(expected)
+        torch.testing.assert_close(_tensors(found), _tensors(expected), rtol=1e-3, atol=1e-4)
+    text = torch.cat([plain.sequences, torch.tensor([[5, 6, 7]])], dim=1)
+    turn = {"attention_mask": torch.ones_like(text), "max_new_tokens": 6}
+    later = model.generate(text, **turn, **{CACHE: plain[CACHE]})
+    again = model.generate(text, **turn, **{CACHE: ours[CACHE]}, candidate_generator=NgramCandidates(k=3))
+    assert torch.equal(later, again)
+
+
+def _tensors(layer: Any) -> dict[str, Any]:
+    """The tensors and numbers that a layer of a cache holds."""
+    held = {name: value for name, value in vars(layer).items() if not isinstance(value, dict)}
+    objects = ((name, value) for name, value in vars(layer).items() if isinstance(value, dict))
+    held |= {f"{name}.{key}": inside for name, value in objects for key, inside in value.items()}
+    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor | int)}
+
+
 @torch.no_grad()
 def test_states_of_images_that_a_call_passes_itself_are_refused() -> None:
     """Plain `generate` caches their keys once more in every step: would catch an error in a pass, or other tokens."""
