@@ -36,6 +36,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from arguments import Arguments, differences
 from conversations import IGNORED, Batch, Row, collate
+from hf_specgen.cli.generate import write_rows
 from hf_specgen.targets.model_parts import decoder, decoder_layers, final_norm, keeps_state, output_logits
 
 ROWS_PER_FILE = 64
@@ -140,7 +141,7 @@ def stored_states(args: Arguments, drafter: Any, name: str, content: Any, make_r
     rows, shared = make_rows(), _shared_tensors(drafter.target, drafter.copied)
     folder.mkdir(parents=True, exist_ok=True)
     if state.is_main_process:
-        (folder / INDEX).write_text(json.dumps(description | {"complete": False}), encoding="utf-8")
+        write_rows(folder / INDEX, [description | {"complete": False}])
         save_file(shared, folder / SHARED)
         rows.save_to_disk(folder / ROWS)
     starts = list(range(0, len(rows), ROWS_PER_FILE))
@@ -156,7 +157,7 @@ def stored_states(args: Arguments, drafter: Any, name: str, content: Any, make_r
             path.with_suffix(".part").replace(path)
     state.wait_for_everyone()
     if state.is_main_process:
-        (folder / INDEX).write_text(json.dumps(description | {"complete": True}), encoding="utf-8")
+        write_rows(folder / INDEX, [description | {"complete": True}])
     state.wait_for_everyone()
     return StoredStates(folder)
 

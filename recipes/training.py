@@ -38,6 +38,7 @@ from conversations import (
 from drafter import Drafter
 from generate_answers import Numbered, answer_rows, completions
 from hf_specgen import AutoCandidates, FixedDepth, NgramCandidates
+from hf_specgen.cli.generate import write_rows
 from hf_specgen.heads.source import source_errors
 from hf_specgen.targets.model_parts import output_matrix
 from target import StoredStates, check_target, is_stored, load_target, stored_states, target_without_layers
@@ -94,7 +95,7 @@ def run(
     if args.dry_run:
         return trainer.dry_run(sizes)
     if PartialState().is_main_process:
-        (Path(args.output_dir) / RUN).write_text(json.dumps(args.own_values(), indent=2) + "\n", encoding="utf-8")
+        write_rows(Path(args.output_dir) / RUN, [args.own_values()])
     trainer.train_until_stopped(last_checkpoint(args) if args.resume else None)
     finish(recipe, trainer, data, chat, prompts)
     return None
