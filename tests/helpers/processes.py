@@ -4,12 +4,15 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from time import monotonic
 from typing import Any
 
 import torch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 SECONDS_PER_CALL = 300
 """Time limit of a call, for a busy machine."""
@@ -43,6 +46,18 @@ def run_in_ranks(function: Callable[..., Any], arguments: Sequence[Sequence[Any]
         # A rank that waits for another one in native code does not react to SIGTERM.
         for process in processes:
             process.kill()
+
+
+def run_by_torchrun(function: Callable[..., Any], arguments: Sequence[Any], ranks: int) -> None:
+    """Call a function in ranks of `torchrun --standalone`, with its agent, rendezvous and environment.
+
+    The ranks are forks as in `run_in_ranks`, where torchrun starts new interpreters.
+    """
+    standalone = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "--nproc_per_node", str(ranks)]
+    config, _, _ = config_from_args(parse_args([*standalone, "script.py"]))
+    config.start_method = "forkserver"
+    with ThreadPoolExecutor(1) as pool:  # in the main thread it would replace the handlers of signals
+        pool.submit(elastic_launch(config, function), *arguments).result()
 
 
 def started(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,10 +18,10 @@ from hf_specgen.cli.__main__ import app
 from hf_specgen.cli.train import rows_per_step
 from tests.helpers.cli import run
 from tests.helpers.paths import ROOT
-from tests.helpers.processes import SECONDS_PER_CALL, started
-from tests.helpers.recipes import arguments, losses, write_rows
+from tests.helpers.processes import SECONDS_PER_CALL, run_by_torchrun, started
+from tests.helpers.recipes import arguments, losses, run_as_script, write_rows
 
-SHORT = ["--max-new-tokens", "12", "--", "--steps", "8", "--max-length", "96", "--evaluation-tokens", "6"]
+SHORT = ["--steps", "8", "--max-length", "96", "--evaluation-tokens", "4"]
 SHORT += ["--disable-tqdm", "true"]
 KINDS = {
     "eagle3": ["--depth", "2", "--anchors", "8"],
@@ -43,9 +42,10 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def command(folder: Path, prompt_file: Path, output: Path, kind: str = "eagle3") -> list[str]:
+def command(folder: Path, prompt_file: Path, output: Path, kind: str = "eagle3", tokens: int = 6) -> list[str]:
+    """The arguments of a short run, in which answers have so many tokens."""
     given = ["train", str(folder / "target"), "--data", str(prompt_file), "--kind", kind, "--output", str(output)]
-    return [*given, *SHORT, *KINDS[kind]]
+    return [*given, "--max-new-tokens", str(tokens), "--", *SHORT, *KINDS[kind]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,7 +53,7 @@ def test_train_makes_every_kind_of_drafter(folder: Path, prompt_file: Path, tmp_
     """Would catch: a stage whose files the next one does not find, a drafter that does not load, missing figures."""
     output = tmp_path / "head"
     printed = run(*command(folder, prompt_file, output, kind))
-    assert "1. 16 answers of up to 12 tokens" in printed and "tokens per step" in printed and "n-grams" in printed
+    assert "1. 16 answers of up to 6 tokens" in printed and "tokens per step" in printed and "n-grams" in printed
     assert printed.endswith(f"candidate_generator=AutoCandidates.from_pretrained('{output}'))")
     target: Any = AutoModelForCausalLM.from_pretrained(folder / "target")
     ids = torch.arange(5, 14)[None]
@@ -82,12 +82,13 @@ def test_train_dry_run_prints_the_plan_and_keeps_to_it(folder: Path, prompt_file
 
 
 STAGES = {
-    "plan": "*-work/held-out.jsonl",
-    "answers": "*-work/answers.jsonl.gz.*.parts/process-0.jsonl",
-    "hidden states": "*-work/features/train/index.json",
-    "training": "head/checkpoint-*/trainer_state.json",
-    "measurement": "head/README.md",
+    "plan": ("*-work/held-out.jsonl", signal.SIGINT),
+    "answers": ("*-work/answers.jsonl.gz.*.parts/process-0.jsonl", signal.SIGTERM),
+    "hidden states": ("*-work/features/train/index.json", signal.SIGINT),
+    "training": ("head/checkpoint-*/trainer_state.json", signal.SIGTERM),
+    "measurement": ("head/README.md", signal.SIGINT),
 }
+"""Files that a stage begins with, and a signal that asks to end; `unit/test_recipe_data.py` has both signals."""
 
 
 def in_process(arguments: list[str], log: Path) -> None:
@@ -97,35 +98,33 @@ def in_process(arguments: list[str], log: Path) -> None:
     app(arguments)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kills", [False, True])
 def test_train_goes_on_after_a_signal_in_any_stage(
-    folder: Path, prompt_file: Path, tmp_path: Path, number: signal.Signals
+    folder: Path, prompt_file: Path, tmp_path: Path, kills: bool
 ) -> None:
     """Would catch: a traceback, a stage that begins anew, half of a file that the next run takes for a whole one."""
-    given = [*command(folder, prompt_file, tmp_path / "head"), "--steps", "60"]
-    for stage, files in STAGES.items():
+    given = [*command(folder, prompt_file, tmp_path / "head", tokens=12), "--steps", "60"]
+    for stage, (files, number) in STAGES.items():
         process = started(in_process, given, tmp_path / "log")
         while process.is_alive() and not list(tmp_path.glob(files)):
             time.sleep(0.005)
         assert process.is_alive(), (stage, (tmp_path / "log").read_text(encoding="utf-8"))
-        os.kill(process.pid, number)
+        os.kill(process.pid, signal.SIGKILL if kills else number)
         process.join(SECONDS_PER_CALL)
         printed = (tmp_path / "log").read_text(encoding="utf-8")
         assert "Traceback" not in printed
-        if number != signal.SIGKILL:
+        if not kills:
             assert process.exitcode == 130, (stage, printed)
             assert printed.splitlines()[-1].startswith("hf-specgen train: ") and "the same command" in printed
     assert "100%" not in run(*given).split("measuring")[0]
 
 
 def test_torchrun_trains_in_two_processes_what_one_trains(folder: Path, tmp_path: Path) -> None:
-    """The documented launcher itself; would catch: two runs of one process each, losses that depend on the number."""
+    """The documented launcher; would catch: two runs of one process each, losses that depend on the number."""
     more = ["--depth", "2", "--anchors", "8", "--save-strategy", "steps", "--save-steps", "2"]
     train_eagle.main(arguments(folder, str(tmp_path / "one"), *more))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    given = [str(ROOT / "recipes" / "train_eagle.py"), *arguments(folder, str(tmp_path / "two"), *more)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *launcher, *given], check=True, capture_output=True, env=environment)
+    given = arguments(folder, str(tmp_path / "two"), *more)
+    run_by_torchrun(run_as_script, ("train_eagle.py", given), ranks=2)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     parts = [json.loads(path.read_text())["gradient_accumulation_steps"] for path in tmp_path.glob("*/run.json")]
     assert sorted(parts) == [1, 2]

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from safetensors import SafetensorError
 
-from arguments import Options, calling_at_signals, launch, parse, preset
+from arguments import SIGNALS, Options, calling_at_signals, launch, parse, preset
 from conversations import (
     IGNORED,
     ChatFormat,
@@ -301,15 +301,17 @@ def test_launch_ends_with_one_sentence_at_sigterm(capsys: Any) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_the_first_signal_is_a_request_and_the_second_one_ends() -> None:
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request_and_the_second_one_ends(first: signal.Signals) -> None:
     """Would catch: a checkpoint that Ctrl-C interrupts, or a run that Ctrl-C cannot end."""
     requests: list[int] = []
-    before = signal.getsignal(signal.SIGINT)  # shells start what runs in the background with SIGINT ignored
-    with pytest.raises(KeyboardInterrupt), calling_at_signals(lambda: requests.append(1)):
-        signal.raise_signal(signal.SIGTERM)
-        assert requests == [1]
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    before = [signal.getsignal(one) for one in SIGNALS]  # shells start background jobs with SIGINT ignored
+    for second in (signal.SIGINT, signal.SIGTERM):
+        with pytest.raises(KeyboardInterrupt), calling_at_signals(lambda: requests.append(1)):
+            signal.raise_signal(first)
+            signal.raise_signal(second)
+    assert requests == [1, 1]
+    assert [signal.getsignal(one) for one in SIGNALS] == before
 
 
 def test_launch_refuses_what_accelerate_starts_once_on_cpus(monkeypatch: Any) -> None:
