@@ -43,6 +43,7 @@ class GenerationState:
     Attributes:
         prompts: the prompt of each row, without padding.
         generated: the tokens generated so far, per row.
+        default_device: where tensors of the user's functions are made that name no device.
         stopped: whether plain `generate` stops a row at its last emitted column, per row.
         other_rows: rows of other calls that share the forward passes of the target, see `generate_many`.
         drafts_together: whether they share the passes of the drafter too.
@@ -70,6 +71,7 @@ class GenerationState:
         self.max_length = max_length
         self.pad_id = pad_id
         self.device = input_ids.device
+        self.default_device = torch.get_default_device()
         self.stopped = [False] * self.batch
         self._columns = input_ids.cpu().numpy().astype(np.int64)  # prompts and texts, padded on the right
 

@@ -134,7 +134,7 @@ class Speculation:
             seed=self.seed,
             tokenizer=tokenizer,
         )
-        with compat.without_compilation(model), ExitStack() as stack:
+        with compat.without_compilation(model), compat.default_device(), ExitStack() as stack:
             requirements = candidates.target_requirements(model)
             if requirements.aux_hidden_state_layers:
                 call.check_prompt_ids("a draft head")

@@ -95,7 +95,8 @@ class OutputCollector:
     def stream(self, ids: torch.Tensor) -> None:
         """Pass the prompt or a column to the streamer; raise if that draws the random numbers of later columns."""
         if self._streamer is not None:
-            with checked([self._streamer], self._state.prefix(0), self._call.do_sample, ValueError):
+            state, do_sample = self._state, self._call.do_sample
+            with checked([self._streamer], state.prefix(0), do_sample, state.default_device, ValueError):
                 self._streamer.put(ids)
 
     def add(self, result: VerificationResult) -> None:

@@ -221,7 +221,8 @@ def _prefilled(
     """Calls of the prompts, one by one: each is prefilled when the iterator is advanced."""
     for index, prompt in enumerate(prompts):
         with _errors_with_index(index):
-            ids = _token_ids(prompt).to(compat.input_device(model))
+            with compat.default_device():
+                ids = _token_ids(prompt).to(compat.input_device(model))
             if isinstance(seed, Sequence) and index >= len(seed):  # prompts of an iterator are not counted before
                 raise ValueError(f"there is no seed for it, as seed has {len(seed)} entries; give one for each prompt")
             call_seed = int(seed[index]) if isinstance(seed, Sequence) else int(seed) + index
@@ -386,7 +387,8 @@ class _Batch:
     @contextmanager
     def _decoding(self) -> Iterator[None]:
         """The contexts in which `generate` runs forward passes, for passes after it has returned."""
-        with torch.no_grad(), compat.without_compilation(self._model), compat.optimized_for_decoding(self._model):
+        eager, optimized = compat.without_compilation(self._model), compat.optimized_for_decoding(self._model)
+        with torch.no_grad(), eager, optimized, compat.default_device():
             yield
 
     def _completed(self, call: _PromptCall) -> Completion:

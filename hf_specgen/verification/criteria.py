@@ -72,5 +72,5 @@ class CustomCriteria:
             return [False] * self._state.batch
         scores: Any = None if self.scores is None else (*self.scores, *chosen_scores)
         ids = self._state.prefix(self._state.prompt_length + positions)
-        with checked(self._criteria, ids, self._do_sample):
+        with checked(self._criteria, ids, self._do_sample, self._state.default_device):
             return self._criteria(ids, scores).tolist()

@@ -24,6 +24,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from hf_specgen import compat
 from hf_specgen.call import GenerationState
 from hf_specgen.random_state import RandomOperations, global_generator
 
@@ -55,7 +56,11 @@ class UnrepeatableError(ValueError):
 
 @contextmanager
 def checked(
-    functions: Sequence[Any], ids: torch.Tensor, do_sample: bool, error: type[ValueError] = UnrepeatableError
+    functions: Sequence[Any],
+    ids: torch.Tensor,
+    do_sample: bool,
+    default_device: torch.device,
+    error: type[ValueError] = UnrepeatableError,
 ) -> Iterator[None]:
     """Inside, a user's functions receive `ids`, `[batch, columns]`; raise if they do what cannot be repeated exactly.
 
@@ -71,7 +76,8 @@ def checked(
     generator = global_generator(ids.device)
     random_state = generator.get_state() if do_sample else None
     has_others = do_sample and threading.active_count() > 1
-    with RandomOperations(ids.device) if has_others else nullcontext(None) as operations:
+    observed = RandomOperations(ids.device) if has_others else nullcontext(None)
+    with compat.default_device(default_device), observed as operations:
         yield
     names = ", ".join(map(name_of, functions))
     if not torch.equal(ids, before):
@@ -181,5 +187,5 @@ class LogitsPipeline:
     def column(self, step: int, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores of one generated column, `[batch, vocab]`; rows that have not reached it are ignored."""
         text = self._state.prefix(self._state.prompt_length + step)
-        with checked(self._processors, text, self._do_sample):
+        with checked(self._processors, text, self._do_sample, self._state.default_device):
             return cast(torch.Tensor, self._processors(text, logits))

@@ -1,13 +1,14 @@
 """The keyword `candidate_generator=` and its surroundings: Transformers' own loop and generators, formats, presets."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 import hf_specgen
@@ -23,12 +24,53 @@ from hf_specgen import (
     NgramCandidates,
     PEagleCandidates,
     attached,
+    generate_many,
     speculate,
 )
 from hf_specgen.candidates.combined import PresetCandidates
-from tests.helpers import prompts, tiny_model
+from tests.helpers import SAMPLING, perturbed_copy, prompts, tiny_model
+from tests.helpers.comparison import seed
 from tests.helpers.head_fixtures import FIXTURES
+from tests.helpers.medusa import random_heads
 from tests.helpers.paths import BENCHMARK_ASSETS, HEAD_FIXTURES
+
+# Another default device
+
+
+class _OnTheDefaultDevice(LogitsProcessor):
+    """A function of the user's, whose tensors are made where the program has asked for it."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        assert torch.empty(1).is_meta
+        return scores
+
+
+STRATEGIES: dict[str, Callable[[Any], Any]] = {
+    "auto": lambda model: "auto",
+    "draft": lambda model: DraftModelCandidates(perturbed_copy(model), tree=6),
+    "medusa": lambda model: MedusaCandidates(random_heads(model), tree=6),
+    "skip": lambda model: LayerSkipCandidates(1, k=3),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_default_device_of_the_program_same_tokens(strategy: str, sampling: str) -> None:
+    """Would catch: tensors that name no device, which `torch.set_default_device` then makes on an accelerator."""
+    model, inputs = tiny_model("llama"), prompts(3)
+    candidates = STRATEGIES[strategy](model)
+    rows = [row.tolist() for row in inputs["input_ids"]]
+    many = {"max_new_tokens": 10, "seed": 3, "ordered": True, **SAMPLING[sampling]}
+    expected = [answer.tokens for answer in generate_many(model, rows, candidates, **many)]
+    with torch.device("meta"):  # on which nothing can be read
+        for settings in ({}, {"logits_processor": LogitsProcessorList([_OnTheDefaultDevice()])}):
+            arguments = {"max_new_tokens": 10, **SAMPLING[sampling], **settings}
+            seed(3)
+            plain = model.generate(**inputs, **arguments)
+            seed(3)
+            assert torch.equal(model.generate(**inputs, **arguments, candidate_generator=candidates), plain)
+        assert [answer.tokens for answer in generate_many(model, rows, candidates, **many)] == expected
+
 
 # Installation
 
