@@ -60,12 +60,12 @@ def computation(model: PreTrainedModel) -> tuple[Hashable, ...]:
             if id(module) in visited:  # a module may be a part of several
                 continue
             visited.add(id(module))
-            modules += filter(None, children.values())
+            modules += [child for child in children.values() if child is not None]
         module_class = module.__class__
         settings = settings_of_class.get(module_class)
         if settings is None:
             settings = settings_of_class[module_class] = _settings_reader(module_class)
-        values += (module_class, attributes["training"])
+        values += (module_class, attributes.get("training"))  # a compiled module has that of its part
         values += settings(islice(attributes.values(), skipped, None))
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
             for function in changed_functions(module):

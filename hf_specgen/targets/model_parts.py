@@ -178,7 +178,7 @@ def sharing_copy(module: Any) -> Any:
 
 def output_matrix(model: PreTrainedModel) -> nn.Linear:
     """The output matrix, hidden state to vocabulary; raises if it is not a linear layer."""
-    head = model.get_output_embeddings()
+    head = compat.unwrapped(model.get_output_embeddings())
     if not isinstance(head, nn.Linear):
         raise ValueError(
             f"{type(model).__name__} has no linear output matrix (lm_head) that a head could share; merge an adapter "

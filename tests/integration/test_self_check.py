@@ -253,6 +253,16 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_target_of_compiled_layers_same_tokens(strategy: str) -> None:
+    """Would catch: a layer or an output matrix inside of a wrapper, which has no attributes of a module of its own."""
+    model = fresh_model("llama")  # as `compile_regions` of accelerate returns it
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="eager")
+    model.lm_head = torch.compile(model.lm_head, backend="eager")
+    assert_same_tokens(model, prompts(2), STRATEGIES[strategy](), max_new_tokens=6)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "disk", "device_map"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_offloaded_target_same_tokens_or_refused(kind: str, strategy: str, tmp_path: Path) -> None:
