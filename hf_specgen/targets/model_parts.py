@@ -79,8 +79,8 @@ def image_layers(config: Any) -> tuple[int, ...]:
 
 
 def layers_with_images(model: PreTrainedModel, cache: Any) -> list[Any]:
-    """The layers of a cache (None: there are none) that hold keys of images for layers of such a model (Mllama)."""
-    layers = () if cache is None else cache.layers
+    """The layers of a cache that hold keys of images for layers of such a model (Mllama); of None, there are none."""
+    layers = getattr(cache, "layers", ())
     of_images = [layer for index in image_layers(text_config(model)) for layer in layers[index : index + 1]]
     return [layer for layer in of_images if layer.get_seq_length()]
 

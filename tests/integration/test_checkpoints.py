@@ -39,7 +39,7 @@ from tests.helpers.paths import ROOT
 
 SUBSET = [
     *("gpt-oss", "Falcon-H1", "Qwen3.5, 3.6, 3.8 (dense)", "Gemma 4 E2B, E4B", "PaliGemma", "Mistral Small 4"),
-    *("Llama 4", "Qwen2-Audio", "T5Gemma 2", "TrOCR", "DeepSeek-V4"),
+    *("Llama 4", "Qwen2-Audio", "T5Gemma 2", "TrOCR", "Kosmos-2"),
 ]
 """One of each kind: windows, states, several axes of positions, inputs of layers, own positions, wrappers, audio …"""
 QUICK = [case for case in CASES if case.name == f"{SIBLINGS}, batch"]
