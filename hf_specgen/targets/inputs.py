@@ -19,7 +19,14 @@ from hf_specgen import compat
 from hf_specgen.targets.cache import MAX_DRAFT_SLOTS, RaggedCache
 from hf_specgen.targets.hooks import treats_rows_alike
 from hf_specgen.targets.masks import mask_of_images
-from hf_specgen.targets.model_parts import decoder_argument, has_special_layers, image_layers, layer_kinds, text_config
+from hf_specgen.targets.model_parts import (
+    MAKES_ITS_MASK,
+    decoder_argument,
+    has_special_layers,
+    image_layers,
+    layer_kinds,
+    text_config,
+)
 
 TOKEN_ARGUMENTS = ("input_ids", "attention_mask", "position_ids")
 ROUTER_LOGITS = "output_router_logits"
@@ -259,6 +266,9 @@ def _cache_problem(
 ) -> str | None:
     """Why a call cannot go on from a cache that `generate` was given, or has made for `cache_implementation`."""
     layers: list[Any] = given.layers
+    if given.offloading and config.model_type in MAKES_ITS_MASK:
+        remedy = 'give cache_implementation="dynamic"'
+        return f"layers that compress tokens are not offloaded while drafts are verified; {remedy}"
     if has_special_layers(config) and _layer_types(given) != _layer_types(DynamicCache(config=config)):
         return (
             f"the layers of this {type(given).__name__} are not those that this model writes convolutions, recurrent "

@@ -192,6 +192,16 @@ def test_layers_that_compress_tokens_same_tokens_and_cache(
     assert torch.equal(later, again)
 
 
+def test_layers_that_compress_tokens_refuse_what_would_change_them() -> None:
+    """Would catch: rows whose entries are counted together, an offloaded cache whose layers stay where they are."""
+    model = cases.build(next(row for row in CHECKPOINTS if row.kind == "deepseek_v4"))
+    with pytest.raises(ValueError, match=r"compresses the tokens of all rows together, takes no mask.*one prompt"):
+        model.generate(**prompts(2), max_new_tokens=4, candidate_generator=NgramCandidates())
+    call: dict[str, Any] = {"cache_implementation": "offloaded"}
+    with pytest.raises(ValueError, match="compress tokens are not offloaded while drafts are verified; give"):
+        model.generate(**prompts(1), **call, max_new_tokens=4, candidate_generator=NgramCandidates())
+
+
 def _tensors(layer: Any) -> dict[str, Any]:
     """The tensors and numbers that a layer of a cache holds."""
     held = {name: value for name, value in vars(layer).items() if not isinstance(value, dict)}
