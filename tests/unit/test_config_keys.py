@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hf_specgen.heads import config_keys
 from hf_specgen.heads.config_keys import HEAD, check_keys
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.mtp import load_mtp
@@ -39,6 +40,54 @@ def test_key_that_is_not_known_raises_in_every_format_and_place(name: str, tmp_p
         key = "attention_wobble" if place is None else f"{place}.attention_wobble"
         with pytest.raises(ValueError, match=rf"head: config.json has {key} = '0.7', which may change what"):
             load()
+
+
+QWEN3: dict[str, Any] = {
+    **{"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128},
+    **{
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 5,
+        "rms_norm_eps": 1e-6,
+        "use_cache": True,
+    },
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_target_layers": 64, "vocab_size": 248320},
+    **{"max_position_embeddings": 262144, "tie_word_embeddings": False, "eos_token_id": 248044, "sliding_window": 2048},
+}
+DFLASH2 = {"block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256, "selector_top_k": 16}
+PUBLISHED: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
+    "DFlash2 for Qwen3.8": (
+        config_keys.DFLASH2,
+        {
+            **{"architectures": ["DFlash2DraftModel"], "is_causal": False, "layer_types": ["sliding_attention"] * 5},
+            **{"dflash_config": DFLASH2, "max_window_layers": 5, "use_sliding_window": True, "dtype": "bfloat16"},
+            **{"rope_parameters": {"rope_theta": 10000000, "rope_type": "default"}, "initializer_range": 0.02},
+        },
+    ),
+    "DFlash2 for Muse Glimmer": (
+        config_keys.DFLASH2,
+        {"dflash_config": {**DFLASH2, "final_logit_softcapping": 20.0, "output_multiplier": 0.196}},
+    ),
+    "DFlash for MiMo-V2.5": (
+        config_keys.BLOCK,
+        {
+            **{"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "v_head_dim": 128, "partial_rotary_factor": 0.5},
+            "dflash_config": {
+                **{"target_layer_ids": [0, 15], "mask_token_id": 151669, "num_anchors": 4096, "loss_decay_gamma": 7.0},
+                **{"use_swa": True, "swa_window_size": 1024, "backbone_rotary_base": 5000000, "block_size": 8},
+                **{"attention_value_scale": 0.612, "attention_sink_bias": True},
+            },
+        },
+    ),
+}
+"""Keys of published configs, without those of identities."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_configs_are_known(name: str) -> None:
+    """Would catch: a published head that is refused for a key which says nothing of its computation, or is read."""
+    keys, config = PUBLISHED[name]
+    check_keys(QWEN3 | config, keys)
 
 
 @pytest.mark.parametrize(
