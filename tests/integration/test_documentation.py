@@ -43,7 +43,7 @@ PAGES = [
 ELSEWHERE = ROOT / "docs" / "integrations.md"
 """A page whose examples need other libraries: run by tests/integrations."""
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8") and page != ELSEWHERE]
-LENGTH = re.compile(r"max_new_tokens=\d\d+")
+LENGTH = re.compile(r'max_new_tokens(=|": )\d\d+')
 """Replaced by few tokens: other tests compare long outputs with those of plain `generate`."""
 COMMANDS = re.compile(
     r"```bash\n(.*?)```|"
@@ -97,7 +97,7 @@ def test_code_blocks_of_a_page_run(
     text = page.read_text(encoding="utf-8")
     namespace = dict(names) if "#the-examples-of-these-pages" in text else {}
     for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
-        code = MODEL.sub(f'name = "{published.as_posix()}"', LENGTH.sub("max_new_tokens=8", block))
+        code = MODEL.sub(f'name = "{published.as_posix()}"', LENGTH.sub(r"max_new_tokens\g<1>8", block))
         exec(compile(code, str(page), "exec"), namespace)
     assert set(ROOT.iterdir()) == before, "an example wrote into the working folder"
 
@@ -409,8 +409,7 @@ def draft() -> Any:
     return AutoModelForCausalLM.from_pretrained(DRAFT_LM, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("strategy", ["n-grams", "draft model"])
+@pytest.mark.parametrize(("strategy", "sampled"), [("n-grams", True), ("draft model", False)])
 def test_reference_loop_gives_the_tokens_of_generate(
     reference: Any, reference_model: Any, draft: Any, tokenizer: Any, strategy: str, sampled: bool
 ) -> None:
@@ -466,8 +465,7 @@ def with_recorded_steps(candidates: Any) -> tuple[Any, list[tuple[Any, int]]]:
     return with_sessions(candidates, record), steps
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("tree", [None, 8], ids=["chains", "trees"])
+@pytest.mark.parametrize(("tree", "sampled"), [(None, False), (8, True)], ids=["chains", "trees"])
 def test_reference_loop_with_head_makes_the_drafts_of_the_package(
     reference: Any, reference_model: Any, tokenizer: Any, tree: int | None, sampled: bool
 ) -> None:

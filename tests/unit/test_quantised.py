@@ -314,14 +314,13 @@ def quantised_layers(folder: Path, how: str, is_quantised: Any) -> Tensors:
     return plain
 
 
-@pytest.mark.parametrize("how", ["blocks", "channels", "int4"])
 @pytest.mark.parametrize(
-    ("name", "pattern"),
+    ("name", "pattern", "how"),  # experts, which are merged, in every layout; each class in one that has scales by name
     [
-        ("mtp_transformers_deepseek_v3", ("_proj", "mqa")),
-        ("mtp_transformers_glm4_moe_2layers", (".experts.",)),
-        ("mtp_qwen3_next_native", ("_proj",)),
-        ("mtp_qwen3_5_native_wrapper", ("_proj", "fc")),
+        *(("mtp_transformers_glm4_moe_2layers", (".experts.",), how) for how in ("blocks", "channels", "int4")),
+        ("mtp_transformers_deepseek_v3", ("_proj", "mqa"), "blocks"),
+        ("mtp_qwen3_next_native", ("_proj",), "channels"),
+        ("mtp_qwen3_5_native_wrapper", ("_proj", "fc"), "int4"),
     ],
 )
 def test_quantised_mtp_layers_are_those_of_the_product(name: str, pattern: Any, how: str, tmp_path: Path) -> None:
