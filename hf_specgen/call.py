@@ -326,7 +326,7 @@ class Call:
         embeddings = cast(Any, self.model).get_output_embeddings()
         mask = cast(EncoderInput, self.encoder).arguments.get("attention_mask")
         is_text = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask
-        vocabulary = 0 if embeddings is None else len(embeddings.weight)
+        vocabulary = len(getattr(embeddings, "weight", ()))
         is_usable = is_text.bool() & (ids >= 0) & (ids < vocabulary)
         return [row[usable].tolist() for row, usable in zip(ids, is_usable, strict=True)]
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, Self, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -333,5 +333,6 @@ def _is_size(value: object) -> bool:
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """The number of logits of a model."""
-    return int(cast(Any, model.get_output_embeddings()).weight.shape[0])
+    """The number of logits of a model; that of its config where several modules in a row make them."""
+    matrix = getattr(model.get_output_embeddings(), "weight", None)
+    return int(model.config.get_text_config().vocab_size if matrix is None else matrix.shape[0])

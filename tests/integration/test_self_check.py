@@ -13,7 +13,14 @@ import pytest
 import torch
 from transformers import HiggsAudioV2Config, HiggsAudioV2ForConditionalGeneration, LlamaForCausalLM
 
-from hf_specgen import DraftModelCandidates, FixedDepth, LayerSkipCandidates, MedusaCandidates, NgramCandidates
+from hf_specgen import (
+    DraftModelCandidates,
+    FixedDepth,
+    LayerSkipCandidates,
+    MedusaCandidates,
+    NgramCandidates,
+    RecyclingCandidates,
+)
 from hf_specgen.targets.requirements import TargetRequirements
 from tests.fuzz.__main__ import run_safely
 from tests.fuzz.cases import Case
@@ -261,6 +268,15 @@ def test_target_of_compiled_layers_same_tokens(strategy: str) -> None:
         model.model.layers[index] = torch.compile(layer, backend="eager")
     model.lm_head = torch.compile(model.lm_head, backend="eager")
     assert_same_tokens(model, prompts(2), STRATEGIES[strategy](), max_new_tokens=6)
+
+
+@pytest.mark.parametrize("strategy", ["n-grams", "draft", "layer skip", "recycling"])
+def test_target_with_several_output_modules_same_tokens(strategy: str) -> None:
+    """Would catch: the size of the vocabulary read from the one matrix that such a target does not have."""
+    model = fresh_model("llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Tanh())
+    candidates = RecyclingCandidates() if strategy == "recycling" else STRATEGIES[strategy]()
+    assert_same_tokens(model, prompts(2), candidates, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "disk", "device_map"])
