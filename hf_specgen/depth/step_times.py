@@ -20,11 +20,16 @@ from hf_specgen import compat, saved_results
 from hf_specgen.call import Call, memory
 from hf_specgen.call_statistics import StepRecord
 from hf_specgen.depth.calibrate import QUERIES, curve_key, lockstep_group, shared_curve_key
-from hf_specgen.depth.latency import CostCurve
+from hf_specgen.depth.latency import CostCurve, interpolate
 
-SAMPLES = 3
-"""Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone, unless as
-many prove that it is too slow. They prove it: the slowdown has a change of the machine's speed after two steps."""
+SAMPLES = 25
+"""Steps of a size that time it; later ones leave T(q) as it is, so that decisions depend on the texts alone. With
+fewer, the sizes whose times happen to be short are preferred for ever."""
+CONTRADICTIONS = 3
+"""Later steps in a row that take less than half of T(q) and replace it: other processes delayed the first ones. They
+prove it, since the slowdown has a change of the machine's speed after two steps."""
+SAVED_AT = (3, SAMPLES)
+"""Steps of a size at which its times are saved for later processes."""
 SAVED = "latency"
 """The kind of `saved_results`."""
 THREAD = "thread"
@@ -54,13 +59,13 @@ class StepTimes:
     def with_sample(self, size: int, seconds: float) -> StepTimes:
         """With another time of a size, where it has fewer than `SAMPLES`.
 
-        Later times count only if as many in a row are less than half of T(q): other processes delayed the first ones.
+        Later times count only if `CONTRADICTIONS` in a row are less than half of T(q).
         """
         earlier = self.samples.get(size, ())
         times = (*earlier, seconds)
-        if len(earlier) >= SAMPLES and 2 * seconds >= self.curve(size):  # the size is settled: forget contradictions
+        if len(earlier) >= SAMPLES and 2 * seconds >= self.medians[size]:  # the size is settled: forget contradictions
             times = earlier[:SAMPLES]
-        elif len(times) == 2 * SAMPLES:  # `SAMPLES` contradictions in a row
+        elif len(times) == SAMPLES + CONTRADICTIONS:
             times = times[SAMPLES:]
         return self if times == earlier else replace(self, samples={**self.samples, size: times})
 
@@ -76,17 +81,37 @@ class StepTimes:
         return times if is_valid else None
 
     @cached_property
+    def medians(self) -> dict[int, float]:
+        """The lower median of each size that was timed more than once, and of size 1."""
+        return {
+            size: median_low(times[:SAMPLES]) for size, times in self.samples.items() if size == 1 or len(times) > 1
+        }
+
+    @cached_property
     def curve(self) -> CostCurve:
-        """T(q): the lower median of each size, and assumed times for sizes beyond.
+        """T(q): the median of each size, in which the time that other sizes let expect counts as one sample more.
 
         A size with one time may have been delayed in it, and would not be tried again if it were taken for too slow:
-        the time counts only if it is less than what is assumed without it.
+        the time counts only if it is less than expected.
         """
-        timed = {size: times[:SAMPLES] for size, times in self.samples.items()}
-        timed_again = {size: median_low(times) for size, times in timed.items() if size == 1 or len(times) > 1}
-        assumed = self._curve(timed_again)
-        timed_once = {size: min(times[0], assumed(size)) for size, times in timed.items() if size not in timed_again}
-        return self._curve(timed_again | timed_once)
+        assumed = self._curve(self.medians)
+        points = {1: self.medians[1]}
+        for size in self.samples.keys() - {1}:
+            times = self.samples[size][:SAMPLES]
+            if size in self.medians:
+                expected = self._expected(size)
+                points[size] = (len(times) * self.medians[size] + expected) / (len(times) + 1)
+            else:
+                expected = assumed(size)
+                points[size] = (min(times[0], expected) + expected) / 2
+        return self._curve(points)
+
+    def _expected(self, size: int) -> float:
+        """The time of a size by the medians of the others: on the line between its neighbours, or as assumed."""
+        others = sorted(self.medians.keys() - {size})
+        if size > others[-1]:
+            return self._curve({other: self.medians[other] for other in others})(size)
+        return interpolate(size, others, [self.medians[other] for other in others])
 
     def _curve(self, points: Mapping[int, float]) -> CostCurve:
         """The curve through timed sizes; larger ones are assumed to be as fast as is plausible, so that they are tried.
@@ -157,18 +182,18 @@ class PassTimer:
         before = self.times
         if self._slowdowns:  # seconds at the speed of the first step
             self.times = before.with_sample(size, seconds / median(self._slowdowns))
-        if size == 1 or len(self.times.samples.get(size, ())) > 1:  # T(q) of one time tells no slowdown
-            self._slowdowns.append(seconds / self.times.curve(size))
+        if size in self.times.medians:  # not T(q), which may be expected to be another one
+            self._slowdowns.append(seconds / self.times.medians[size])
         if self.times is before:
             return False
         self._keep(size)
         return True
 
     def _keep(self, size: int) -> None:
-        """Keep the times for later calls; for later processes once the size is settled."""
+        """Keep the times for later calls, now and then for later processes."""
         memory.store(self._call.model, self._key, self.times)
         memory.store(type(self._call.model), self._shared_key, self.times)
-        if len(self.times.samples[size]) == SAMPLES:
+        if len(self.times.samples[size]) in SAVED_AT:
             samples = {number: times[:SAMPLES] for number, times in self.times.samples.items()}
             saved = {"samples": samples, "context": self.times.context, "batch": self.times.batch}
             saved_results.save(SAVED, self._shared_key, saved)

@@ -38,10 +38,19 @@ def test_sizes_without_a_time_are_assumed_to_be_fast() -> None:
     assert StepTimes({1: (1.0,)}, 8, 1).curve.queries == (1, 8, 24, 64)
     curve = StepTimes({1: (1.0,)}, 8, 1).curve
     assert curve(8) == pytest.approx(8**0.25) and 2 < curve(24) < 4
-    flat = StepTimes({1: (1.0,), 8: (1.0, 1.0)}, 8, 1).curve
-    assert flat(24) == flat(64) == pytest.approx(1.0)
-    slow = StepTimes({1: (1.0,), 8: (8.0, 8.0)}, 8, 1).curve
-    assert slow(24) == pytest.approx(8 * 3**0.5)
+    flat = StepTimes({1: (1.0,), 8: (1.0,) * SAMPLES}, 8, 1).curve
+    assert flat(24) == pytest.approx(1.0, rel=0.1)
+    slow = StepTimes({1: (1.0,), 8: (8.0,) * SAMPLES}, 8, 1).curve
+    assert slow(24) == pytest.approx(slow(8) * 3**0.5)
+
+
+def test_time_that_other_sizes_let_expect_is_one_sample() -> None:
+    """Would catch: a size that is chosen for ever because its first times happened to be short."""
+    between = StepTimes({1: (1.0,), 4: (1.0, 1.0), 8: (3.0, 3.0), 6: (0.5,)}, 8, 1).curve
+    assert between(4) == pytest.approx((2 * 1.0 + (1 + 2 * 3 / 7)) / 3), "on the line from 1 to 8"
+    assert between(6) == pytest.approx((0.5 + 2.0) / 2), "on the line from 4 to 8"
+    last = StepTimes({1: (1.0,), 4: (1.0, 1.0), 8: (3.0, 3.0, 5.0)}, 8, 1).curve
+    assert last(8) == pytest.approx((3 * 3.0 + 1.0) / 4), "on the line from 1 to 4"
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -50,13 +59,14 @@ def test_each_size_is_timed_by_its_first_steps(name: str) -> None:
     relative = CURVES[name]
     call = depth_call(model=Model())
     timer = first_timer(call)
-    for size, delay in [(24, 5.0), (24, 1.0), (24, 2.0), (2, 3.0), (2, 1.0), (1, 9.0), (8, 1.0), (8, 1.0)]:
-        assert timer.observe(step(size, delay * relative(size)))
-        assert not timer.observe(step(100, 1.0)), "larger than any size that is kept"
-        timer._slowdowns.extend([1.0] * 3)  # the speed of the machine has not changed: the delays are of single steps
-    assert [timer.times.curve(q) for q in (1, 2, 8)] == pytest.approx([relative(q) for q in (1, 2, 8)])
-    assert timer.times.curve(24) == pytest.approx(2 * relative(24)), "the median of three"
-    assert not timer.observe(step(24, relative(24))), "settled"
+    for size in (24, 2, 8):
+        for number in range(SAMPLES):
+            assert timer.observe(step(size, relative(size) * (5.0 if number % 3 == 0 else 1.0)))
+            assert not timer.observe(step(100, 1.0)), "larger than any size that is kept"
+            timer._slowdowns.extend([1.0] * 3)  # the speed of the machine has not changed: single steps are delayed
+        assert not timer.observe(step(size, relative(size))), "settled"
+    expected = [relative(q) for q in (1, 2, 8, 24)]
+    assert [timer.times.curve(q) for q in (1, 2, 8, 24)] == pytest.approx(expected, rel=0.15)
     again = PassTimer.of_earlier_calls(call)
     assert again is not None and again.times == timer.times
 
@@ -68,7 +78,7 @@ def test_first_time_of_a_size_does_not_make_it_slower_than_assumed() -> None:
     timer.observe(step(8, 9.0))
     assert timer.times.curve(8) == assumed
     timer.observe(step(8, 3.0))
-    assert timer.times.curve(8) == 3.0
+    assert timer.times.curve(8) == pytest.approx((2 * 3.0 + assumed) / 3)
 
 
 @pytest.mark.parametrize("speeds", [(2.0, 0.5), (0.5, 2.0), (3.0, 3.0)])
@@ -82,20 +92,21 @@ def test_speed_of_the_machine_does_not_change_the_ratios(speeds: tuple[float, fl
             timer.observe(step(1, speed))
         for _ in range(SAMPLES):
             timer.observe(step(size, speed * STEEP(size)))
-    assert [timer.times.curve(q) for q in (1, 8, 24)] == pytest.approx([1.0, STEEP(8), STEEP(24)])
+    assert [timer.times.curve(q) for q in (1, 8, 24)] == pytest.approx([1.0, STEEP(8), STEEP(24)], rel=0.15)
 
 
 def test_times_that_later_steps_contradict_are_taken_again() -> None:
-    """Would catch: three delayed steps whose time is kept as long as the model."""
+    """Would catch: delayed steps whose time is kept as long as the model."""
     timer = first_timer()
     for _ in range(SAMPLES):
         timer.observe(step(8, 20.0))
         timer._slowdowns.extend([1.0] * 3)
-    assert timer.times.curve(8) == 20.0
-    for seconds, expected in [(2.0, 20.0), (2.0, 20.0), (10.1, 20.0), (2.0, 20.0), (2.0, 20.0), (2.0, 2.0)]:
+    slow = timer.times.curve(8)
+    assert slow == pytest.approx(20.0, rel=0.1)
+    for seconds, is_slow in [(2.0, True), (2.0, True), (10.1, True), (2.0, True), (2.0, True), (2.0, False)]:
         timer.observe(step(8, seconds))
         timer._slowdowns.extend([1.0] * 3)
-        assert timer.times.curve(8) == pytest.approx(expected)
+        assert timer.times.curve(8) == (slow if is_slow else pytest.approx(2.0, rel=0.1))
 
 
 def test_first_step_of_a_later_call_tells_the_slowdown_only() -> None:
@@ -130,7 +141,7 @@ def test_times_are_kept_by_model_rows_and_context() -> None:
 
 def test_another_object_of_the_same_architecture_continues_with_all_times() -> None:
     """Would catch: a measurement for each object of a model, the latency of another model, sizes timed again."""
-    for name, is_known in (("one", False), ("one", True), ("two", False)):
+    for name, is_known, count in (("one", False, 2), ("one", True, 4), ("two", False, 2)):
         call = depth_call(model=Model(name))
         session = AdaptiveDepth().start(call)
         assert (session.latency is not None) == is_known, name
@@ -138,4 +149,4 @@ def test_another_object_of_the_same_architecture_continues_with_all_times() -> N
         for _ in range(2):
             session.observe(step(5, 4.0))
         timer = PassTimer.of_earlier_calls(call)
-        assert timer is not None and timer.times.curve(5) == pytest.approx(4.0)
+        assert timer is not None and timer.times.samples[5] == pytest.approx((4.0,) * count)
