@@ -185,7 +185,7 @@ def test_weights_that_change_between_calls_are_used(strategy: str) -> None:
     model, prompts = fresh_model("llama"), requests(3)
     hf_specgen.attach(model, STRATEGIES[strategy](tiny_model("llama")), strict=True)
     answers = []
-    for _ in range(3):
+    for _ in range(2):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 0.05 * torch.randn_like(parameter) * parameter.abs().mean()
@@ -194,7 +194,7 @@ def test_weights_that_change_between_calls_are_used(strategy: str) -> None:
         speculated = [model.generate(torch.tensor([one]), generation_config=config())[0] for one in prompts]
         assert [ids[len(one) :].tolist() for one, ids in zip(prompts, speculated, strict=True)] == plain
         answers.append(plain)
-    assert answers[0] != answers[1] != answers[2]
+    assert answers[0] != answers[1]
 
 
 def test_persistent_manager_speculates_only_where_the_call_does() -> None:

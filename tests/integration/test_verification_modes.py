@@ -48,10 +48,9 @@ def arguments_of(kind: str) -> dict[str, Any]:
     return {**arguments, "logits_processor": LogitsProcessorList([processor()])} if processor else arguments
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("branching", "batch"), [(False, 1), (True, 3)], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", PROCESSORS)
 @pytest.mark.parametrize("verification", ["rejection", "typical"])
-@pytest.mark.parametrize("branching", [False, True], ids=["chain", "tree"])
 @torch.no_grad()
 def test_sampled_output_logits_are_those_of_its_text(batch: int, kind: str, verification: str, branching: bool) -> None:
     """Would catch: a rejected token left in the cache (compared with one pass over the output), tokens after EOS."""

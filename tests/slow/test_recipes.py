@@ -84,8 +84,8 @@ VARIANTS = {
 PAIRS = {
     "gpt2": ["eagle", "draft", "dspark"],
     "gpt_neox": ["dflash", "medusa"],
-    "gemma3_text": list(RECIPES),
-    "qwen3_moe": ["dflash", "eagle", "layer_skip"],
+    "gemma3_text": [name for name in RECIPES if name != "dflash"],
+    "qwen3_moe": ["dflash", "layer_skip"],
 }
 """Each drafter for two targets or more, each target's setting for different drafters."""
 
@@ -383,7 +383,7 @@ def test_a_lora_head_is_saved_and_loaded_as_an_adapter(folder: Path, caplog: Any
     assert not caplog.text
 
 
-FEWER = {"[:34]": "[:10]", '"48"': '"24"', '"20"': '"5"', '"192"': '"128"', '"32"': '"8"'}
+FEWER = {"[:34]": "[:10]", '"48"': '"16"', '"20"': '"5"', '"192"': '"128"', '"32"': '"8"'}
 
 
 def test_the_notebook_trains_a_head_that_drafts(capsys: Any, monkeypatch: Any) -> None:
