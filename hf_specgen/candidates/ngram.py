@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from hf_specgen.call import Prediction, memory
-from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree
+from hf_specgen.candidates.base import Candidates, Depth, DraftSession, Tree, vocabulary_size
 from hf_specgen.candidates.best_first import SearchLimits, SearchSession, SearchTree, best_first
 from hf_specgen.candidates.cross_tokenizer import target_tokenizer
 from hf_specgen.candidates.draft_batch import DraftBatch
@@ -131,12 +131,12 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         self._settings = settings
         self._state = batch.state
         if settings.history is not None:
-            settings.history.check_vocabulary(batch.model.config.get_text_config().vocab_size)
+            settings.history.check_vocabulary(vocabulary_size(batch.model))
         self._key = (settings.profile_key(), round(batch.call.temperature, 2), bool(batch.expected))
         # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
         self._odds = memory.recall(batch.model if self.remembers else None, ("odds", *self._key), MatchOdds)
         # A prompt may have tokens that the target cannot choose, as in place of images.
-        size = getattr(batch.model.config.get_text_config(), "vocab_size", 2**31)
+        size = vocabulary_size(batch.model)
         sources = batch.call.encoder_texts()
         self._prompts = [source + prompt for source, prompt in zip(sources, batch.state.prompts, strict=True)]
         self._texts: list[RowText] = []
@@ -186,7 +186,7 @@ def expected_outputs(prediction: Prediction | None, batch: DraftBatch) -> list[l
         raise TypeError(f"prediction must be a text, token ids, or a list with one of them for each row, got {given!r}")
     if len(rows) != count:
         raise ValueError(f"prediction has {len(rows)} entries for {count} rows; give one for each row")
-    size = batch.model.config.get_text_config().vocab_size
+    size = vocabulary_size(batch.model)
     expected = []
     for row in rows:
         if isinstance(row, str):

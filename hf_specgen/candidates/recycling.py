@@ -50,15 +50,20 @@ class RecyclingTable:
     def update(self, top: TopTokens) -> None:
         """Overwrite the successors of every input token of a step; of a token that occurs twice the last ones stay.
 
-        There may be fewer than `SUCCESSORS` of each token, as in a smaller vocabulary.
+        There may be fewer than `SUCCESSORS` of each token, as in a smaller vocabulary. Tokens that the target cannot
+        choose, as in place of images at the end of a prompt, are left out.
         """
         count = top.successors.shape[1]
-        self._successors[top.tokens, :count] = top.successors
-        self._successors[top.tokens, count:] = -1
-        self._probabilities[top.tokens, :count] = top.probabilities
+        known = top.tokens < len(self._successors)
+        tokens = top.tokens[known]
+        self._successors[tokens, :count] = top.successors[known]
+        self._successors[tokens, count:] = -1
+        self._probabilities[tokens, :count] = top.probabilities[known]
 
     def row(self, token: int) -> tuple[list[int], list[float]]:
         """The successors of a token, most likely first, and the probability of each; nothing if it is unknown."""
+        if token >= len(self._successors):
+            return [], []
         successors = self._successors[token].tolist()
         probabilities = self._probabilities[token].tolist()
         count = successors.index(-1) if successors[-1] < 0 else SUCCESSORS

@@ -279,6 +279,15 @@ def test_target_with_several_output_modules_same_tokens(strategy: str) -> None:
     assert_same_tokens(model, prompts(2), candidates, max_new_tokens=6)
 
 
+@pytest.mark.parametrize("strategy", ["auto", NgramCandidates(k=3), RecyclingCandidates()], ids=str)
+def test_prompt_of_tokens_that_the_target_cannot_choose_same_tokens(strategy: Any) -> None:
+    """Would catch: drafts of such tokens, or their successors looked up in a table of those that can be chosen."""
+    model, inputs = fresh_model("llama"), prompts(2)
+    model.lm_head = torch.nn.Linear(64, 60, bias=False)
+    inputs["input_ids"][:, -1] = 85
+    assert_same_tokens(model, inputs, strategy, max_new_tokens=12)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "disk", "device_map"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_offloaded_target_same_tokens_or_refused(kind: str, strategy: str, tmp_path: Path) -> None:
