@@ -152,6 +152,10 @@ def load_assistant(file: HeadFile) -> AssistantHead:
         shared = SharedTextConfig(**{**text.values, **reads_target})
     except Exception as error:  # whatever Transformers raises for values that it cannot work with
         raise ValueError(f"text_config cannot be used ({first_line(error)})") from None
+    for rope in (shared.rope_parameters or {}).values():  # of each layer type; its tables are computed as it says
+        factor = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+        if factor is not None and not (isinstance(factor, int | float) and 0 < factor <= 1):
+            raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, got {factor!r}")
     config = AssistantConfig(
         hidden_size=hidden,
         vocab_size=vocab,

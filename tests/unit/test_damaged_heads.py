@@ -57,6 +57,12 @@ def tensors(change: Callable[[Tensors], Any]) -> Damage:
     return change_file
 
 
+def partially_rotated(factor: Any) -> dict[str, Any]:
+    """Rotary settings by layer type, as those of a Gemma 4 assistant."""
+    full = {"partial_rotary_factor": factor, "rope_theta": 1e6, "rope_type": "proportional"}
+    return {"full_attention": full, "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+
+
 def mtp_tensor(part: str, value: torch.Tensor | None) -> Damage:
     """Replaces or removes a tensor of the MTP layer."""
 
@@ -205,6 +211,8 @@ LATER: dict[str, list[tuple[Damage, str]]] = {
         (config(text_config={"hidden_activation": "square"}), "cannot be built"),
         (config(text_config={"num_attention_heads": "x"}), "cannot be used"),
         (config(text_config={"rope_parameters": {}}), "cannot be"),
+        (config(text_config={"rope_parameters": partially_rotated(HUGE)}), "must be above 0 and at most 1, got 1000"),
+        (config(text_config={"rope_parameters": partially_rotated("x")}), "cannot be|must be above 0"),
     ],
 }
 SPECULATORS_MTP: list[tuple[Damage, str]] = [
