@@ -27,13 +27,14 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call_statistics import CallTotals, Statistics
 from hf_specgen.candidates.combined import Preset
-from hf_specgen.generate import Speculation, by_name, run, unsupported_argument
+from hf_specgen.generate import Speculation, by_name, run
 from hf_specgen.libraries import adapter_hooks_removed, unwrapped_model
 from hf_specgen.patch import ATTACHMENT, install
 from hf_specgen.settings import KEYWORDS, Settings, settings_in
 from hf_specgen.targets.early_exit import divisible_layers
 from hf_specgen.targets.hooks import own_attributes
 from hf_specgen.targets.support import check_architecture
+from hf_specgen.unsupported_calls import unsupported_argument
 from hf_specgen.verification import CoupledVerifier
 from hf_specgen.verification.processors import UnrepeatableError, name_of
 

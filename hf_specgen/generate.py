@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -26,25 +25,12 @@ from hf_specgen.libraries import adapter_hooks_removed
 from hf_specgen.monitor import Monitor
 from hf_specgen.outputs import EncoderDecoderSpeculativeOutput, SpeculativeOutput
 from hf_specgen.settings import History, Settings, Verification, settings_in
-from hf_specgen.targets.inputs import (
-    ROUTER_LOGITS,
-    check_cache,
-    check_step_arguments,
-    healed_prompt,
-    prompt_columns,
-    without_router_loss,
-)
-from hf_specgen.targets.model_parts import (
-    compares_slots,
-    decoder_argument,
-    image_layers,
-    layer_kinds,
-    layers_with_images,
-    text_config,
-)
+from hf_specgen.targets.inputs import check_step_arguments, healed_prompt
+from hf_specgen.targets.model_parts import decoder_argument
 from hf_specgen.targets.requirements import make_target
 from hf_specgen.targets.self_check import check_computation
 from hf_specgen.targets.support import check_length, check_model
+from hf_specgen.unsupported_calls import problems, unsupported_argument
 from hf_specgen.verification import Verifier
 from hf_specgen.verification.processors import UnrepeatableError, undo_of
 
@@ -60,15 +46,6 @@ ASSISTANT_SETTINGS = {
     "speculation_type": "AutoCandidates.from_pretrained chooses the strategy for a checkpoint",
 }
 """Settings of Transformers' assisted generation that have no effect here, and what to do instead."""
-OTHER_MODES = {
-    GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha=",
-    GenerationMode.DOLA_GENERATION: "dola_layers=",
-    GenerationMode.ASSISTED_GENERATION: "assistant_early_exit= and use_mtp=",
-}
-"""The settings that ask for decoding methods other than greedy search, sampling and beam search."""
-
-MODE_SETTINGS = ("num_beams", "penalty_alpha", "dola_layers", "assistant_early_exit", "use_mtp")
-"""Settings that decide on the decoding method."""
 
 
 class Speculation:
@@ -110,7 +87,7 @@ class Speculation:
         assert generation_config is not None
         self.is_prepared = True
         check_model(model)
-        if problem := next(_problems(model, input_ids, generation_config, model_kwargs), ""):
+        if problem := next(problems(model, input_ids, generation_config, model_kwargs), ""):
             raise ValueError(problem)
         check_step_arguments(model, input_ids, model_kwargs)
         input_ids = healed_prompt(model, input_ids, tokenizer) if heals_tokens else input_ids
@@ -256,18 +233,6 @@ def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def unsupported_argument(arguments: dict[str, Any]) -> str | None:
-    """Why a call with these arguments cannot speculate, as far as `generate` would not pass them on to us."""
-    if arguments.get("assistant_model") is not None:
-        return "both candidate_generator= and assistant_model= were given; leave one out"
-    if arguments.get("synced_gpus"):
-        return "candidate_generator= does not work with synced_gpus=True (FSDP, ZeRO-3); leave it out"
-    config = arguments.get("generation_config")
-    if "paged" in (arguments.get("cache_implementation"), getattr(config, "cache_implementation", None)):
-        return "candidate_generator= does not work with continuous batching (cache_implementation='paged')"
-    return None
-
-
 def _warn_of_assistant_settings(arguments: dict[str, Any]) -> None:
     """Name in one warning the settings of Transformers' own assistants that this call has and that have no effect."""
     # The model's own config is not looked at: it may hold them for other callers.
@@ -311,92 +276,3 @@ def _with_tokenizer(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     if setting("token_healing"):  # by `healed_prompt`
         replaced["token_healing"] = False
     return replaced
-
-
-def _saved(model: PreTrainedModel, config: GenerationConfig, *names: str) -> str:
-    """The end of a message about settings of a call: which of them the checkpoint brought."""
-    defaults = compat.default_generation_settings()
-    values = {name: getattr(model.generation_config, name, None) for name in names}
-    saved = [
-        f"{name}={value!r}"
-        for name, value in values.items()
-        if value is not None and value == getattr(config, name, None) != defaults.get(name)
-    ]
-    return f" ({', '.join(saved)} is saved in model.generation_config, where it can be changed too)" if saved else ""
-
-
-def _problems(
-    model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> Iterator[str]:
-    """Why a call cannot speculate: what would otherwise be ignored, or go wrong later."""
-    if model_kwargs.get("decoder_inputs_embeds") is not None:
-        yield "candidate_generator= needs the decoder's prompt as input_ids, not as decoder_inputs_embeds"
-    tokens = prompt_columns(input_ids, model_kwargs)
-    if len(input_ids) * tokens == 0:
-        yield f"the prompt is empty: input_ids has shape {tuple(input_ids.shape)}; give at least one token per row"
-    if input_ids.shape[1] not in (0, tokens):
-        yield f"inputs_embeds has {tokens} columns, and input_ids {input_ids.shape[1]}; give one id for each, or no ids"
-    if config.prompt_lookup_num_tokens is not None:
-        saved = _saved(model, config, "prompt_lookup_num_tokens")
-        yield f"both candidate_generator= and prompt_lookup_num_tokens= were given; leave one out{saved}"
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        setting = OTHER_MODES.get(mode, "the setting that asks for it")
-        remedy = f"set num_beams=1 instead of {config.num_beams}" if config.num_beams > 1 else f"leave out {setting}"
-        yield (
-            f"candidate_generator= works with greedy search and sampling, not with {mode.value}; {remedy} or leave "
-            f"candidate_generator out{_saved(model, config, *MODE_SETTINGS)}"
-        )
-    if not model_kwargs.get("use_cache", True):
-        saved = _saved(model, config, "use_cache")
-        yield f"candidate_generator= needs the key/value cache; give use_cache=True{saved}"
-    if hidden := [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]:
-        remedy = " and ".join(f"{name}=False" for name in hidden)
-        yield (
-            "output_attentions and output_hidden_states are not available with candidate_generator=; "
-            f"give {remedy}{_saved(model, config, *hidden)}"
-        )
-    yield from _input_problems(model, model_kwargs, tokens)
-
-
-def _input_problems(model: PreTrainedModel, model_kwargs: dict[str, Any], tokens: int) -> Iterator[str]:
-    """Why a call cannot speculate with this mask, cache or these positions, for a prompt of so many columns."""
-    mask = model_kwargs.get(decoder_argument(model, "attention_mask"))
-    computes_loss = model_kwargs.get(ROUTER_LOGITS, bool(without_router_loss(model)))
-    if computes_loss and mask is not None and not bool(mask.all()):
-        yield "output_router_logits=True fails for padded prompts, in plain generate() too; give False"
-    if compares_slots(text_config(model)) and mask is not None and not bool(mask.all()):
-        yield (
-            f"{type(model).__name__} selects keys by positions that it compares with cache slots, so that what padded "
-            "rows select depends on the length of others; give prompts of equal length, without padding"
-        )
-    cache = model_kwargs.get(compat.CACHE)
-    of_images = image_layers(text_config(model))
-    if of_images and model_kwargs.get("cross_attention_states") is not None:
-        yield f"{type(model).__name__} caches cross_attention_states again in every pass; give it pixel_values instead"
-    reads_images = of_images and (model_kwargs.get("pixel_values") is not None or layers_with_images(model, cache))
-    if reads_images and (type(cache) is not DynamicCache or cache.offloading):
-        yield (
-            f"{type(model).__name__} reads the keys of images from the layers of its cache, which must then hold them "
-            'as they are; leave cache_implementation= out, or give "dynamic"'
-        )
-    if mask is not None and mask.dim() == 2:
-        columns = mask.shape[1]
-        cached = 0 if cache is None or not layer_kinds(text_config(model)) else int(cache.get_seq_length())
-        if columns not in (tokens, tokens + cached):  # plain `generate` takes further ones for generated tokens
-            yield f"the attention mask has {columns} columns for a prompt of {tokens} tokens; give one for each token"
-        if columns == tokens <= cached and not bool(mask.all()):  # plain `generate` then masks cached slots by it
-            yield (
-                f"the cache holds {cached} tokens already, so a prompt of {tokens} cannot be the whole text; give the "
-                f"whole text, or an attention mask with a column for each of the {cached + tokens} tokens"
-            )
-    positions = model_kwargs.get("position_ids")
-    if model.config.is_encoder_decoder:
-        check_cache(cache, type(model).__name__)
-    elif (positions is None and layer_kinds(text_config(model))) or (
-        positions is not None and positions.dim() not in (2, 3)
-    ):
-        yield (
-            "candidate_generator= works with models that take position_ids of shape [batch, tokens] or "
-            f"[axes, batch, tokens], got {'none' if positions is None else tuple(positions.shape)}"
-        )
