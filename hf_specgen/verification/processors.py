@@ -188,4 +188,10 @@ class LogitsPipeline:
         """Processed scores of one generated column, `[batch, vocab]`; rows that have not reached it are ignored."""
         text = self._state.prefix(self._state.prompt_length + step)
         with checked(self._processors, text, self._do_sample, self._state.default_device):
-            return cast(torch.Tensor, self._processors(text, logits))
+            scores = cast(torch.Tensor, self._processors(text, logits))
+        if scores is None or scores.shape[:-1] != logits.shape[:-1]:
+            shape = "None" if scores is None else f"scores of shape {tuple(scores.shape)}"
+            names = ", ".join(map(name_of, filter(is_users, self._processors)))
+            problem = f"{names} returned {shape} for {len(logits)} rows; return scores [rows, vocabulary]"
+            raise UnrepeatableError(problem)
+        return scores

@@ -163,6 +163,16 @@ def test_stateful_processor_is_not_called_behind_a_custom_stop(
     torch.testing.assert_close(ours[3], plain[3], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("wrong", "words"), [(lambda scores: None, "None"), (lambda scores: scores[:1], r"\(1, 99\)")])
+def test_scores_of_another_shape_raise(wrong: Callable[[torch.Tensor], Any], words: str) -> None:
+    """Would catch: an IndexError from the inside for scores of one row, which plain `generate` broadcasts."""
+    processors = LogitsProcessorList([lambda input_ids, scores: wrong(scores)])
+    with pytest.raises(ValueError, match=rf"<lambda> returned .*{words} for 3 rows; return scores"):
+        tiny_model("llama").generate(
+            **prompts(3), max_new_tokens=4, logits_processor=processors, candidate_generator=NgramCandidates()
+        )
+
+
 class _FailsOnce(LogitsProcessor):
     """Makes the scores of its third call NaN."""
 
