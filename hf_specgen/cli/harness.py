@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import typer
 
@@ -17,12 +17,15 @@ OTHER_COMMANDS = ("ls", "validate")
 
 
 def register() -> type:
-    """Add the model to the registry of the harness; returns its class.
+    """Add the model to the registry of the harness, if it is not there; returns its class.
 
     It takes the arguments of `hf`, and `draft`: an id or folder of what drafts, several joined by "+".
     """
-    from lm_eval.api.registry import register_model
+    from lm_eval.api.registry import model_registry, register_model
     from lm_eval.models.huggingface import HFLM
+
+    if NAME in model_registry:
+        return cast(type, model_registry.get(NAME))
 
     class SpeculatingLM(HFLM):
         """A model of Transformers with a strategy attached: with the same answers, in less time."""

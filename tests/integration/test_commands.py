@@ -479,5 +479,7 @@ def test_serve_help_lists_the_options_of_both() -> None:
 
 def test_lm_eval_without_the_harness_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Would catch: a traceback where another library is missing."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:  # where it is installed
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert "pip install 'lm-eval[hf]'" in run("lm-eval", "--tasks", "gsm8k", exit_code=2)
