@@ -46,7 +46,7 @@ RECORDS = {
     "generate-many": Record("micro generate-many", 2, 5),
     "batches": Record("suite batches", 2, 2),
     "rollouts": Record("micro rollouts", 2, 4),
-    "repeated-prompts": Record("micro repeated-prompts --repeats 1", 2, 8),
+    "repeated-prompts": Record("micro repeated-prompts --repeats 1", 2, 10),
     "memory": Record("suite memory --strategies ngram,auto,draft,eagle", 1, 2),
     "batch-of-eight": Record("micro batch-of-eight --repeats 2", 2, 1),
     "block-verification": Record("micro block-verification", 1, 2),

@@ -72,7 +72,7 @@ def repeated_prompts(repeats: int, quick: bool) -> list[dict[str, Any]]:
     few = 2 if quick else 40
     rows = never_seen(model, tokenizer, prompts[few : few + (2 if quick else 30)], 20 if quick else 1000)
     rows += greedy_again(model, prompts[:few], 8 if quick else 64)
-    return rows + groups_again(model, prompts[: 1 if quick else 6], 8 if quick else 64)
+    return rows + groups_again(model, prompts[: 1 if quick else 3], 8 if quick else 48)
 
 
 def never_seen(
