@@ -285,7 +285,8 @@ def _cache_problem(
             f"the StaticCache has {min(limits)} slots, and a text of {text} tokens with {new} new ones may need "
             f"{text + new - 1}; give a longer cache or less max_new_tokens"
         )
-    if limits and isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask[:, -1].all():
+    is_static = any(isinstance(layer, StaticLayer) for layer in layers)
+    if is_static and isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask[:, -1].all():
         return "a prompt of nothing but padding attends to every slot of a StaticCache; leave out one of the two"
     kept = min((layer.residual_length for layer in layers if isinstance(layer, QuantizedLayer)), default=None)
     if rows > 1 and kept is not None and new > (0 if cached else kept):

@@ -129,9 +129,13 @@ def test_static_cache_that_is_too_short_is_refused() -> None:
     model.generate(**prompts(1), max_new_tokens=4, **{CACHE: cache}, candidate_generator=oracle)
 
 
-def test_static_cache_with_a_prompt_of_nothing_but_padding_is_refused() -> None:
-    """Would catch: other tokens, since fully masked rows attend to all slots alike, also to those not yet written."""
-    model, oracle = tiny_model("llama"), ORACLES["always"](torch.zeros(1, 9, dtype=torch.long))
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_static_cache_with_a_prompt_of_nothing_but_padding_is_refused(architecture: str) -> None:
+    """Would catch: other tokens, since fully masked rows attend to all slots alike, also to those not yet written.
+
+    All layers of Mistral have a window, so that no layer limits the length.
+    """
+    model, oracle = tiny_model(architecture), ORACLES["always"](torch.zeros(1, 9, dtype=torch.long))
     inputs = {"input_ids": torch.full((1, 4), 7), "attention_mask": torch.zeros(1, 4, dtype=torch.long)}
     with pytest.raises(ValueError, match="nothing but padding attends to every slot of a StaticCache"):
         model.generate(
