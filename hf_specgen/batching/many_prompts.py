@@ -6,12 +6,10 @@ on the others. The forward passes are shared. With `max_rows=3`:
     prompts 0, 1 and 2     each runs its prefill alone
     steps 1 and 2          rows of the pass: 0, 1, 2      1 ends
     prompt 3               runs its prefill alone
-    steps 3, 4, 5          rows of the pass: 0, 2, 3      0 ends
-    ...
+    steps 3, 4, 5          rows of the pass: 0, 2, 3      0 ends, and so on
 
-A step processes the pending token and the draft of every row in one pass of a common target, whose rows are replaced;
-drafters with a forward pass draft for all rows together. Prompts that the common target cannot process are answered one
-after the other.
+A step processes the pending token and the draft of every row in one pass of a common target; drafters with a forward
+pass draft for all rows together. Prompts that the common target cannot process are answered one after the other.
 """
 
 from __future__ import annotations

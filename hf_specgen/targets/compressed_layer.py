@@ -24,7 +24,7 @@ class CompressedLayer(RaggedLayer):
     def __init__(self, layer: Any) -> None:
         super().__init__(layer.sliding_window)
         self.layer = copy.copy(layer)
-        vars(self.layer).update(_contents(layer))
+        _restore(self.layer, _contents(layer))
         self._before: tuple[tuple[int, ...], dict[str, Any]] = (), {}
 
     def __getattr__(self, name: str) -> Any:
@@ -55,7 +55,7 @@ class CompressedLayer(RaggedLayer):
             return
         if tuple(lengths) != start:
             raise RuntimeError(f"a compressed layer was kept at {start} and {self.lengths} tokens, not at {lengths}")
-        vars(self.layer).update(_copied(contents))
+        _restore(self.layer, _copied(contents))
         self.lengths = start
         self._show()
 
@@ -65,7 +65,7 @@ class CompressedLayer(RaggedLayer):
             self._show()
 
     def hand_over(self, layer: Any) -> None:
-        vars(layer).update(_contents(self.layer))
+        _restore(layer, _contents(self.layer))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.layer.reorder_cache(indices)
@@ -87,3 +87,8 @@ def _contents(layer: Any) -> dict[str, Any]:
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
+
+
+def _restore(layer: Any, contents: dict[str, Any]) -> None:
+    """Set the attributes of a layer."""
+    vars(layer).update(contents)

@@ -97,8 +97,8 @@ def test_every_checkpoint_has_a_result_that_is_right_or_a_refusal() -> None:
     """Would catch: a line of the table that nobody ran, one that was renamed, and a recorded difference."""
     results = page.recorded()["checkpoints"]
     assert list(results) == list(ROWS)
-    verdicts = [verdict for result in results.values() for verdict in result.values()]
-    assert not {status for status, _, half in verdicts for status in (status, half)} & {CRASH, DIFFERENT}
+    cases = [case for by_case in results.values() for case in by_case.values()]
+    assert not {status for status, _, half in cases for status in (status, half)} & {CRASH, DIFFERENT}
     unread = [name for name, result in results.items() if all(status == PLAIN_FAILS for status, *_ in result.values())]
     assert set(unread) <= {"Gemma 3n", "VibeVoice"}, "plain generate fails with text and image; say why on the page"
 
