@@ -102,7 +102,11 @@ class _Training:
             return self.keep({"settings": chosen, "trained": False, **self.measured_plan()})
         plan: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if changed := self.arguments.differences(plan["settings"], chosen):
-            raise ValueError(f"{self.work} has a run with {changed}; give another --output, or delete that folder")
+            raise ValueError(
+                f"{self.work} has a run with {changed}; give another --output, or delete that folder. "
+                f"To keep its answers, first copy {self.data.name} of that folder into one called like the new "
+                "--output and -work"
+            )
         return plan
 
     def measured_plan(self) -> dict[str, Any]:
@@ -110,7 +114,8 @@ class _Training:
 
         The times of an answer and of a step are measured: a few prompts are answered, and three steps are trained on
         these answers. Answers get at most half of `hours`. Training gets what remains after the answers, after
-        these measurements and after the comparison at the end, whose prompts are held out here.
+        these measurements and after the comparison at the end, whose prompts are held out here. Answers that were
+        copied from another run are all used.
         """
         started = perf_counter()
         rows = list(self.conversations.read_rows(self.settings.data))
@@ -125,6 +130,10 @@ class _Training:
         answer_time = (perf_counter() - begin) / len(answers)
         seconds = 3600 * self.settings.hours
         count = min(len(prompts), max(FEW, int(seconds / 2 / answer_time)))
+        missing = count
+        if self.data.exists():
+            count = sum(1 for _ in self.conversations.read_rows(str(self.data)))
+            missing = 0
         batch = rows_per_step(count)
         plan = {"answers": count, "batch": batch, "steps": max(LEAST_STEPS, EPOCHS * count // batch)}
         plan["features"] = self.feature_bytes(count) < shutil.disk_usage(self.work).free / 2
@@ -135,7 +144,7 @@ class _Training:
         step_time, steps = self.recipe.main([*self.recipe_arguments(plan), *dry])
         if steps == plan["steps"]:  # not chosen by an argument of the recipe
             measuring = perf_counter() - started
-            left = seconds - measuring - (count + MEASURED) * answer_time
+            left = seconds - measuring - (missing + MEASURED) * answer_time
             steps = max(1, min(steps, int(left / step_time)))
         return plan | {"steps": steps, "seconds": [answer_time, step_time]}
 
@@ -148,9 +157,10 @@ class _Training:
         """The stages with their times."""
         answer, step = (seconds / 60 for seconds in plan["seconds"])  # minutes of each
         answers = plan["answers"]
+        missing = 0 if self.data.exists() else answers
         steps = plan["steps"]
         return (
-            f"1. {answers} answers of up to {self.settings.max_new_tokens} tokens: {answers * answer:.1f} minutes\n"
+            f"1. {answers} answers of up to {self.settings.max_new_tokens} tokens: {missing * answer:.1f} minutes\n"
             f"2. hidden states and training, {steps} steps of {plan['batch']} rows: {steps * step:.1f} minutes\n"
             f"3. measured on the prompts of {self.held_out}: about {MEASURED * answer:.1f} minutes\n"
             f"the result will be in {self.output}, everything else in {self.work}; a stopped run continues with the "

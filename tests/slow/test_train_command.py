@@ -1,5 +1,6 @@
 """`hf-specgen train`: from prompts to a drafter in one command; signals in every stage, after which it goes on."""
 
+import gzip
 import json
 import os
 import signal
@@ -79,6 +80,15 @@ def test_train_dry_run_prints_the_plan_and_keeps_to_it(folder: Path, prompt_file
     assert planned.endswith(run(*given[:1], *short, *given[1:]))
     changed = run(*given[:1], "--hours", "0.25", *given[1:], exit_code=2)
     assert "has a run with hours '0.5' (now '0.25'); give another --output, or delete that folder" in changed
+    # The remedy: another output, and beside it the answers of the first run.
+    assert "copy answers.jsonl.gz of that folder into one called like the new --output and -work" in changed
+    answers = tmp_path / "other-work" / "answers.jsonl.gz"
+    answers.parent.mkdir()
+    with gzip.open(answers, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"prompt": "a", "response": "b c d"}) + "\n" for _ in range(9))
+    given = command(folder, prompt_file, tmp_path / "other")
+    again = run(*given[:1], "--dry-run", *given[1:])
+    assert "1. 9 answers of up to 6 tokens: 0.0 minutes" in again
 
 
 STAGES = {
