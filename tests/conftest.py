@@ -13,13 +13,13 @@ import pytest
 TESTS = Path(__file__).parent
 TIERS = ("unit", "integration", "integrations", "slow")
 OBJECTS_BETWEEN_COLLECTIONS = 20_000
-"""Python looks for cycles after every 700 new objects, while imports and tests make millions that stay or need none."""
+"""Python looks for cycles after every 700 new objects, while tests make millions that need none."""
+gc.disable()  # while everything is imported and collected; see `pytest_collection_finish`
 LONGEST_FIRST = ("slow", "integrations", "integration")
 
 
 def pytest_collection(session: pytest.Session) -> None:
     """Load fixtures and PyTorch where tests run: with several workers, not in the process that starts them."""
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     if hasattr(session.config, "workerinput") or not getattr(session.config.option, "tx", None):
         session.config.pluginmanager.import_plugin("tests.helpers.fixtures")
 
@@ -42,8 +42,9 @@ def _tiers(path: Path) -> list[str]:
 
 def pytest_collection_finish() -> None:
     """Exempt all that is loaded by now from garbage collection, which would traverse it again and again."""
-    gc.collect()
     gc.freeze()
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
