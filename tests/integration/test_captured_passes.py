@@ -245,12 +245,12 @@ def test_captured_head_same_drafts(shape: Any, batch: int, sampling: str, head: 
     ids=str,
 )
 def test_captured_levels_same_drafts(
-    drafter: str, shape: Any, sampling: str, captures: list[Any], monkeypatch: pytest.MonkeyPatch
+    drafter: str, shape: Any, sampling: str, captures: list[Any], request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch: slots, masks, positions, states or noise of another level in a captured function over several."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a GPU, a read by the host waits
     if drafter == "EAGLE-3":
-        target, tokenizer = workloads.load()
+        target, tokenizer = map(request.getfixturevalue, ("reference_model", "tokenizer"))
         inputs = tokenizer(["def add(a, b):", "The three of them went"], return_tensors="pt", padding=True)
     else:
         target, inputs = small({"draft model": "llama"}.get(drafter, drafter), 2), prompts(2, 9)

@@ -50,7 +50,7 @@ def permuted(folder: Path, merges: int | None = None) -> Path:
 
 @pytest.fixture(scope="module")
 def edits(tokenizer: Any, edit_prompts: list[str]) -> Any:
-    texts = [edit_prompts[0], edit_prompts[1][:120], "def fib(n):\n"]
+    texts = [edit_prompts[3], edit_prompts[1][:120], "def fib(n):\n"]
     return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
 
 
