@@ -40,10 +40,20 @@ def every(case: Case, **values: Sequence[Any]) -> list[Case]:
     return [replace(case, **dict(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
 
 
+def every_pair(case: Case, **values: Sequence[Any]) -> list[Case]:
+    """Half of the combinations, in which each value of a field occurs with each value of each other one.
+
+    At least three fields: those combinations are left whose places in the lists have an even sum.
+    """
+    chosen = itertools.product(*(enumerate(given) for given in values.values()))
+    even = [one for one in chosen if sum(place for place, _ in one) % 2 == 0]
+    return [replace(case, **dict(zip(values, (value for _, value in one), strict=True))) for one in even]
+
+
 CASES: dict[str, list[Case]] = {
     # Tokens after EOS inside an accepted draft; wrong padding after it; ended rows that change places.
     "end token": [
-        *every(PARTLY, eos_columns=[(1,), (5,), (10,), (15,)], lengths=BATCHES, repetition_penalty=[1.0, 1.2]),
+        *every_pair(PARTLY, eos_columns=[(1,), (5,), (10,), (15,)], lengths=BATCHES, repetition_penalty=[1.0, 1.2]),
         *every(SAMPLED, eos_columns=[(1,), (7,)], lengths=BATCHES),
         *every(replace(TREES, eos_ids=END, max_new_tokens=30), do_sample=[False, True], lengths=[(3, 9, 5, 2, 7, 4)]),
         *every(replace(PARTLY, eos_ids=END), min_new_tokens=[5], strategy=["oracle", "skip", "draft"]),
@@ -79,7 +89,7 @@ CASES: dict[str, list[Case]] = {
     # A processor that receives another prefix than in plain `generate`, or that is put into the wrong class.
     "processor": [
         *every(replace(PARTLY, eos_ids=END), options=[(name,) for name in OPTIONS], do_sample=[False, True]),
-        *every(TREES, processors=[(name,) for name in PROCESSORS], do_sample=[False, True], lengths=BATCHES),
+        *every_pair(TREES, processors=[(name,) for name in PROCESSORS], do_sample=[False, True], lengths=BATCHES),
         *every(PARTLY, processors=[(), ("prefix",), ("stateful",)], accuracy=[0.0, 1.0], repetition_penalty=[1.3]),
         *every(PARTLY, bad_words=[((5,), (6, 7), (8, 9, 10))], no_repeat_ngram_size=[2], lengths=BATCHES),
         *every(SAMPLED, temperature=[0.7], top_k=[20], top_p=[0.9], strategy=["oracle", "oracle_tree"]),
@@ -88,7 +98,9 @@ CASES: dict[str, list[Case]] = {
     # Scores, logits and the returned cache of ended rows; their padding.
     "outputs": [
         *every(replace(OUTPUTS, eos_ids=END, criteria=("all_scores",), **RECURRENT), seed=[1, 2], lengths=BATCHES[1:]),
-        *every(replace(OUTPUTS, eos_ids=END), do_sample=[False, True], processors=[(), ("row_wise",)], lengths=BATCHES),
+        *every_pair(
+            replace(OUTPUTS, eos_ids=END), do_sample=[False, True], processors=[(), ("row_wise",)], lengths=BATCHES
+        ),
         *every(replace(OUTPUTS, do_sample=True, num_return_sequences=2), strategy=["oracle", "draft"]),
         *every(replace(OUTPUTS, eos_ids=END), strategy=["oracle_tree", "skip"], repetition_penalty=[1.0, 1.3]),
         *every(replace(OUTPUTS, options=("guidance",)), criteria=[(), ("any_row",)], lengths=BATCHES),
@@ -97,11 +109,10 @@ CASES: dict[str, list[Case]] = {
         *every(replace(OUTPUTS, strategy="oracle", **RECURRENT), criteria=[("after",)], eos_ids=[(), (98,)]),
     ],
     # A cache that a call leaves for the next turn, its own or the caller's, used by either side.
-    "next turn": every(
+    "next turn": every_pair(
         replace(OUTPUTS, turns=3),
         cache=["none", "dynamic"],
         swap_caches=[False, True],
-        lengths=BATCHES[1:],
         architecture=["llama", "gemma2", "mistral", "llama4_text"],
     )
     + every(replace(OUTPUTS, turns=3), cache=["none", "dynamic"], lengths=BATCHES[:1], architecture=["gemma2"])
@@ -115,14 +126,14 @@ CASES: dict[str, list[Case]] = {
     # Nodes behind the end of a table of positions, in rows that have ended or can draft no further.
     "position table": [
         *every(replace(TIGHT, strategy="draft"), architecture=["gpt2", "opt", "gptj", "llama"], lengths=BATCHES),
-        *every(replace(TIGHT, strategy="skip"), architecture=["gptj", "llama"], lengths=BATCHES, layers=[2, 3]),
+        *every_pair(replace(TIGHT, strategy="skip"), architecture=["gptj", "llama"], lengths=BATCHES, layers=[2, 3]),
     ],
     # Token 0 generated to the end, an error for scores of a token that plain `generate` never samples.
     "broken logits": [
-        *every(SAMPLED, broken_logits=BROKEN_LOGITS, processors=[(), ("row_wise",), ("prefix",)], lengths=BATCHES),
+        *every_pair(SAMPLED, broken_logits=BROKEN_LOGITS, processors=[(), ("row_wise",), ("prefix",)], lengths=BATCHES),
         # A step that is repeated although its draft is not the reason: a processor receives a column twice.
         *every(SAMPLED, broken_logits=BROKEN_LOGITS, processors=[("stateful", "row_wise")]),
-        *every(
+        *every_pair(
             SAMPLED, broken_logits=BROKEN_LOGITS, verification=["rejection", "typical"], processors=[(), ("prefix",)]
         ),
         *every(
@@ -131,7 +142,7 @@ CASES: dict[str, list[Case]] = {
         *every(replace(TREES, strategy="ngram_tree"), broken_logits=BROKEN_LOGITS, lengths=BATCHES),
         LATER_NODE,
         # A criterion that ends the text before a column with invalid scores.
-        *every(
+        *every_pair(
             replace(SAMPLED, accuracy=1.0, k=8, broken_logits="nan", criteria=("after",)),
             processors=[(), ("row_wise",), ("prefix",)],
             seed=[1, 2, 3],
