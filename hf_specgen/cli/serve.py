@@ -7,6 +7,7 @@ With `--continuous-batching` they share passes, and what Transformers does not o
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,7 @@ from hf_specgen.call_statistics import Statistics
 from hf_specgen.candidates import Candidates
 from hf_specgen.cli.settings import Drafts, Revision, errors
 from hf_specgen.evaluation.workloads import checkpoint, chosen_strategy, from_pretrained
-from hf_specgen.heads.source import source_errors
+from hf_specgen.heads.source import first_line, source_errors
 from hf_specgen.monitor import count_in_prometheus, prometheus_counters
 from hf_specgen.settings import Settings
 
@@ -53,7 +54,13 @@ class ServedCalls(Attachment):
             torch.manual_seed(body["seed"])  # in the thread that generates: no other request draws in between
         if "generation_config" in kwargs:
             _set_sampling(kwargs["generation_config"])
-        return super().generate(original, model, args, kwargs)
+        try:
+            return super().generate(original, model, args, kwargs)
+        except Exception as error:
+            escaped = json.dumps(str(error))[1:-1]  # the server puts the message of a stream in quotes as it is
+            if kwargs.get("streamer") is None or escaped == str(error):
+                raise
+            raise RuntimeError(escaped) from error
 
     def add(self, statistics: Statistics) -> None:
         super().add(statistics)
@@ -130,12 +137,22 @@ def _build_server(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 async def _handle(original: Callable[..., Any], body: dict[str, Any], *args: Any) -> Any:
-    """Handle a request without its seed, which would be set while another request draws."""
+    """Handle a request without its seed, which would be set while another request draws; errors become refusals."""
+    from fastapi import HTTPException  # part of transformers[serving]
+
     seed = body.get("seed")
     if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**63):
         raise Refusal(f"seed must be an integer of 64 bits, got {seed!r}", "name another seed")
     _body.set(body)
-    return await original({name: value for name, value in body.items() if name != "seed"}, *args)
+    try:
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # half a character, NaN
+        return await original({name: value for name, value in body.items() if name != "seed"}, *args)
+    except (Refusal, HTTPException, utils.CBWorkerDeadError):
+        raise
+    except Exception as error:  # Transformers reads fields unchecked, and templates raise errors of their own
+        status = 500 if isinstance(error, torch.OutOfMemoryError) else 400
+        reason = f"the request cannot be answered ({type(error).__name__}: {first_line(error)})"
+        raise Refusal(reason, "correct its fields", status) from error
 
 
 def _metrics() -> Any:

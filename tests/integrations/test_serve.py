@@ -1,7 +1,9 @@
 """`hf-specgen serve`: OpenAI clients receive the texts of plain generation, whatever each of them asks for."""
 
+import json
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +108,44 @@ def test_concurrent_streams_receive_the_text_of_the_same_request_alone(reference
         assert "spec_decode_num_accepted_tokens_total" in metrics
         with pytest.raises(openai.BadRequestError, match="seed must be an integer"):
             text_of(client, "a", seed=2**70)
+
+
+CHAT = {"model": str(REFERENCE_LM), "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+QUOTED = {"generation_config": json.dumps({"max_new_tokens": 2, "sequence_bias": [[['"'], 1.0]]})}
+WRONG = [
+    *({"messages": value} for value in (None, "a", [], [1], [None], [{"content": "a"}])),
+    *({"messages": [{"role": "user", "content": "a\ud800"}], "stream": stream} for stream in (False, True)),
+    *({"temperature": value} for value in (-1, float("nan"), "x", [])),
+    *({"max_tokens": value} for value in (0, -1, "x", float("inf"))),
+    *({"stop": value} for value in ([3], 3, [None])),
+    *({"logit_bias": value} for value in ({"x": 5.0}, {"-1": 5.0}, [])),
+    {"model": "\ud800"},
+    {"tools": "x"},
+    QUOTED,
+]
+
+
+def test_wrong_request_is_answered_with_a_reason_and_the_server_goes_on() -> None:
+    """Would catch: "Internal Server Error" without a word; the error of a stream that is no JSON."""
+
+    def answer(body: dict[str, Any]) -> tuple[int, str]:
+        data, headers = json.dumps(CHAT | body).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    with serving() as (_, port, _):
+        for body in WRONG:
+            status, text = answer(body)
+            assert status == 400, (body, text)
+            assert json.loads(text)["error"]["message"].startswith("the request cannot be answered ("), (body, text)
+        status, text = answer(QUOTED | {"stream": True})
+        chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+        assert status == 200 and "sequence_bias" in chunks[-1]["error"], text
+        assert answer({})[0] == 200
 
 
 @pytest.fixture(scope="module")
