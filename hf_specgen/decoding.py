@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import compat
 from hf_specgen.call import Call
 from hf_specgen.call_statistics import Statistics, StepRecord
-from hf_specgen.candidates.base import WrappedSession, checked_draft, leftmost_chains
+from hf_specgen.candidates.base import WrappedSession, checked_draft, leftmost_chains, vocabulary_size
 from hf_specgen.candidates.draft_batch import DraftBatch, TargetView
 from hf_specgen.candidates.grammar import grammar_drafts
 from hf_specgen.depth.calibrate import thread_clock
@@ -37,6 +37,7 @@ from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult, VerificationSession
 from hf_specgen.verification.criteria import CustomCriteria
+from hf_specgen.verification.processors import UnrepeatableError
 from hf_specgen.verification.result import TopTokens
 
 STEP_PARTS = ("draft", "forward", "verify")
@@ -144,6 +145,13 @@ class DecodingSteps:
 
     def end_prefill(self, logits: torch.Tensor) -> None:
         """Choose the first tokens by the logits after the prompt, `[batch, 1, vocab]`."""
+        model: Any = self.call.model
+        has_matrix = model is None or hasattr(model.get_output_embeddings(), "weight")
+        if not has_matrix and logits.shape[-1] < (size := vocabulary_size(model)):  # as its config says
+            raise UnrepeatableError(
+                f"{type(model).__name__} has {logits.shape[-1]} outputs, but its config a vocab_size of {size}; set "
+                f"model.config.vocab_size = {logits.shape[-1]}"
+            )
         result = self._verify(DraftTree.empty(self.state.batch), logits, [True] * self.state.batch)
         if self.draft_session.top_tokens:  # other drafters observe steps alone
             self.draft_session.observe(result)

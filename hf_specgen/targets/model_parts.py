@@ -147,6 +147,13 @@ def text_embeddings(model: PreTrainedModel) -> Any:
     return part.get_input_embeddings()
 
 
+def matrix_rows(module: Any) -> int | None:
+    """How many tokens embeddings or an output matrix have; None without a plain matrix, as of quantized ones."""
+    weight: Any = getattr(module, "weight", None)
+    is_plain = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point()
+    return weight.shape[0] if is_plain else None
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers, first to last; raises if the model has no list of as many as its config states."""
     count = num_layers(model)

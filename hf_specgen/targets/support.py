@@ -26,8 +26,10 @@ from hf_specgen.targets.model_parts import (
     decoder,
     is_causal_kernel,
     layer_kinds,
+    matrix_rows,
     reads_encoder,
     text_config,
+    text_embeddings,
 )
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
@@ -42,6 +44,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STAT
 def check_model(model: PreTrainedModel) -> None:
     """Raise a `ValueError` unless the model, in its present mode, can verify draft tokens in one forward pass."""
     check_architecture(model)
+    outputs = matrix_rows(model.get_output_embeddings())
+    embedded = matrix_rows(text_embeddings(model))
     problems = {
         "uses gradient checkpointing in training mode, which switches the key/value cache off; call model.eval() "
         "first, or leave candidate_generator out": model.training and compat.uses_activation_checkpointing(model),
@@ -52,6 +56,10 @@ def check_model(model: PreTrainedModel) -> None:
         "candidate_generator=": uses_activated_lora(model),
         "has parameters that are sharded over processes (FSDP, ZeRO-3), which must all run the same forward passes; "
         "leave candidate_generator out": compat.is_sharded(model),
+        f"has {outputs} outputs and embeddings of {embedded} tokens, so that not all draft tokens can be read; call "
+        f"model.resize_token_embeddings({outputs}), or generate() without candidate_generator=": (
+            embedded is not None and outputs is not None and embedded < outputs
+        ),
     }
     if problem := first_problem(model, problems):
         raise ValueError(problem)

@@ -20,6 +20,7 @@ from hf_specgen import (
     MedusaCandidates,
     NgramCandidates,
     RecyclingCandidates,
+    attached,
 )
 from hf_specgen.targets.requirements import TargetRequirements
 from tests.fuzz.__main__ import run_safely
@@ -28,6 +29,7 @@ from tests.fuzz.models import tiny_model
 from tests.helpers import assert_same_tokens, fresh_model, perturbed_copy, prompts
 from tests.helpers.medusa import random_heads
 from tests.helpers.models import small_llama, stateful_model
+from tests.helpers.processors import RecordingStreamer
 
 
 def identical(model: Any, candidates: Any, batch: int = 2, new: int = 24) -> bool:
@@ -286,6 +288,36 @@ def test_prompt_of_tokens_that_the_target_cannot_choose_same_tokens(strategy: An
     model.lm_head = torch.nn.Linear(64, 60, bias=False)
     inputs["input_ids"][:, -1] = 85
     assert_same_tokens(model, inputs, strategy, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "n-grams", "draft", "layer skip"])
+def test_target_with_more_outputs_than_embeddings_is_refused_and_works_once_resized(strategy: str) -> None:
+    """Would catch: an IndexError in the middle of the text, from a draft token without an embedding."""
+    model, inputs = fresh_model("llama"), prompts(2)
+    model.lm_head = torch.nn.Linear(64, 120, bias=False)
+    torch.nn.init.zeros_(model.lm_head.weight[99:])
+    candidates = "auto" if strategy == "auto" else STRATEGIES[strategy]()
+    with pytest.raises(ValueError, match=r"120 outputs and embeddings of 99 tokens.*resize_token_embeddings\(120\)"):
+        model.generate(**inputs, max_new_tokens=12, candidate_generator=candidates)
+    if strategy != "draft":  # which has the old vocabulary
+        model.resize_token_embeddings(120)
+        assert_same_tokens(model, inputs, candidates, max_new_tokens=12)
+
+
+def test_target_with_fewer_outputs_than_its_config_says_is_refused_before_the_first_token() -> None:
+    """Would catch: a refusal in the middle of the text, once the first such token is drafted."""
+    model, inputs = fresh_model("llama"), {"input_ids": torch.tensor([[5, 95, 96, 97] * 5 + [5]])}
+    model.lm_head = torch.nn.Sequential(torch.nn.Linear(64, 60, bias=False))
+    words = r"60 outputs, but its config a vocab_size of 99; set model.config.vocab_size = 60"
+    streamer = RecordingStreamer()
+    with pytest.raises(ValueError, match=words):
+        model.generate(**inputs, max_new_tokens=12, candidate_generator=NgramCandidates(k=3), streamer=streamer)
+    assert len(streamer.chunks) <= 1, "tokens after the prompt"
+    with attached(model, NgramCandidates(k=3)), pytest.warns(UserWarning, match=words):
+        output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(output, model.generate(**inputs, max_new_tokens=12, do_sample=False))
+    model.config.vocab_size = 60
+    assert_same_tokens(model, inputs, NgramCandidates(k=3), max_new_tokens=12)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "disk", "device_map"])
