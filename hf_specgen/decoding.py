@@ -319,7 +319,8 @@ class StepTimer:
             self.step[THREAD] = self._thread_clock() - began_thread
 
     def add(self, part: str, seconds: float) -> None:
-        """Add seconds to a part."""
+        """Add seconds to a part; none where a clock has gone backwards."""
+        seconds = max(0.0, seconds)
         self.seconds[part] += seconds
         if part in STEP_PARTS:
             self.step[part] = self.step.get(part, 0.0) + seconds

@@ -50,10 +50,14 @@ def save(kind: str, key: object, value: Any) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(value), encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        _warn(f"{FOLDER}={os.environ[FOLDER]} cannot be written ({error.strerror}); name another folder, or unset it")
+        try:
+            unfinished.write_text(json.dumps(value), encoding="utf-8")
+            unfinished.replace(path)
+        finally:  # as on a full disk
+            unfinished.unlink(missing_ok=True)
+    except (OSError, RecursionError) as error:  # the latter of a path with a thousand folders
+        reason = getattr(error, "strerror", error)
+        _warn(f"{FOLDER}={os.environ[FOLDER]!s:.120} cannot be written ({reason}); name another folder, or unset it")
 
 
 def stable_text(value: object) -> str | None:

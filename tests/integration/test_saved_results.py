@@ -97,6 +97,18 @@ def test_text_of_a_key_describes_it_or_is_refused() -> None:
         assert saved_results.stable_text((1, value)) is None
 
 
+def test_unfinished_files_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
+    """Would catch: a part of a file for every process that runs while it cannot be finished, as on a full disk."""
+    monkeypatch.setenv(saved_results.FOLDER, str(tmp_path))
+    saved_results.save("kind", "key", 1)
+    [file] = tmp_path.iterdir()
+    file.unlink()
+    file.mkdir()
+    with pytest.warns(UserWarning, match="cannot be written"):
+        saved_results.save("kind", "key", 1)
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_files_that_cannot_be_read_or_written_do_not_stop_a_call(tmp_path: Path, monkeypatch: Any) -> None:
     """Would catch: `generate` that fails because of a folder, or a reason that is given in every call."""
     monkeypatch.setenv(saved_results.FOLDER, str(tmp_path))
@@ -110,6 +122,9 @@ def test_files_that_cannot_be_read_or_written_do_not_stop_a_call(tmp_path: Path,
         saved_results.save("kind", "key", 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        saved_results.save("kind", "key", 1)
+    monkeypatch.setenv(saved_results.FOLDER, str(tmp_path) + "/a" * 2000)
+    with pytest.warns(UserWarning, match="HF_SPECGEN_CACHE=.* cannot be written .*; name another folder, or unset it"):
         saved_results.save("kind", "key", 1)
     monkeypatch.setenv(saved_results.FOLDER, "~no-such-user/cache")
     with pytest.warns(UserWarning, match="HF_SPECGEN_CACHE=.* cannot be used .*; name another folder, or unset it"):

@@ -13,6 +13,7 @@ import torch
 
 from hf_specgen.call import memory
 from hf_specgen.call_statistics import RowStep, StepRecord
+from hf_specgen.decoding import StepTimer
 from hf_specgen.depth import AdaptiveDepth, Bucket, CostCurve, DraftLatency, LatencyModel, calibrate
 from hf_specgen.depth.latency import FORMAT
 from tests.helpers.depth import Clock, Model, Target, depth_call
@@ -191,6 +192,28 @@ def test_target_curve_where_the_time_of_threads_advances_in_coarse_steps(monkeyp
         assert measured(target).seconds[0] == pytest.approx(1.0)
     finally:
         calibrate._is_coarse.cache_clear()
+
+
+def test_time_of_threads_that_stands_still_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch: a call that waits for ever for the time to advance, as in a program that freezes clocks."""
+    monkeypatch.setattr(time, "thread_time", lambda: 5.0)
+    calibrate._is_coarse.cache_clear()
+    try:
+        assert calibrate.thread_clock() is time.perf_counter
+    finally:
+        calibrate._is_coarse.cache_clear()
+
+
+def test_drafter_timer_with_a_clock_that_goes_backwards_takes_no_time_below_zero() -> None:
+    """Would catch: seconds below 0, of which no curve can be made, so that the call raises."""
+    timer = calibrate.DrafterTimer(depth_call(model=Model(), negligible_cost=False), CostCurve((1, 8), (1.0, 1.0), 8, 1))
+    for _ in range(5):
+        clock = StepTimer()
+        clock.add("draft", -100.0)
+        clock.add("forward", 1.0)
+        timer.observe(StepRecord([1], [RowStep(1, 1, 0, 1)], 2, clock.step, (1,)))
+    assert timer.is_known and timer.fraction == 0.0
+    timer.latency()
 
 
 def test_target_curve_takes_the_minimum_of_several_times(clock: Clock) -> None:
