@@ -84,24 +84,15 @@ def gather_parents(values: torch.Tensor, parent_index: torch.Tensor | None, node
 
 @dataclass(frozen=True)
 class Frontier:
-    """The nodes of growing trees that the drafter's next pass reads: the last ones that are expanded, of one depth.
+    """The nodes of growing trees that the drafter's next pass reads: the last ones that are expanded, of one depth."""
 
-    Args:
-        tokens: `[rows, new]`.
-        depth: of these nodes; a row's last token has depth 0.
-        nodes: how many nodes of each row are expanded, these included.
-        is_chain: whether each row has one path.
-        ancestors: of these nodes.
-        depths_of_nodes: `[1 + nodes]` of a row's last token and of its expanded nodes; None for chains.
-        parent_index: `[rows, new]` the index of each node's parent in the frontier before; None if that has one node.
-    """
-
-    tokens: torch.Tensor
-    depth: int
-    nodes: int
-    is_chain: bool
-    ancestors: Ancestors
-    depths_of_nodes: torch.Tensor | None = None
+    tokens: torch.Tensor  # [rows, new]
+    depth: int  # of these nodes; a row's last token has depth 0
+    nodes: int  # how many nodes of each row are expanded, these included
+    is_chain: bool  # whether each row has one path
+    ancestors: Ancestors  # of these nodes
+    depths_of_nodes: torch.Tensor | None = None  # [1 + nodes] of a row's last token and expanded nodes; None for chains
+    # [rows, new] the index of each node's parent in the frontier before; None if that has one node.
     parent_index: torch.Tensor | None = None
 
     @property
@@ -161,9 +152,9 @@ class DeviceTree(DraftTree):
         values: `[batch, PLANES, 1 + nodes]` of each row's last token, then of each node.
         tokens: `[batch, 1 + nodes]` the plane `TOKEN` of the values as integers.
         structure: None for chains.
-        drafting_rows: how many rows have a draft.
-        host: the copy of the values; left out, one that is not read yet, without rejected nodes.
-        q: as for `DraftTree`.
+        includes_rejected: whether entries with path probability 0, which can never be accepted, keep their node index
+            in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
+        read: `values` in the host's memory, if the host has read them already.
         selection: a selection that begins with the nodes of this tree; `padded` takes further nodes from it.
     """
 
@@ -172,37 +163,33 @@ class DeviceTree(DraftTree):
         values: torch.Tensor,
         tokens: torch.Tensor,
         structure: TreeStructure | None,
-        drafting_rows: int,
-        host: HostCopy | None = None,
-        q: torch.Tensor | None = None,
+        includes_rejected: bool = False,
+        read: Floats | None = None,
         selection: Selection | None = None,
     ):
-        super().__init__(tokens[:, 1:], None, q)
+        super().__init__(tokens[:, 1:], None)
         self.is_chain = structure is None
-        self._host = HostCopy(values, self.is_chain) if host is None else host
-        self.includes_rejected = self._host.includes_rejected
-        self._drafting_rows = drafting_rows
+        self.includes_rejected = includes_rejected
         self._structure = structure
         self._values = values
         self._inputs = tokens
         self._selection = selection
+        self._read_values = read
+        self._host_tree: HostTree | None = None
+        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a copy, and when it is complete
 
     @property
     def parents(self) -> tuple[Parents, ...]:
-        return self._host.read().parents
+        return self._on_host().parents
 
     @property
     def probability(self) -> tuple[tuple[float, ...], ...] | None:
-        return self._host.read().probability
-
-    @property
-    def drafting_rows(self) -> int:
-        return self._drafting_rows
+        return self._on_host().probability
 
     @property
     def node_values(self) -> list[Any]:
         """For each row `[nodes, PATH]` integers: token, number, depth and parent's number of each node."""
-        return self._host.read().values
+        return self._on_host().values
 
     def structure(self) -> TreeStructure:
         return self._structure or TreeStructure.of_chains(self.batch, self.nodes, self.tokens.device)
@@ -211,21 +198,16 @@ class DeviceTree(DraftTree):
         return self._inputs.to(device)
 
     def token_lists(self) -> list[list[int]]:
-        return self._host.read().tokens
+        return self._on_host().tokens
 
     def read_with(self, chosen: torch.Tensor) -> list[list[int]]:
-        if self._host.is_read or chosen.device != self.tokens.device:
+        is_read = self._host_tree is not None or self._read_values is not None
+        if is_read or chosen.device != self.tokens.device:
             return super().read_with(chosen)
-        return self._host.read(chosen).chosen
+        return self._on_host(chosen).chosen
 
     def depths(self, row: int) -> list[int]:
         return list(range(1 + self.nodes)) if self.is_chain else super().depths(row)
-
-    def with_q(self, q: torch.Tensor) -> DeviceTree:
-        """The same trees with the draft probabilities of their nodes."""
-        return DeviceTree(
-            self._values, self._inputs, self._structure, self.drafting_rows, self._host, q, self._selection
-        )
 
     def select(self, rows: Sequence[int]) -> DeviceTree:
         if len(rows) == self.batch:
@@ -241,8 +223,7 @@ class DeviceTree(DraftTree):
         if self._selection is not None and nodes < self._selection.tokens.shape[1]:
             return self._selection.first(nodes)  # further nodes instead of padding: their results are ignored alike
         structure = self._structure and TreeStructure(
-            pad(self._structure.depths, (0, extra)),
-            _padded_ancestors(self._structure.ancestors, extra),
+            pad(self._structure.depths, (0, extra)), _padded_ancestors(self._structure.ancestors, extra)
         )
         values = pad(self._values, (0, extra), value=-2)  # as of nodes that were not expanded; the parent is no node
         values[:, PATH, -extra:].fill_(NO_NODE)
@@ -251,15 +232,36 @@ class DeviceTree(DraftTree):
 
     def _with(self, values: torch.Tensor, tokens: torch.Tensor, structure: TreeStructure | None) -> DeviceTree:
         """Other values, which the host reads anew."""
-        host = HostCopy(values, self.is_chain, self.includes_rejected)
-        return DeviceTree(values, tokens, structure, self.drafting_rows, host)
+        return DeviceTree(values, tokens, structure, self.includes_rejected)
 
     def checked(self, vocabulary: int) -> DeviceTree:
         return self  # its tokens are indices into a drafter's logits, so that the host need not read them here
 
     def start_reading(self) -> None:
         """Let a GPU copy the tree to the host, which then can read it during the target's pass."""
-        self._host.start()
+        if self._values.is_cuda and self._read_values is None:
+            host = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(self._values, non_blocking=True)
+            self._arriving = host, torch.cuda.current_stream(self._values.device).record_event()
+
+    def _on_host(self, chosen: torch.Tensor | None = None) -> HostTree:
+        """The trees, and tokens chosen by the target, which are given only if nothing was read before."""
+        if self._host_tree is None:
+            values, tokens = self._transferred(chosen)
+            self._host_tree = HostTree.of(values, tokens, self.is_chain, self.includes_rejected)
+        return self._host_tree
+
+    def _transferred(self, chosen: torch.Tensor | None) -> tuple[Floats, list[list[int]]]:
+        """The values and chosen tokens in the host's memory, by one transfer; token ids below 2**24 are exact."""
+        if self._read_values is not None:
+            return self._read_values, []
+        if self._arriving is not None and chosen is None:
+            copy, arrival = self._arriving
+            arrival.synchronize()
+            return copy.numpy(), []
+        flat = self._values.flatten(1)
+        size = flat.shape[1]
+        packed = (flat if chosen is None else torch.cat([flat, chosen], dim=1)).cpu().numpy()
+        return packed[:, :size].reshape(self._values.shape), packed[:, size:].astype(int).tolist()
 
 
 PassTree = DraftTree | Frontier
@@ -276,17 +278,13 @@ def _padded_ancestors(ancestors: torch.Tensor, extra: int) -> torch.Tensor:
 class Selection(NamedTuple):
     """The best nodes of a growing tree, most probable first: the first n nodes are the best tree of n nodes.
 
-    Args:
-        read: `[batch, PLANES * width + last level]` what the host reads: the values of each row's last token and of
-            the nodes, see `DeviceTree`, and the logarithms of the path probabilities of the last level, which is
-            expanded next.
-        tokens: `[batch, width]` integers, of each row's last token and the nodes.
-        structure: None for chains.
+    The host reads the values of each row's last token and of the nodes, see `DeviceTree`, and the logarithms of the
+    path probabilities of the last level, which is expanded next.
     """
 
-    read: torch.Tensor
-    tokens: torch.Tensor
-    structure: TreeStructure | None
+    read: torch.Tensor  # [batch, PLANES * width + last level]
+    tokens: torch.Tensor  # [batch, width] integers, of each row's last token and the nodes
+    structure: TreeStructure | None  # None for chains
 
     @classmethod
     def of(cls, tree: DeviceTree, last_level: torch.Tensor) -> Selection:
@@ -300,64 +298,15 @@ class Selection(NamedTuple):
         size = PLANES * width
         return read[:, :size].reshape(batch, PLANES, width), read[:, size:]
 
-    def first(self, nodes: int, values: Any = None, drafting_rows: int = 0) -> DeviceTree:
+    def first(self, nodes: int, values: Any = None) -> DeviceTree:
         """The tree of the first `nodes` nodes; `values` is the first result of `split` if the host has read it."""
         width = 1 + nodes
         structure = self.structure
         if structure is not None:
             structure = TreeStructure(structure.depths[:, :width], structure.ancestors[:, :width, :width])
         on_device = self.split(self.read)[0][:, :, :width]
-        host = HostCopy(on_device, structure is None, read=None if values is None else values[:, :, :width])
-        return DeviceTree(on_device, self.tokens[:, :width], structure, drafting_rows, host, selection=self)
-
-
-class HostCopy:
-    """The values of a `DeviceTree` in the memory of the host, to which they are copied at most once.
-
-    Args:
-        values, is_chain: of the tree.
-        includes_rejected: whether entries with path probability 0, which can never be accepted, keep their node index
-            in rows that have a draft; the host reads their token as -1. Otherwise they are padding.
-        read: `values` in the host's memory, if the host has read them already.
-    """
-
-    def __init__(
-        self, values: torch.Tensor, is_chain: bool, includes_rejected: bool = False, read: Floats | None = None
-    ):
-        self.includes_rejected = includes_rejected
-        self._values = values
-        self._is_chain = is_chain
-        self._read = read
-        self._tree: HostTree | None = None
-        self._arriving: tuple[torch.Tensor, torch.cuda.Event] | None = None  # a copy, and when it is complete
-
-    @property
-    def is_read(self) -> bool:
-        """Whether reading needs no transfer."""
-        return self._tree is not None or self._read is not None
-
-    def start(self) -> None:
-        """Let a GPU begin to copy the values."""
-        if self._values.is_cuda and self._read is None:
-            host = torch.empty_like(self._values, device="cpu", pin_memory=True).copy_(self._values, non_blocking=True)
-            self._arriving = host, torch.cuda.current_stream(self._values.device).record_event()
-
-    def read(self, chosen: torch.Tensor | None = None) -> HostTree:
-        """The trees, and tokens chosen by the target, in one transfer; token ids below 2**24 are exact."""
-        if self._tree is None:
-            tokens: list[list[int]] = []  # of `chosen`, which is given only if nothing was read before
-            values = self._read
-            if values is None and self._arriving is not None and chosen is None:
-                copy, arrival = self._arriving
-                arrival.synchronize()
-                values = copy.numpy()
-            if values is None:
-                flat = self._values.flatten(1)
-                packed = (flat if chosen is None else torch.cat([flat, chosen], dim=1)).cpu().numpy()
-                values = packed[:, : flat.shape[1]].reshape(self._values.shape)
-                tokens = packed[:, flat.shape[1] :].astype(int).tolist()
-            self._tree = HostTree.of(values, tokens, self._is_chain, self.includes_rejected)
-        return self._tree
+        read = None if values is None else values[:, :, :width]
+        return DeviceTree(on_device, self.tokens[:, :width], structure, read=read, selection=self)
 
 
 def probability_of(logarithms: Floats) -> Floats:
@@ -377,9 +326,10 @@ class HostTree(NamedTuple):
 
     @classmethod
     def of(cls, values: Any, chosen: list[list[int]], is_chain: bool, includes_rejected: bool) -> HostTree:
-        """From `[batch, PLANES, 1 + nodes]` values."""
+        """From `[batch, PLANES, 1 + nodes]` values, and arguments as of `DeviceTree`."""
         probability = probability_of(values[:, PATH, 1:])
         is_node = probability > 0
+        # Nodes that have an index; the others, at the end of a row, are padding.
         is_counted = is_node | (is_node.any(axis=1, keepdims=True) & includes_rejected)
         sizes = is_counted.sum(axis=1).tolist()
         if is_chain:
@@ -389,11 +339,8 @@ class HostTree(NamedTuple):
             # The parent is the node, or at index 0 the row's last token, with the parent's number.
             index = (is_parent & (values[:, NUMBER, None] >= 0)).argmax(axis=2) - 1
             parents = tuple(tuple(row[:size]) for row, size in zip(index.tolist(), sizes, strict=True))
+        tokens = np.where(is_node, values[:, TOKEN, 1:], -1).astype(int)
+        probabilities = tuple(tuple(row[:size]) for row, size in zip(probability.tolist(), sizes, strict=True))
         integers = values[:, :PATH, 1:].transpose(0, 2, 1)
-        return cls(
-            np.where(is_node, values[:, TOKEN, 1:], -1).astype(int).tolist(),
-            parents,
-            tuple(tuple(row[:size]) for row, size in zip(probability.tolist(), sizes, strict=True)),
-            [row[:size].astype(int) for row, size in zip(integers, sizes, strict=True)],
-            chosen,
-        )
+        node_values = [row[:size].astype(int) for row, size in zip(integers, sizes, strict=True)]
+        return cls(tokens.tolist(), parents, probabilities, node_values, chosen)

@@ -29,25 +29,26 @@ from hf_specgen.verification.base import perturbed
 from hf_specgen.verification.processors import ScoreProcessors
 
 
+class Proposed(NamedTuple):
+    """Candidates after the nodes of a pass, each `[batch, nodes, children]`; see `Growth.add`."""
+
+    tokens: torch.Tensor  # ids of the target
+    log_acceptance: torch.Tensor
+    expandable: torch.Tensor | None
+    q: torch.Tensor | None  # [batch, nodes, vocab] what the tokens were drawn from; None unless it is wanted
+
+
 @dataclass(frozen=True)
 class Proposals:
-    """Proposes the most likely tokens after nodes by a drafter's logits; objects that are equal can share a graph.
+    """Proposes the most likely tokens after nodes by a drafter's logits; objects that are equal can share a graph."""
 
-    Args:
-        children: how many tokens.
-        vocab: the size of the target's vocabulary; the drafter's may be padded to another size.
-        threshold: nodes whose token has a lower probability are not expanded.
-        processors: applied to the logits.
-        token_ids: `[draft vocab]` the target's ids of a drafter with a vocabulary of its own.
-        wants_q: whether to return q, the distribution that the tokens were drawn from, for rejection sampling.
-    """
-
-    children: int
-    vocab: int
-    threshold: float
-    processors: ScoreProcessors
-    token_ids: torch.Tensor | None = field(default=None, compare=False)  # belongs to the module, as graphs do
-    wants_q: bool = False
+    children: int  # how many tokens
+    vocab: int  # the size of the target's vocabulary; the drafter's may be padded to another size
+    threshold: float  # nodes whose token has a lower probability are not expanded
+    processors: ScoreProcessors  # applied to the logits
+    # [draft vocab] the target's ids of a drafter with a vocabulary of its own; they belong to the module, as graphs do.
+    token_ids: torch.Tensor | None = field(default=None, compare=False)
+    wants_q: bool = False  # whether to return what the tokens were drawn from, for rejection sampling
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """`[batch, nodes, draft vocab]` the processed scores of a pass."""
@@ -56,32 +57,36 @@ class Proposals:
             scores = finite(scores)
         return self.processors(scores, all_tokens=self.token_ids is None)
 
-    def __call__(
-        self, scores: torch.Tensor, draft_scores: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-        """Propose `children` tokens after each node: the arguments of `Growth.add`, and q `[batch, nodes, vocab]`.
+    def __call__(self, scores: torch.Tensor, draft_scores: torch.Tensor) -> Proposed:
+        """Propose `children` tokens after each node.
 
         Both scores are `[batch, nodes, draft vocab]`; `draft_scores` are `scores` after
-        `VerificationSession.draft_scores`, which adds noise if tokens are sampled. q is None if it is not wanted.
+        `VerificationSession.draft_scores`, which adds noise if tokens are sampled.
         """
-        # The tokens: drawn from q where scores have noise, else the most likely ones.
-        log_acceptance, tokens = draft_scores.log_softmax(dim=-1).topk(self.children)
+        # Drawn from q where the scores have noise, else the most likely tokens.
+        log_acceptance, index = draft_scores.log_softmax(dim=-1).topk(self.children)
         expandable = None
         q = None
         # The threshold, and rejection sampling, use probabilities without noise.
         if self.threshold or self.wants_q:
             probabilities = scores.softmax(dim=-1)
             if self.threshold:
-                expandable = probabilities.gather(-1, tokens) >= self.threshold
+                expandable = probabilities.gather(-1, index) >= self.threshold
             if self.wants_q:  # which nodes are in a tree may depend on their ranks alone, not on their tokens
                 log_acceptance = confidence_by_rank(probabilities.amax(dim=-1), self.children).log()
-                q = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
-                if self.token_ids is not None:
-                    q = torch.zeros_like(q).index_copy(-1, self.token_ids, probabilities)
+                q = self._of_all_tokens(probabilities)
         log_acceptance = log_acceptance.clamp(log(MIN_PROBABILITY), log(MAX_PROBABILITY))
         if self.wants_q:  # siblings stay in the order in which they were drawn, equal ones too
-            log_acceptance = log_acceptance - 1e-4 * torch.arange(self.children, device=tokens.device)
-        return (tokens if self.token_ids is None else self.token_ids[tokens], log_acceptance, expandable), q
+            log_acceptance = log_acceptance - 1e-4 * torch.arange(self.children, device=index.device)
+        tokens = index if self.token_ids is None else self.token_ids[index]
+        return Proposed(tokens, log_acceptance, expandable, q)
+
+    def _of_all_tokens(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """`[…, draft vocab]` to `[…, vocab]`: 0 for tokens that the drafter does not have."""
+        padded = pad(probabilities, (0, self.vocab - probabilities.shape[-1]))
+        if self.token_ids is None:
+            return padded
+        return torch.zeros_like(padded).index_copy(-1, self.token_ids, probabilities)
 
 
 class TextInputs(NamedTuple):
@@ -110,10 +115,8 @@ class Drafted(NamedTuple):
 
     levels: LevelTensors
     selection: Selection
-    states: Any
-    """`[batch, nodes, …]` of the nodes of the last pass."""
-    after_text: Any = None
-    """What the drafter returned for each row's last token of new text, without the logits; for `store_text`."""
+    states: Any  # `[batch, nodes, …]` of the nodes of the last pass
+    after_text: Any = None  # what the drafter returned for each row's last token of new text, for `store_text`
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,8 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     nodes: int
     proposals: Proposals
     level: Level
+    # Of the tree after the passes, by the widths in the inputs; held here, so that they live as long as the graph.
     constants: Constants = field(compare=False)
-    """Of the tree after the passes, by the widths in the inputs; held here, so that they live as long as the graph."""
 
     def __call__(self, module: nn.Module, inputs: LevelInputs, cache: Any) -> Drafted:
         trees = inputs.tree_so_far, self.proposals.children, inputs.last_tokens, inputs.max_depths
@@ -180,8 +183,8 @@ class CapturedLevels(Capturable[LevelInputs, Drafted]):
     def _add(self, growth: Growth, logits: torch.Tensor, noise: torch.Tensor | None) -> None:
         scores = self.proposals.scores(logits)
         draft_scores = scores if noise is None else perturbed(scores, noise[:, None])
-        proposed, _ = self.proposals(scores, draft_scores)  # q is not needed: rejection sampling is not captured
-        growth.add(*proposed)
+        tokens, log_acceptance, expandable, _ = self.proposals(scores, draft_scores)
+        growth.add(tokens, log_acceptance, expandable)  # q is not needed: rejection sampling is not captured
 
 
 def grow_captured(

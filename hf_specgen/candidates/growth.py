@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from hf_specgen.device_tree import (
     DeviceTree,
     Floats,
     Frontier,
-    HostCopy,
     Selection,
     probability_of,
 )
@@ -54,8 +53,7 @@ LEVELS_PER_READ = 4
 """Passes between reads of an accelerator by the host; on a CPU, where nothing has to wait, every level is read."""
 CLOSED = 1e4
 """Subtracted from the log path probability of a candidate that must not be expanded: it is expanded only as padding."""
-UNEXPANDED = -2
-"""The number of a candidate that was not expanded."""
+UNEXPANDED = -2  # the number of a candidate that was not expanded
 
 
 class Growth:
@@ -78,10 +76,13 @@ class Growth:
         >>> growth.expand(1).tokens.tolist()  # the most likely node is expanded first
         [[5]]
         >>> growth.add(torch.tensor([[[7, 8]]]), torch.tensor([[[0.9, 0.1]]]).log())
-        >>> tree, _ = growth.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
+        >>> tree = growth.best(3)  # of 4 nodes: 5, then 7 below it (0.54), then 6 (0.3)
         >>> tree.token_lists(), tree.parents
         ([[5, 7, 6]], ((-1, 0, -1),))
     """
+
+    _expandable: Tensor
+    """`[rows, last level]` log path probabilities by which the last level is expanded; set by `add` and `extend`."""
 
     def __init__(
         self, max_depths: Sequence[int], children: int, last_tokens: Tensor, depths_on_device: Tensor | None = None
@@ -99,13 +100,13 @@ class Growth:
         self._levels: list[TreeLevel] = []
         self._expansions: list[Expansion] = []  # the n-th one comes before level n + 1
         self._widths: tuple[int, ...] = ()  # of the expansions
-        self._expandable: Tensor = last_tokens  # set by `add`: log path probabilities of the last level, see `CLOSED`
         self._ancestors = Ancestors(len(self.max_depths), 1, last_tokens.device)  # of the last frontier
         self._packed: list[LevelTensors] = []  # the first `_packed_levels` levels
         self._packed_levels = 0
-        self._selection: Selection | None = None  # the best nodes, if a captured function has selected them
-        self._read_values: Any = None  # what the host has read of them
-        self._given_constants: Constants | None = None  # in a captured function
+        # The best nodes, if a captured function has made the last levels, and their values once the host has read them.
+        self._selection: Selection | None = None
+        self._read_values: Floats | None = None
+        self._constants_of_end: Constants | None = None  # in a captured function, of the tree after all of its levels
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +139,7 @@ class Growth:
         if self.max_depths_on_device is not None:  # the children have the depth `levels + 1`
             paths = paths.masked_fill(self.max_depths_on_device <= self.levels, NO_NODE)
         self._expandable = paths
-        if expandable is not None:
+        if expandable is not None:  # others stay candidates, but have no children, see `CLOSED`
             self._expandable = torch.where(expandable.flatten(1), paths, paths - CLOSED)
         self._levels.append(TreeLevel(tokens.flatten(1), paths))
         self.levels += 1
@@ -174,7 +175,7 @@ class Growth:
     @property
     def constants(self) -> Constants:
         """What depends on the shape of the tree alone."""
-        return self._given_constants or self.constants_after(0, 0)
+        return self._constants_of_end or self.constants_after(0, 0)
 
     def constants_after(self, passes: int, width: int) -> Constants:
         """The constants of the tree after so many passes, each of which expands so many nodes."""
@@ -199,37 +200,46 @@ class Growth:
     ) -> Growth:
         """Rebuild a tree in a captured function, of `last_tokens`, `depths_on_device`, and constants of its end."""
         growth = cls([0] * len(tokens), children, tokens, depths)  # the depths on the host are not read
-        growth._given_constants = constants
+        growth._constants_of_end = constants
         for tensors in packed:
             growth.extend(tensors)
         return growth
 
     def extend(self, tensors: LevelTensors, selection: Selection | None = None) -> None:
-        """Add packed levels; `selection` has the best nodes of the larger tree."""
+        """Add levels that were packed, as `expand` and `add` have added them to the tree they were packed of.
+
+        Args:
+            tensors: the levels after the present ones.
+            selection: the best nodes of the tree with these levels; None: `best` selects them.
+        """
         levels, expansions, self._expandable = tensors.unpack(self.children, is_first=not self._levels)
-        self._levels += levels
+        # What `expand` changes, for each of the expansions.
         self._expansions += expansions
         self._widths += tensors.widths
+        self.expanded += sum(tensors.widths)
         if tensors.ancestors is not None:
             self._ancestors = Ancestors.of(tensors.ancestors)
+        # What `add` changes, for each of the levels.
+        self._levels += levels
         self.levels += len(levels)
-        self.expanded += sum(tensors.widths)
         self._selection = selection
         self._read_values = None
+        # These levels are packed already.
         self._packed.append(tensors)
         self._packed_levels = len(self._levels)
 
     def select(self, nodes: int) -> Selection:
         """The best nodes, at most so many, padded to the width of a captured pass; and the last level."""
-        tree, _ = self.best(nodes)
+        tree = self.best(nodes)
         return Selection.of(tree.padded(padded_width(1 + tree.nodes) - 1), self._expandable)
 
     def read(self) -> Snapshot:
         """Read the probabilities of all candidates in one transfer; of a selection, all values of its nodes instead."""
         if self._selection is not None:
             read = self._selection.read.cpu().numpy()
-            self._read_values, expandable = self._selection.split(read)
-            paths = self._read_values[:, PATH, 1:]
+            values, expandable = self._selection.split(read)
+            self._read_values = values
+            paths = values[:, PATH, 1:]
         else:
             read = torch.cat([*(level.paths for level in self._levels), self._expandable], dim=1).cpu().numpy()
             paths = read[:, : self.candidates]
@@ -238,32 +248,62 @@ class Growth:
             expandable = np.where(np.array(self.max_depths)[:, None] > self.levels, expandable, NO_NODE)
         return Snapshot(self.levels, _descending(paths), _descending(expandable))
 
-    def best(
-        self, nodes: int, expanded_first: bool = False, with_expanded: bool = False
-    ) -> tuple[DeviceTree, Tensor | None]:
-        """The most probable trees of at most `nodes` nodes, and `[rows, nodes]` the number of each node's parent.
+    def best(self, nodes: int) -> DeviceTree:
+        """The most probable trees of at most `nodes` nodes, in descending order of their path probability."""
+        nodes = min(nodes, self.candidates)
+        if self._selection is not None:
+            return self._selection.first(nodes, self._read_values)
+        values = self._values(self._expanded_ids())
+        order = None  # chains have this order already
+        if self.children > 1:
+            order = values[:, PATH].topk(1 + nodes, dim=1).indices
+        tree, _ = self._tree(values, order, nodes)
+        return tree
 
-        With `expanded_first` all expanded nodes come first, in their order; `with_expanded` includes them all, sorted
-        by probability; both need `nodes >= expanded`. The parents are None if the tree comes from a selection.
+    def best_with_expanded(self, nodes: int, expanded_first: bool) -> tuple[DeviceTree, Tensor]:
+        """Trees of all expanded nodes and the most probable others; with `[rows, nodes]` the number of each parent.
+
+        Args:
+            nodes: how many nodes at most, but at least `expanded`.
+            expanded_first: the expanded nodes come first, in their order, then the others; if not, all are sorted by
+                their path probability.
         """
         nodes = min(nodes, self.candidates)
-        if self._selection is not None and not expanded_first and not with_expanded:
-            return self._selection.first(nodes, self._read_values, self.drafting_rows), None
-        # The values of all candidates, then of the nodes alone, in their order; in chains both orders are the same.
         ids = self._expanded_ids()
         values = self._values(ids)
-        if self.children > 1:
-            order = self._order(values[:, PATH], ids, nodes, expanded_first, with_expanded)
+        order = None
+        if ids is not None:
+            paths = values[:, PATH]
+            others = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
+            order = torch.cat([ids, others], dim=1)
+            if not expanded_first:
+                by_probability = paths.gather(1, order).argsort(dim=1, descending=True)
+                order = order.gather(1, by_probability)
+        # Where expanded nodes come first, those that are padding keep their places too.
+        return self._tree(values, order, nodes, includes_rejected=expanded_first)
+
+    def _tree(
+        self, values: Tensor, order: Tensor | None, nodes: int, includes_rejected: bool = False
+    ) -> tuple[DeviceTree, Tensor]:
+        """Trees of some candidates, and `[rows, nodes]` the number of the parent of each of their nodes.
+
+        Args:
+            values: of all candidates, see `_values`.
+            order: `[rows, 1 + nodes]` the candidate index of each row's last token, then of the nodes; children come
+                after their parents. None for chains, of which the first nodes are taken.
+            nodes: their number.
+            includes_rejected: see `DeviceTree`.
+        """
+        if order is not None:
             values = values.gather(2, order[:, None].expand(-1, PLANES, -1))
         values = values[:, :, : 1 + nodes]
         integers = values[:, :PATH].long()
         structure = None
-        if self.children > 1:
+        if order is not None:
             is_parent = integers[:, PARENT, :, None] == integers[:, NUMBER, None]
             structure = TreeStructure(integers[:, DEPTH], ancestors_of(is_parent))
-        # Where expanded nodes come first, those that are padding keep their places too.
-        host = HostCopy(values, structure is None, includes_rejected=expanded_first)
-        return DeviceTree(values, integers[:, TOKEN], structure, self.drafting_rows, host), integers[:, PARENT, 1:]
+        tree = DeviceTree(values, integers[:, TOKEN], structure, includes_rejected)
+        return tree, integers[:, PARENT, 1:]
 
     def _expanded_ids(self) -> Tensor | None:
         """`[rows, 1 + expanded]` the candidate index of each number; None for chains, where both are equal."""
@@ -286,20 +326,6 @@ class Growth:
         # All planes in one operation: TOKEN, NUMBER, DEPTH and PARENT, PATH. A candidate with NaN is no node.
         values = torch.cat([*tokens, numbers, depths_and_parents, *paths], dim=1)
         return values.nan_to_num(NO_NODE, inf, -inf).view(rows, PLANES, -1)
-
-    def _order(
-        self, paths: Tensor, ids: Tensor | None, nodes: int, expanded_first: bool, with_expanded: bool
-    ) -> Tensor:
-        """`[rows, 1 + nodes]` candidate indices: last token, then nodes; children are less likely, so later."""
-        if ids is None or not (expanded_first or with_expanded):
-            return paths.topk(1 + nodes, dim=1).indices
-        # The last token and all expanded nodes, then the likeliest of the others.
-        others = paths.scatter(1, ids, -inf).topk(nodes - self.expanded, dim=1).indices
-        order = torch.cat([ids, others], dim=1)
-        if expanded_first:
-            return order
-        by_probability = paths.gather(1, order).argsort(dim=1, descending=True)
-        return order.gather(1, by_probability)
 
 
 class Constants(NamedTuple):

@@ -29,17 +29,13 @@ from hf_specgen.tree import DraftTree
 class LevelDraft(Generic[T]):
     """A draft while it grows.
 
-    Args:
-        batch, drafter, k, size, threshold: as for `DrafterSession`.
-        text: what the drafter has taken for this draft.
-        estimator: of the call.
+    The text is what the drafter has taken for this draft, the estimator is that of the call.
 
     Attributes:
-        growth: the trees; set by `grow`.
         passes: tokens, over all rows, of each pass over nodes.
     """
 
-    growth: Growth
+    growth: Growth  # the trees; set by `grow`
 
     def __init__(
         self,
@@ -54,9 +50,9 @@ class LevelDraft(Generic[T]):
         self._batch = batch
         self._drafter = drafter
         self._text = text
-        self._size = tree_size(
-            None if batch.verifies_chains_only else size, batch, text.depths, drafter.single_pass_tokens, estimator
-        )
+        if batch.verifies_chains_only:
+            size = None
+        self._size = tree_size(size, batch, text.depths, drafter.single_pass_tokens, estimator)
         self._k = k
         self._threshold = threshold
         self._qs: list[torch.Tensor] = []  # q after the nodes of each pass, for rejection sampling
@@ -157,25 +153,28 @@ class LevelDraft(Generic[T]):
         # By row, the index of the generated token that this level proposes.
         steps = [[len(text) + self.growth.levels] for text in self._batch.state.generated]
         ids = self._drafter.token_ids
-        tokens = None if ids is None else ids.expand(len(scores), 1, -1)
-        draft_scores = self._batch.draft_scores(scores, steps, tokens)
-        proposed, q = self._proposals(scores, draft_scores)
+        if ids is not None:
+            ids = ids.expand(len(scores), 1, -1)
+        draft_scores = self._batch.draft_scores(scores, steps, ids)
+        tokens, log_acceptance, expandable, q = self._proposals(scores, draft_scores)
         if q is not None:
             self._qs.append(q)
-        self.growth.add(*proposed)
+        self.growth.add(tokens, log_acceptance, expandable)
 
     def _best(self) -> DraftTree:
         """The nodes that are verified, with q for rejection sampling."""
+        growth = self.growth
+        nodes = self._size.nodes(growth)
         expanded_first = self._drafter.expanded_nodes_first
-        wants_q = self._batch.wants_q
-        # In rejection sampling a node must not be left out because of its token, nor because of what follows it: all
-        # nodes that a pass has run on are verified.
-        least = self.growth.expanded if expanded_first or wants_q else 0
-        nodes = max(self._size.nodes(self.growth), least)
-        draft, parents = self.growth.best(nodes, expanded_first, with_expanded=wants_q)
-        if wants_q and draft.nodes and parents is not None:
-            q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab], by the number of the parent
-            draft = draft.with_q(q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1])))
+        if self._batch.wants_q or expanded_first:
+            # In rejection sampling a node must not be left out because of its token, nor because of what follows it:
+            # all nodes that a pass has run on are verified.
+            draft, parents = growth.best_with_expanded(max(nodes, growth.expanded), expanded_first)
+            if self._batch.wants_q and draft.nodes:
+                q = torch.cat(self._qs, dim=1)  # [batch, 1 + expanded, vocab], by the number of the parent
+                draft.q = q.gather(1, parents[..., None].expand(-1, -1, q.shape[-1]))
+        else:
+            draft = growth.best(nodes)
         if self._batch.do_sample:  # the verification reads depths and tokens before it chooses tokens
             draft.start_reading()
         return draft

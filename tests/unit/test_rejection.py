@@ -345,7 +345,7 @@ def test_tree_without_nodes_from_a_device_can_be_indexed_by() -> None:
     """Would catch: float indices of a draft whose levels were expanded, and of which no node is verified."""
     growth = Growth([2], 2, torch.tensor([[4]]))
     growth.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log())
-    tree, _ = growth.best(0, expanded_first=True)
+    tree, _ = growth.best_with_expanded(0, expanded_first=True)
     nodes = Nodes.of_tree(tree, torch.device("cpu"))
     assert tree.includes_rejected and nodes.tokens.shape == (1, 0)
     assert torch.zeros(1, 1, 9)[:, nodes.parents[0], nodes.tokens[0]].shape == (1, 0)

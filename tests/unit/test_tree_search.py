@@ -143,7 +143,9 @@ def test_growth_agrees_with_the_reference(
         for row, slow in enumerate(references):
             used = len(slow.frontier)
             slow.add(tokens[row].tolist()[:used], acceptance[row].tolist()[:used])
-    tree, _ = growth.best(max(size, growth.expanded if expanded_first else 0), expanded_first)
+    tree = growth.best(size)
+    if expanded_first:
+        tree, _ = growth.best_with_expanded(max(size, growth.expanded), expanded_first)
     _check_structure(tree)
     for row, slow in enumerate(references):
         chosen = {reference.path(tree, row, node) for node, p in enumerate(tree.probability[row]) if p > 1e-20}
@@ -247,7 +249,7 @@ def test_fastest_size_certain_text_grows_deep_and_uncertain_text_wide() -> None:
     for first in (0.97, 0.3):
         size = FastestSize(curve(0.05, 0.002).at(1, 100))
         growth = _grown(new_growth([16], 4), size, [first, *[(1 - first) / 4] * 3])
-        tree, _ = growth.best(size.nodes(growth))
+        tree = growth.best(size.nodes(growth))
         depths.append(max(tree.depths(0)))
         widths.append(tree.nodes / depths[-1])
     assert depths[0] > depths[1] + 3
@@ -264,7 +266,7 @@ def test_best_with_expanded_nodes_leaves_none_of_them_out() -> None:
         if level:
             growth.expand(1)
         growth.add(torch.tensor([[[next(tokens) for _ in range(3)]]]), torch.full((1, 1, 3), 0.3).log())
-    trees = [growth.best(3, with_expanded=wanted)[0] for wanted in (False, True)]
+    trees = [growth.best(3), growth.best_with_expanded(3, expanded_first=False)[0]]
     assert {0, 3} <= set(trees[1].token_lists()[0]) and 3 not in trees[0].token_lists()[0]
 
 
@@ -315,7 +317,7 @@ def test_fixed_size_reads_after_some_levels_and_stops_when_no_better_node_can_co
 def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
     """Would catch: a token beyond the depth of its row, whose position the model may not have."""
     growth = _grown(new_growth([3, 0, 1], 1), FixedSize(children=1), [0.5])
-    tree, source = growth.best(3)
+    tree, source = growth.best_with_expanded(3, expanded_first=False)
     assert tree.is_chain and tree.parents == ((-1, 0, 1), (), (-1,)) and source.tolist() == [[0, 1, 2]] * 3
     assert tree.token_lists() == [[0, 0, 0], [-1, -1, -1], [0, -1, -1]], "-1 is never the token of the target"
     assert tree.probability[0] == pytest.approx((0.5, 0.25, 0.125))
@@ -326,7 +328,7 @@ def test_chains_of_rows_with_different_limits_are_cut_to_them() -> None:
 def test_padded_tree_has_the_same_nodes_and_tokens_that_a_model_has(children: int, expanded_first: bool) -> None:
     """Would catch: padding that is no token, which the target cannot embed; padding that counts as nodes."""
     growth = _grown(new_growth([2], children), FixedSize(4, children), [0.5, 0.3, 0.1][:children])
-    tree, _ = growth.best(4, expanded_first)
+    tree = growth.best_with_expanded(4, expanded_first)[0] if expanded_first else growth.best(4)
     padded = tree.padded(9)
     inputs = padded.step_tokens([3], torch.device("cpu"))
     assert inputs.tolist() == [[3, *tree.tokens[0].tolist(), *[0] * (9 - tree.nodes)]]
@@ -367,7 +369,7 @@ def test_proposals_of_a_draft_vocabulary_are_those_of_the_whole_one(is_sampled: 
     expected = confidence.clamp(MIN_PROBABILITY, MAX_PROBABILITY).log() - 1e-4 * torch.arange(4) * wants_q
 
     propose = Proposals(4, vocab, 0.1, ScoreProcessors.of([]), ids, wants_q)
-    (tokens, acceptance, expandable), q = propose(propose.scores(logits), perturbed(logits, noise[..., ids]))
+    tokens, acceptance, expandable, q = propose(propose.scores(logits), perturbed(logits, noise[..., ids]))
     assert torch.equal(tokens, best.indices) and expandable is not None
     torch.testing.assert_close(acceptance, expected)
     assert torch.equal(expandable, whole.softmax(dim=-1).gather(-1, tokens) >= 0.1)
