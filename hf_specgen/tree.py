@@ -65,7 +65,8 @@ class DraftTree:
         if isinstance(tokens, torch.Tensor):
             if tokens.dim() != 2:
                 raise ValueError(f"the tokens of a draft tree are [batch, nodes], got the shape {list(tokens.shape)}")
-            self.tokens, (rows, nodes) = tokens, tokens.shape
+            self.tokens = tokens
+            rows, nodes = tokens.shape
             counts = [nodes] * rows
         else:
             counts = list(map(len, tokens))
@@ -112,11 +113,6 @@ class DraftTree:
         """Whether every row's draft is a chain."""
         return all(parents == chain_parents(len(parents)) for parents in self.parents)
 
-    @property
-    def drafting_rows(self) -> int:
-        """How many rows have a draft."""
-        return sum(map(bool, self.parents))
-
     def structure(self) -> TreeStructure:
         """The structure as tensors; padding nodes continue the row as a chain."""
         return TreeStructure.of_chains(self.batch, self.nodes) if self.is_chain else self._host_structure
@@ -130,15 +126,9 @@ class DraftTree:
 
     def step_tokens(self, pending: Sequence[int], device: torch.device) -> torch.Tensor:
         """`[batch, 1 + nodes]` input tokens of a step: the last token of each row, its draft, and itself as padding."""
-        if "_lists" in vars(self):
-            rows = zip(pending, self._lists, map(len, self.parents), strict=True)
-            lists = [[last, *row[:nodes], *[last] * (self.nodes - nodes)] for last, row, nodes in rows]
-            return torch.tensor(lists).to(device)
-        return torch.cat([torch.tensor(pending)[:, None].to(device), self.input_tokens(device)], dim=1)
-
-    def input_tokens(self, device: torch.device) -> torch.Tensor:
-        """`[batch, nodes]` the tokens as a model reads them, padding included."""
-        return self.tokens.to(device)
+        rows = zip(pending, self.token_lists(), map(len, self.parents), strict=True)
+        lists = [[last, *row[:nodes], *[last] * (self.nodes - nodes)] for last, row, nodes in rows]
+        return torch.tensor(lists).to(device)
 
     def token_lists(self) -> list[list[int]]:
         """`[batch][nodes]` the tokens, padding included; read once."""
@@ -237,15 +227,10 @@ class DraftTree:
 
 
 class TreeStructure(NamedTuple):
-    """The structure of draft trees as tensors, with each row's last token as index 0 and node ``i`` as ``i + 1``.
+    """The structure of draft trees as tensors, with each row's last token as index 0 and node ``i`` as ``i + 1``."""
 
-    Args:
-        depths: `[batch, 1 + nodes]`.
-        ancestors: `[batch, 1 + nodes, 1 + nodes]` bool; `[b, i, j]` is True where ``j`` is ``i`` or its ancestor.
-    """
-
-    depths: torch.Tensor
-    ancestors: torch.Tensor
+    depths: torch.Tensor  # [batch, 1 + nodes]
+    ancestors: torch.Tensor  # [batch, 1 + nodes, 1 + nodes] bool: whether [b, i, j] ``j`` is ``i`` or its ancestor
 
     @classmethod
     def of_chains(cls, batch: int, nodes: int, device: torch.device | None = None) -> TreeStructure:

@@ -80,7 +80,7 @@ class EarlyExitTarget(Target):
             return super().forward(tree, pending, active)
         drafted = sum(states.shape[1] for states in self._states[1:])
         if drafted < tree.nodes:
-            self.run_early(tree, tree.input_tokens(self.device)[:, drafted:], with_logits=False)
+            self.run_early(tree, tree.tokens[:, drafted:].to(self.device), with_logits=False)
         states = torch.cat(self._states, dim=1)  # [batch, 1 + nodes, hidden]
         self._states.clear()
         self.cache.set_lengths(self._starts)
