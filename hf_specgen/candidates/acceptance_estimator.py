@@ -14,14 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.floating[Any]]
-STATES = 6
-"""States of tokens; in the last one p is at least 1 - 2^-5."""
-START = STATES
-"""The state before the first level of a draft."""
-TINY = 1e-30
-"""Keeps quotients of probabilities finite."""
-FORGETTING = 0.9
-"""Factor by which the weight of earlier drafts decreases with every draft."""
+STATES = 6  # states of tokens; in the last one p is at least 1 - 2^-5
+START = STATES  # the state before the first level of a draft
+FORGETTING = 0.9  # factor by which the weight of earlier drafts decreases with every draft
 
 
 class DraftLevels:
@@ -57,7 +52,7 @@ class DraftLevels:
         Returns:
             `reached`, if one of the expanded nodes of the level before is accepted.
         """
-        before = np.maximum(_column(self._reached, self.width), TINY)
+        before = np.maximum(_column(self._reached, self.width), 1e-30)  # so that quotients are finite
         levels = level - self._level  # since the last read; they share their mean probability
         conditional = np.minimum(1.0, reached / before[:, None]) ** (1 / levels)
         self._conditional += [_column(conditional, self.width)] * levels
@@ -78,9 +73,6 @@ class DraftLevels:
 class AcceptanceEstimator:
     """The expected number of accepted tokens below nodes, by how certain the drafter is of the nodes.
 
-    Until drafts have shown something else, a token is followed by tokens half like itself and half like the first ones
-    of drafts, and these are of the third state.
-
     Example:
         >>> estimator = AcceptanceEstimator()
         >>> [round(float(value), 1) for value in estimator.expected([0.99, 0.4], 8)[0, -1]]  # in up to 8 levels
@@ -95,15 +87,17 @@ class AcceptanceEstimator:
     """
 
     def __init__(self) -> None:
-        centers = np.append(1 - 0.75 * 0.5 ** np.arange(STATES), 0.0)  # the middle of each state
-        centers[START] = centers[2]
+        # Before anything is counted, each state is followed by itself, and `START` by the third state.
+        following = np.array([*range(STATES), 2])
+        middles = 1 - 0.75 * 0.5**following  # of the probabilities of these states
         self._prior = np.zeros((1 + STATES, 1 + STATES))
-        self._prior[np.arange(1 + STATES), [*range(STATES), 2]] = centers
-        self._prior_of_all = 1 - (1 - centers) ** 2
-        self._counts = np.zeros_like(self._prior)  # [s, t] how often state t followed state s
-        self._sums = np.zeros_like(self._prior)  # [s, t] of the probabilities in state t
-        self._sums_of_all = np.zeros(1 + STATES)  # [s] of the probabilities of all candidates after state s
-        self._expected: Floats | None = None
+        self._prior[range(1 + STATES), following] = middles
+        self._prior_of_all = 1 - (1 - middles) ** 2  # as if the token had two independent candidates
+        # By state s and the state t after it: how often t followed s, and the sum of the probabilities of these tokens.
+        self._counts = np.zeros_like(self._prior)
+        self._sums = np.zeros_like(self._prior)
+        self._sums_of_all = np.zeros(1 + STATES)  # [s] of the probabilities that one of the candidates is accepted
+        self._expected: Floats | None = None  # see `_of_states`
         # Draft tokens that were accepted, and that were expected to be; and two of each that are assumed.
         self._accepted = 2.0
         self._assumed = 2.0
@@ -143,13 +137,13 @@ class AcceptanceEstimator:
     @property
     def transitions(self) -> Floats:
         """`[s, t]` the probability that the token after one of state s is of state t, and is accepted."""
-        return self._mixed(self._prior, self._sums)
+        return self._means(self._prior, self._sums)
 
-    def _mixed(self, prior: Floats, sums: Floats) -> Floats:
-        """Means of what was counted after each state, and of what is assumed, which counts as one token.
+    def _means(self, prior: Floats, sums: Floats) -> Floats:
+        """`[1 + STATES, …]` means over the tokens after each state: those that were counted, and one that is assumed.
 
-        Half of the latter is what the first tokens of drafts have shown: drafts that end at doubtful tokens never show
-        what follows these.
+        The assumed one is half the prior, half the mean of the first tokens of drafts: drafts that end at doubtful
+        tokens never show what follows these.
         """
         weights = 1 + self._counts.sum(axis=1)
         start = (prior[START] + sums[START]) / weights[START]
@@ -161,8 +155,8 @@ class AcceptanceEstimator:
         """`[2, levels or more, 1 + STATES]` as `expected`, below nodes of each state."""
         if self._expected is not None and self._expected.shape[1] >= levels:
             return self._expected
-        power = self.transitions
-        of_all = self._mixed(self._prior_of_all, self._sums_of_all)
+        power = self.transitions  # of as many levels as `accepted` has
+        of_all = self._means(self._prior_of_all, self._sums_of_all)
         accepted = np.stack([power.sum(axis=1), of_all])[:, None]  # [2, n - 1, s] that the n-th token is accepted
         while accepted.shape[1] < levels:
             accepted = np.concatenate([accepted, accepted @ power.T], axis=1)

@@ -21,8 +21,7 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification.result import VerificationResult
 
 Tag = TypeVar("Tag")
-MIN_PATH_PROBABILITY = 0.05
-"""Of the nodes of an "auto" tree without a latency model."""
+MIN_PATH_PROBABILITY = 0.05  # of the nodes of an "auto" tree without a latency model
 
 
 @dataclass
@@ -101,13 +100,14 @@ def draft_rows(
     if not any(depths):
         return DraftTree.empty(len(depths)), [SearchTree() for _ in depths]
     step_size = tree_size(size, batch, depths)
-    is_chain = size is None
     if isinstance(step_size, FastestSize):
-        limits = SearchLimits(step_size.max_nodes, step_size.min_probability, is_chain)
+        limits = SearchLimits(step_size.max_nodes, step_size.min_probability)
     elif isinstance(size, int):
         limits = SearchLimits(size)
+    elif size is None:
+        limits = SearchLimits(max(depths), is_chain=True)
     else:  # without a latency model, "auto" drafts what is not improbable
-        limits = SearchLimits(max(depths), 0.0 if is_chain else MIN_PATH_PROBABILITY, is_chain)
+        limits = SearchLimits(max(depths), MIN_PATH_PROBABILITY)
     trees = [search(row, limits) for row in range(len(depths))]
     nodes = limits.nodes
     if isinstance(step_size, FastestSize):

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from math import inf, isqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_specgen.candidates.acceptance_estimator import AcceptanceEstimator, DraftLevels
 from hf_specgen.candidates.draft_batch import DraftBatch
@@ -28,12 +27,10 @@ from hf_specgen.depth.latency import CostCurve, DraftLatency, StepLatency, faste
 from hf_specgen.device_tree import Floats
 from hf_specgen.targets.cache import padded_width
 
-Integers = NDArray[np.integer[Any]]
 MAX_NODES = 63
 """Maximum number of nodes of a row, which with its last token fill a pass of 64: beyond, each further node adds to the
 latency even of a memory-bound target."""
-MAX_CHILDREN = 8
-"""Maximum number of children of a node, and of nodes of a row that are expanded in one pass."""
+MAX_CHILDREN = 8  # maximum number of children of a node, and of nodes of a row that are expanded in one pass
 MIN_GAIN = 0.001
 """Relative gain in expected tokens per second that a further pass of the drafter must have; and the least path
 probability of a node that a search adds."""
@@ -47,12 +44,7 @@ class Plan(NamedTuple):
 
 
 class TreeSize(ABC):
-    """The size of the trees of one step.
-
-    Args:
-        max_nodes: maximum number of nodes of a row.
-        children: maximum number of children of a node; 1 for chains.
-    """
+    """The size of the trees of one step: at most so many nodes of a row, and children of a node; 1 for chains."""
 
     def __init__(self, max_nodes: int, children: int):
         self.max_nodes = max_nodes
@@ -133,10 +125,7 @@ class FastestSize(TreeSize):
     """Trees with the most expected tokens per second.
 
     Args:
-        latency: of the target's and the drafter's passes.
-        rows: rows that draft.
-        pass_rows: rows of the target's pass, if these are more rows.
-        children: as for `TreeSize`.
+        rows, pass_rows: rows that draft, and rows of the target's pass if these are more.
         is_padded: whether the target's passes are padded to the width of a captured one.
         estimator: of the call; None: of no earlier draft.
     """
@@ -194,48 +183,52 @@ class FastestSize(TreeSize):
         self._levels.width = plan.width
 
     def _fastest_width(self, snapshot: Snapshot, growth: Growth) -> int:
-        """How many nodes to expand for the most expected tokens per second; 0 if a further pass would lower them.
+        """How many nodes of each row the next pass expands for the most expected tokens per second; 0 for no pass.
 
-        The most probable candidates of the last level are expanded: a width of n means the first n of each row. The
-        level is counted for the estimator.
+        A width of n means the n most probable candidates of the last level. Its probabilities are counted for the
+        estimator.
         """
-        limit = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
-        expandable = snapshot.expandable[:, :limit]
+        most = max(0, min(len(self._pass_seconds), self.max_nodes - growth.expanded))
+        expandable = snapshot.expandable[:, :most]
         widths = int(np.count_nonzero(expandable.sum(axis=0)))  # so many candidates of some row
         if not widths or not snapshot.may_improve(self.max_nodes):
             return 0
         # `[rows, widths]` the probability that one of the nodes of each width is accepted; then the same, given that
         # one of the nodes expanded before is.
-        reached = expandable.cumsum(axis=1)[:, :widths]
+        reached = expandable[:, :widths].cumsum(axis=1)
         conditional = self._levels.add(growth.levels, reached, snapshot.expandable.sum(axis=1))
-        # Without a further pass: tokens and seconds by how many of the nodes so far are verified, 0, 1, …
+        # Without a further pass: tokens and seconds of the step if 0, 1, … of the present nodes are verified.
         probability = self._estimator.scaled(snapshot.probability[:, : self.max_nodes]).sum(axis=0)
         tokens = np.concatenate([[self._rows], probability]).cumsum()
         seconds = self._target_seconds[: len(tokens)] + self._draft_seconds
         verified = fastest(tokens, seconds)
-        # With further passes as many of these nodes are verified, but at least the path down to the last level.
-        base = min(max(verified, growth.levels), len(tokens) - 1)
-        gains, seconds_ahead = self._further_levels(growth, base, reached, conditional)
-        # Choice 0 is no further pass, the others are those of `[2, levels, widths]`, whose last axis is the width.
-        choice = fastest(
-            np.append(tokens[verified], tokens[base] + gains),
-            np.append(seconds[verified], seconds_ahead),
-            margin=MIN_GAIN,
-        )
+        # With further passes as many present nodes are verified, but at least the path down to the last level.
+        present = min(max(verified, growth.levels), len(tokens) - 1)
+        gains, seconds_ahead = self._further_levels(growth, present, reached, conditional)
+        # Choice 0 is no further pass, choice 1 + i the i-th of `[2, levels, widths]`, whose last axis is the width.
+        all_tokens = np.append(tokens[verified], tokens[present] + gains)
+        all_seconds = np.append(seconds[verified], seconds_ahead)
+        choice = fastest(all_tokens, all_seconds, margin=MIN_GAIN)
         return 1 + (choice - 1) % widths if choice else 0
 
-    def _further_levels(self, growth: Growth, base: int, reached: Floats, conditional: Floats) -> tuple[Floats, Floats]:
+    def _further_levels(
+        self, growth: Growth, present: int, reached: Floats, conditional: Floats
+    ) -> tuple[Floats, Floats]:
         """Expected tokens of 1, 2, … further levels, and seconds of the step with them: `[2, levels, widths]` each.
 
-        First if the nodes to expand alone are verified, then if all candidates are, beside `base` nodes so far. A first
-        draft token may cost far more than each further one, and a run of certain tokens pays only as a whole.
+        First if of each level the expanded nodes alone are verified, then if all candidates are, beside `present`
+        nodes. All numbers of levels are compared, as the second draft token may cost far less than the first one, and a
+        run of certain tokens is faster only as a whole.
+
+        Args:
+            reached, conditional: `[rows, widths]`, as in `_fastest_width`.
         """
         widths = np.arange(1, 1 + reached.shape[1])
         levels = np.arange(1, 1 + max(1, max(growth.max_depths) - growth.levels))[:, None]
         below = self._estimator.expected(conditional, len(levels))  # [2, levels, rows, widths] if a node is accepted
         gains = (below * self._estimator.scaled(reached)).sum(axis=2)
         expanded = levels * widths
-        nodes = np.minimum(base + np.stack([expanded, growth.children * expanded]), self.max_nodes)
+        nodes = np.minimum(present + np.stack([expanded, growth.children * expanded]), self.max_nodes)
         seconds = self._target_seconds[nodes] + self._draft_seconds + levels * self._pass_seconds[: len(widths)]
         seconds[:, growth.expanded + expanded > self.max_nodes] = inf  # more than a tree may have
         return gains, seconds
@@ -304,10 +297,7 @@ def tree_size(
 
     Args:
         size: maximum number of nodes; "auto" for the most tokens per second; None, or "auto" without latencies: chains.
-        batch: the rows.
-        depths: the maximum depth of each row.
         only_pass: see `Drafter.single_pass_tokens`.
-        estimator: of the call, see `FastestSize`.
     """
     if isinstance(size, int):
         return FixedSize(size)
