@@ -16,12 +16,6 @@ chose ``argmax(q / e)``, both choices are the same token with probability
 ``sum_v 1 / sum_w max(p_w / p_v, q_w / q_v) >= (1 - d) / (1 + d)``, d the total variation distance of p and q: an old
 answer is mostly kept where the weights have changed little.
 
-Storing the token's probability q_v instead, and accepting it with min(1, p_v / q_v), would not do: the residual
-distribution needs all of q. Nor would another rule K(x | v, q_v), the probability of emitting x given v and q_v alone.
-It must give p_x = sum_v q_v K(x | v, q_v) for every q. With at least three tokens, mass may move between two of them
-while the others stay, so that q_v K(x | v, q_v) is linear in q_v with the same slope for all v. Then K = p, which does
-not depend on the draft.
-
 Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (2024).
 """
 
@@ -54,8 +48,8 @@ class CoupledVerifier(Verifier):
 class _CoupledSession(VerificationSession):
     def __init__(self, call: Call):
         super().__init__(call)
-        self._noise: NoiseBuffer | RowNoise | None = None
-        self._generator: torch.Generator | None = None
+        self._noise: NoiseBuffer | None = None
+        self._generator: torch.Generator | None = None  # the global one, taken for this call
         self._confirmed = 0
         if call.do_sample:
             check_multinomial(call.state.device, torch.float32)
@@ -78,10 +72,12 @@ class _CoupledSession(VerificationSession):
             return argmax(scores)
         if self._noise is None:
             batch, _, vocab = scores.shape
-            if self._generator is None:
-                self._noise = RowNoise(self._seeds(), vocab, self.call.state.device, scores.dtype)
+            if self._generator is not None:
+                generators = [self._generator]
             else:
-                self._noise = NoiseBuffer(batch, vocab, self._generator, scores.dtype)
+                device = self.call.state.device
+                generators = [torch.Generator(device).manual_seed(seed) for seed in self._seeds()]
+            self._noise = NoiseBuffer(batch, vocab, generators, scores.dtype)
         return exponential_race(scores.softmax(dim=-1), self._noise.at(steps))
 
     def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
@@ -145,53 +141,43 @@ def weights_hash(model: torch.nn.Module | None) -> int:
     return hash(tuple(values))
 
 
-class RowNoise:
-    """The noise of rows that have a seed each; the methods are those of `NoiseBuffer`."""
-
-    def __init__(self, seeds: Sequence[int], vocab: int, device: torch.device, dtype: torch.dtype):
-        generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        self._rows = [NoiseBuffer(1, vocab, generator, dtype) for generator in generators]
-        self.capacity = max(MIN_BUFFERED_STEPS, self._rows[0].capacity // len(self._rows))
-
-    def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-        """`[batch, steps, vocab]` the noise of each row at its own steps."""
-        return torch.cat([row.at([steps_of_row]) for row, steps_of_row in zip(self._rows, steps, strict=True)])
-
-    def release(self, step: int) -> None:
-        """See `NoiseBuffer.release`."""
-        for row in self._rows:
-            row.release(step)
-
-    def rewind(self, step: int) -> None:
-        """Does nothing: the generators are used by this call alone."""
-
-
 class NoiseBuffer:
     """Exponential noise for each decoding step, drawn ahead as needed; `rewind` undoes what was drawn too much.
 
-    `dtype` is that of the probabilities, which is what `torch.multinomial` draws its noise in.
+    Args:
+        batch, vocab: rows, and values of each in a step.
+        generators: one, which draws for all rows at once as `torch.multinomial` does; or one for each row.
+        dtype: of the probabilities, which is what `torch.multinomial` draws its noise in.
+
+    Attributes:
+        capacity: how many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`.
     """
 
-    def __init__(self, batch: int, vocab: int, generator: torch.Generator, dtype: torch.dtype = torch.float32):
-        check_multinomial(generator.device, dtype)
+    def __init__(
+        self, batch: int, vocab: int, generators: Sequence[torch.Generator], dtype: torch.dtype = torch.float32
+    ):
+        check_multinomial(generators[0].device, dtype)
         self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
-        """How many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`."""
-        self._shape = (batch, vocab)
+        self._shape = (batch // len(generators), vocab)  # of what each generator draws for a step
         self._dtype = dtype
-        self._generator = generator
+        self._generators = generators
         self._drawn = 0
-        self._noise: dict[int, torch.Tensor] = {}
-        self._states: dict[int, torch.Tensor] = {}
+        self._noise: dict[int, torch.Tensor] = {}  # `[batch, vocab]` by step
+        self._states: dict[int, list[torch.Tensor]] = {}  # of the generators, before each step
 
     def at(self, steps: Sequence[Sequence[int]]) -> torch.Tensor:
         """`[batch, steps, vocab]` the noise of each row at its own steps; drawn as needed."""
         while self._drawn <= max(map(max, steps)):
-            self._states[self._drawn] = self._generator.get_state()
-            noise = torch.empty(self._shape, dtype=self._dtype, device=self._generator.device)
-            self._noise[self._drawn] = noise.exponential_(generator=self._generator)
+            self._states[self._drawn] = [generator.get_state() for generator in self._generators]
+            noise = [self._drawn_from(generator) for generator in self._generators]
+            self._noise[self._drawn] = noise[0] if len(noise) == 1 else torch.cat(noise)
             self._drawn += 1
         slices = [self._noise[step][row] for row, row_steps in enumerate(steps) for step in row_steps]
         return torch.stack(slices).view(len(steps), -1, self._shape[1])
+
+    def _drawn_from(self, generator: torch.Generator) -> torch.Tensor:
+        """The next noise of a generator."""
+        return torch.empty(self._shape, dtype=self._dtype, device=generator.device).exponential_(generator=generator)
 
     def release(self, step: int) -> None:
         """Drop the noise before `step`, which no row needs any more."""
@@ -201,9 +187,10 @@ class NoiseBuffer:
                 del self._states[past]
 
     def rewind(self, step: int) -> None:
-        """Set the generator to the state in which plain `generate` leaves it after `step` tokens."""
+        """Set the generators to the state in which plain `generate` leaves them after `step` tokens."""
         if step < self._drawn:
-            self._generator.set_state(self._states[step])
+            for generator, state in zip(self._generators, self._states[step], strict=True):
+                generator.set_state(state)
 
 
 @lru_cache(maxsize=8)

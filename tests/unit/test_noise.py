@@ -6,7 +6,7 @@ import torch
 from hf_specgen.random_state import NoiseSeed, NoiseSeeds, kept, take
 from hf_specgen.verification import coupled
 from hf_specgen.verification.base import INVALID, argmax, exponential_race
-from hf_specgen.verification.coupled import NoiseBuffer, RowNoise, check_multinomial, weights_hash
+from hf_specgen.verification.coupled import NoiseBuffer, check_multinomial, weights_hash
 
 CPU = torch.device("cpu")
 VOCAB = 17
@@ -38,7 +38,7 @@ def test_exponential_race_picks_the_tokens_of_multinomial(batch: int) -> None:
     p = distributions(40, batch)
     torch.manual_seed(5)
     plain = plain_sampling(p)
-    buffer = NoiseBuffer(batch, VOCAB, seeded(5))
+    buffer = NoiseBuffer(batch, VOCAB, [seeded(5)])
     for step in range(40):
         e = buffer.at([[step]] * batch)
         assert e.shape == (batch, 1, VOCAB)
@@ -53,7 +53,7 @@ def test_noise_has_the_dtype_of_the_probabilities(dtype: torch.dtype) -> None:
     plain = plain_sampling(p)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        buffer = NoiseBuffer(2, 512, seeded(5), dtype)
+        buffer = NoiseBuffer(2, 512, [seeded(5)], dtype)
         noise = torch.cat([buffer.at([[step]] * 2) for step in range(200)], dim=1).transpose(0, 1)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -64,7 +64,7 @@ def test_release_after_every_step_keeps_memory_bounded() -> None:
     """Would catch: a buffer that keeps the noise of all steps."""
     sizes = []
     for steps in (4, 400):
-        buffer = NoiseBuffer(1, VOCAB, seeded(5))
+        buffer = NoiseBuffer(1, VOCAB, [seeded(5)])
         for step in range(steps):
             buffer.at([[step]])
             buffer.release(step)
@@ -80,8 +80,8 @@ def tensor_bytes(value: object) -> int:
 
 def test_capacity_is_limited_by_the_size_of_the_buffer() -> None:
     """2 rows of 2^20 float32 take 8 MiB a step: 32 steps in 256 MiB. Never fewer than 16."""
-    assert NoiseBuffer(2, 2**20, seeded(5)).capacity == 32
-    assert NoiseBuffer(2, 2**30, seeded(5)).capacity == coupled.MIN_BUFFERED_STEPS == 16
+    assert NoiseBuffer(2, 2**20, [seeded(5)]).capacity == 32
+    assert NoiseBuffer(2, 2**30, [seeded(5)]).capacity == coupled.MIN_BUFFERED_STEPS == 16
 
 
 @pytest.mark.parametrize("defect", ["other tokens", "more noise"])
@@ -156,13 +156,13 @@ def test_exponential_race_with_nan_is_invalid() -> None:
 
 def test_row_noise_of_a_row_depends_on_its_seed_alone() -> None:
     """Would catch: rows that share noise, or noise that depends on the batch or on how far other rows are."""
-    rows = RowNoise([5, 6, 5], VOCAB, CPU, torch.float32)
+    rows = NoiseBuffer(3, VOCAB, [seeded(5), seeded(6), seeded(5)])
     rows.at([[0], [3], [1]])
     together = rows.at([[4], [4], [4]])[:, 0]
-    alone = [NoiseBuffer(1, VOCAB, seeded(seed)).at([[4]])[0, 0] for seed in (5, 6)]
+    alone = [NoiseBuffer(1, VOCAB, [seeded(seed)]).at([[4]])[0, 0] for seed in (5, 6)]
     assert torch.equal(together, torch.stack([alone[0], alone[1], alone[0]]))
     rows.release(9)
-    assert rows.capacity == NoiseBuffer(3, VOCAB, seeded(5)).capacity
+    assert rows.capacity == NoiseBuffer(3, VOCAB, [seeded(5)]).capacity
 
 
 def taken(seeds: NoiseSeeds, weights: int, rows: int) -> list[NoiseSeed]:
