@@ -202,7 +202,8 @@ class VerificationSession(ABC):
         draft_tokens = tree.token_lists()
         nodes = [-1] * tree.batch
         chosen: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in range(tree.batch) if active[row]}
-        scores, logits_of = ([dict[int, torch.Tensor]() for _ in active] for _ in range(2))  # by row and slot
+        scores = [dict[int, torch.Tensor]() for _ in active]  # by row and slot
+        logits_of = [dict[int, torch.Tensor]() for _ in active]
         walking = list(chosen)
         is_broken = False
         columns = list[torch.Tensor]()
@@ -215,7 +216,9 @@ class VerificationSession(ABC):
                 choices = self.choose(processed[:, None], [[step]] * tree.batch, tree, [[node] for node in nodes])
                 tokens = tree.read_with(choices)
                 for row in [row for row in walking if len(state.generated[row]) == step]:
-                    [token], (path, emitted), slot = tokens[row], chosen[row], nodes[row] + 1
+                    [token] = tokens[row]
+                    path, emitted = chosen[row]
+                    slot = nodes[row] + 1
                     scores[row][slot] = processed[row]
                     logits_of[row][slot] = column[row]
                     emitted.append(token)
@@ -280,7 +283,8 @@ class PathSession(VerificationSession):
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
         """In descending order, a sample without replacement from `softmax(scores)`."""
-        scores, device = super().draft_scores(scores, steps, tokens), scores.device
+        device = scores.device
+        scores = super().draft_scores(scores, steps, tokens)
         if not self.call.do_sample:
             return scores
         if device not in self._generators:
@@ -302,24 +306,26 @@ class PathSession(VerificationSession):
             scores = scores.expand(-1, 1 + tree.nodes, -1)
         drafted = Nodes.of_tree(tree, scores.device)
         last, following = self.accept(scores.float(), tree, drafted)
+        # The token after each slot: on the path that of the next node, after its last node `following`. Nodes off the
+        # path write theirs to one slot more, which is cut off.
         rows = torch.arange(len(last), device=last.device)
         slots = scores.shape[1]
         on_path = tree.structure().ancestors.to(last.device)[rows, last][:, 1:]  # padding is below what is accepted
-        chosen = pad(following.expand(-1, slots), (0, 1))  # one slot more, for nodes off the path
+        chosen = pad(following.expand(-1, slots), (0, 1))
         chosen.scatter_(1, torch.where(on_path, drafted.parents, slots), drafted.tokens)
         return chosen[:, : len(nodes[0])]
 
 
 def _children_only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
     """The children of one node of each row."""
-    lists = [children(parents) for parents in tree.parents]
-    picked = [known[node + 1] if node + 1 < len(known) else () for known, node in zip(lists, nodes, strict=True)]
-    tokens = [[row[node] for node in own] for row, own in zip(tree.token_lists(), picked, strict=True)]
+    children_of = [children(parents) for parents in tree.parents]
+    kept = [slots[node + 1] if node + 1 < len(slots) else () for slots, node in zip(children_of, nodes, strict=True)]
+    tokens = [[drafted[node] for node in row] for drafted, row in zip(tree.token_lists(), kept, strict=True)]
     q = tree.q
-    width = max(map(len, picked))
+    width = max(map(len, kept))
     if q is not None:
-        q = torch.stack([q[row, [*own, *[0] * (width - len(own))]] for row, own in enumerate(picked)])
-    return DraftTree(tokens, tuple((-1,) * len(own) for own in picked), q)
+        q = torch.stack([q[index, [*row, *[0] * (width - len(row))]] for index, row in enumerate(kept)])
+    return DraftTree(tokens, tuple((-1,) * len(row) for row in kept), q)
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:

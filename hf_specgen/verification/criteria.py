@@ -23,16 +23,11 @@ from hf_specgen.verification.processors import checked
 
 BUILT_IN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria)
 """Criteria that are not called: `GenerationState.stop_ids` and `max_length` have the same effect."""
-WITHOUT_SCORES = (MaxTimeCriteria, StopStringCriteria)
-"""Criteria that do not read the scores that they receive."""
+WITHOUT_SCORES = (MaxTimeCriteria, StopStringCriteria)  # criteria that do not read the scores that they receive
 
 
 class CustomCriteria:
     """The stopping criteria of a call without those that `GenerationState` applies; false if there are none.
-
-    Args:
-        criteria: all criteria of the call, as prepared by `generate`.
-        call: the call.
 
     Attributes:
         scores: processed scores `[batch, vocab]` of the emitted positions, appended by `OutputCollector`; None unless

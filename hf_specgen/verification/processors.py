@@ -137,7 +137,11 @@ class ScoreProcessors:
     def of(cls, processors: Sequence[Any]) -> ScoreProcessors:
         """The score-only processors of a call."""
         score_only = tuple(processor for processor in processors if type(processor) in SCORE_ONLY)
-        settings = [(type(processor), *map(_setting, vars(processor).values())) for processor in score_only]
+        settings: list[Any] = []
+        for processor in score_only:
+            # A setting that is a number itself; of anything else, the identity.
+            values = [value if isinstance(value, int | float) else id(value) for value in vars(processor).values()]
+            settings.append((type(processor), *values))
         return cls(score_only, tuple(settings))
 
     @property
@@ -160,11 +164,6 @@ class ScoreProcessors:
         return scores
 
 
-def _setting(value: Any) -> Any:
-    """A setting of a processor: a number itself; of anything else, the identity."""
-    return value if isinstance(value, int | float) else id(value)
-
-
 class LogitsPipeline:
     """Applies the processors of one call."""
 
@@ -175,8 +174,7 @@ class LogitsPipeline:
         self.score_processors = ScoreProcessors.of(processors)
         """Those that are applied to the scores of a draft, and if they are all of them to those of the target."""
         kinds = [type(processor) for processor in processors]
-        self.score_only = all(kind in SCORE_ONLY for kind in kinds)
-        """Whether `score_processors` are all processors."""
+        self.score_only = all(kind in SCORE_ONLY for kind in kinds)  # whether `score_processors` are all processors
         known = SCORE_ONLY | ROW_WISE
         dependent = [one for one in processors if type(one) not in known and not getattr(one, "row_wise", False)]
         self.stateful = [name_of(one) for one in dependent]

@@ -65,15 +65,19 @@ class RejectionSession(PathSession):
 
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
         p = scores.softmax(dim=-1)
-        rows, (batch, slots, vocab), q = torch.arange(len(p), device=p.device), p.shape, tree.q
+        batch, slots, vocab = p.shape
+        q = tree.q
         if q is not None:
-            q = (pad(q, (0, vocab - q.shape[-1])) if q.shape[-1] < vocab else q).to(p.device, torch.float32)
+            if q.shape[-1] < vocab:
+                q = pad(q, (0, vocab - q.shape[-1]))
+            q = q.to(p.device, torch.float32)
         weights, remaining = path_weights(p, q, *nodes)
         accepted = torch.rand(batch, slots, dtype=p.dtype, device=p.device) < weights
-        accepted[:, 0] = True
+        accepted[:, 0] = True  # the row's last token
+        # Of the accepted slots the one that is visited first; padding is visited last.
         order = torch.tensor([(*post_order(row), *[slots] * (slots - 1 - len(row))) for row in tree.parents])
         last = order.to(p.device).masked_fill(~accepted, slots).argmin(dim=1)
-        left = remaining[rows, last]
+        left = remaining[torch.arange(batch, device=p.device), last]
         return last, exponential_race(left, exponential(left.shape, p.device))[:, None]
 
 
@@ -175,9 +179,11 @@ class _TypicalSession(PathSession):
         self._settings = settings
 
     def accept(self, scores: torch.Tensor, tree: DraftTree, nodes: Nodes) -> tuple[torch.Tensor, torch.Tensor]:
-        p, (depths, ancestors) = scores.softmax(dim=-1), (part.to(scores.device) for part in tree.structure())
+        p = scores.softmax(dim=-1)
         probability = p[torch.arange(len(p), device=p.device)[:, None], nodes.parents, nodes.tokens]
         accepted = (probability > self._settings.threshold(p).gather(1, nodes.parents)) & nodes.are_real
+        # The deepest node of which all ancestors are accepted, and it itself; the row's last token always is.
+        depths, ancestors = (part.to(p.device) for part in tree.structure())
         is_reached = (pad(accepted, (1, 0), value=True)[:, None] | ~ancestors).all(dim=2)
-        own = exponential_race(p, exponential(p.shape, p.device)) if self.call.do_sample else argmax(scores)
-        return depths.masked_fill(~is_reached, -1).argmax(dim=1), own
+        last = depths.masked_fill(~is_reached, -1).argmax(dim=1)
+        return last, exponential_race(p, exponential(p.shape, p.device)) if self.call.do_sample else argmax(scores)

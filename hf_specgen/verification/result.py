@@ -86,16 +86,13 @@ def verified_nodes(tokens: Sequence[int], parents: Sequence[int], emitted: Seque
 class TopTokens:
     """The target's most likely next tokens after each input token of a step, those of rejected nodes included.
 
-    Args:
-        tokens: `[n]` the input tokens: of each row that took part, its pending token, then its nodes.
-        successors: `[n, count]` the most likely tokens after each, most likely first.
-        probabilities: `[n, count]` of these before processors, normalised over these `count` tokens alone: a softmax
-            over the vocabulary would take as long as finding them.
+    Their probabilities, before processors, are normalised over these tokens alone: a softmax over the vocabulary would
+    take as long as finding them.
     """
 
-    tokens: NDArray[np.integer[Any]]
-    successors: NDArray[np.integer[Any]]
-    probabilities: NDArray[np.floating[Any]]
+    tokens: NDArray[np.integer[Any]]  # [n] of each row that took part the pending token, then its nodes
+    successors: NDArray[np.integer[Any]]  # [n, count] the most likely tokens after each, most likely first
+    probabilities: NDArray[np.floating[Any]]  # [n, count] of these
 
     @classmethod
     def of_step(
