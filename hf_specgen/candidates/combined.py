@@ -37,8 +37,7 @@ from hf_specgen.verification.result import VerificationResult, result_for
 ENOUGH_TOKENS = 7.0
 """Expected tokens of a step from which the draft of the members without a pass is verified alone: a network then adds
 0.3 to 0.8 tokens, below 1.4 to 3.9."""
-UNPROPOSED = 0.03
-"""Factor of the acceptance of a copied token that a network does not propose after the same path."""
+UNPROPOSED = 0.03  # factor of the acceptance of a copied token that a network does not propose after the same path
 Preset = Literal["auto", "latency", "throughput", "memory"]
 MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Fields of configs with the number of multi-token prediction layers."""
@@ -119,13 +118,6 @@ class CombinedCandidates(Candidates):
         return (network.profile_key()[0], "combined", str(self.tree), *members)
 
 
-class _WithoutPass(NamedTuple):
-    """The first part of a step: the tree of the members without a forward pass, and whether the others draft too."""
-
-    tree: DraftTree
-    needs_networks: bool
-
-
 class _CombinedSession(DraftSession):
     """The sessions of the members, those without a forward pass first, and their drafts of the current step."""
 
@@ -146,7 +138,9 @@ class _CombinedSession(DraftSession):
         self._verifies_one = batch.wants_q or isinstance(batch.target, EarlyExitTarget)
         self._uses_networks = batch.affords_prefill()
         self._drafts = [DraftTree.empty(batch.state.batch)] * len(members)
-        self._planned: _WithoutPass | None = None
+        # The first part of a step: the tree of the members without a forward pass, and whether the others draft too.
+        self._tree_without_pass: DraftTree | None = None
+        self._needs_networks = False
         self.passes: list[int] = []
 
     def observe(self, result: VerificationResult) -> None:
@@ -160,29 +154,36 @@ class _CombinedSession(DraftSession):
 
     def plan(self, max_depths: Sequence[int]) -> None:
         """Draft with the members that have no forward pass, and choose how deep the others draft."""
-        self._planned = self._draft_without_pass(max_depths)
+        self._tree_without_pass = self._draft_without_pass(max_depths)
         for session, k in self._members[self._first_network :]:
-            session.plan([min(depth, k) if self._planned.needs_networks else 0 for depth in max_depths])
+            session.plan([min(depth, k) if self._needs_networks else 0 for depth in max_depths])
 
-    def _draft_without_pass(self, max_depths: Sequence[int]) -> _WithoutPass:
+    def _draft_without_pass(self, max_depths: Sequence[int]) -> DraftTree:
+        """The tree of the members that have no forward pass; sets whether the others draft too."""
         self._drafts = []
         self.passes = []
         for session, k in self._members[: self._first_network]:
             self._draft_member(session, 0 if session is self._recycling else k, max_depths)
         tree = self._search(max_depths)
-        return _WithoutPass(tree, self._uses_networks and not _expects(tree, ENOUGH_TOKENS))
+        # Of a step with this tree, for each row that has a draft.
+        expected = [1 + sum(row) for row in tree.probability or () if row]
+        is_enough = bool(expected) and sum(expected) / len(expected) >= ENOUGH_TOKENS
+        self._needs_networks = self._uses_networks and not is_enough
+        return tree
 
     def draft(self, max_depths: Sequence[int]) -> DraftTree:
         """The members' drafts in one tree."""
-        tree, drafts = self._planned or self._draft_without_pass(max_depths)
-        self._planned = None
+        tree = self._tree_without_pass
+        if tree is None:
+            tree = self._draft_without_pass(max_depths)
+        self._tree_without_pass = None
         for session, k in self._members[self._first_network :]:
-            draft = self._draft_member(session, k if drafts else 0, max_depths)
+            draft = self._draft_member(session, k if self._needs_networks else 0, max_depths)
             self.passes += _passes(session, draft)
             if draft.nodes and self._verifies_one:
                 tree = draft
-                drafts = False
-        if drafts and any(draft.nodes for draft in self._drafts[self._first_network :]):
+                self._needs_networks = False  # nothing is merged, and no further member drafts
+        if self._needs_networks and any(draft.nodes for draft in self._drafts[self._first_network :]):
             tree = self._search(max_depths, self.passes)
         return tree
 
@@ -259,12 +260,6 @@ def node_children(draft: DraftTree, row: int) -> dict[int, list[tuple[int, int, 
     return below
 
 
-def _expects(tree: DraftTree, tokens: float) -> bool:
-    """Whether a step is expected to emit at least so many tokens, on average over the rows that have a draft."""
-    expected = [1 + sum(row) for row in tree.probability or () if row]
-    return bool(expected) and sum(expected) / len(expected) >= tokens
-
-
 def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
     """Tokens of each pass of a session's last draft; one for each level of the tree if it does not count them."""
     if session.passes is not None:
@@ -273,8 +268,7 @@ def _passes(session: DraftSession, draft: DraftTree) -> Sequence[int]:
     return [rows] * max((max(draft.depths(row)) for row in range(draft.batch)), default=0)
 
 
-AUTO = CombinedCandidates()
-"""A strategy that needs no files and no training: n-grams and Token Recycling."""
+AUTO = CombinedCandidates()  # a strategy that needs no files and no training: n-grams and Token Recycling
 PRESETS: dict[str, Candidates] = {
     "auto": AUTO,
     "latency": AUTO,
