@@ -34,8 +34,7 @@ from hf_specgen.depth import Policy
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import verified_nodes
 
-MAX_DEPTH = 64
-"""Maximum depth of k="auto": matches of dozens of tokens are accepted as a whole where a text is edited."""
+MAX_DEPTH = 64  # maximum depth of k="auto": matches of dozens of tokens are accepted as a whole where a text is edited
 MEAN_LENGTHS = (1, 2.5, 5.5, 11, 22, 44, 64)
 """Of the matches of each class: lengths from 1, 2, 4, 8, 16, 32 and 64 on. Length 0, a class of its own, is a position
 after a mismatch in a copied passage."""
@@ -130,24 +129,28 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         super().__init__(batch, settings.k, settings.tree)
         self._settings = settings
         self._state = batch.state
-        if settings.history is not None:
-            settings.history.check_vocabulary(vocabulary_size(batch.model))
-        self._key = (settings.profile_key(), round(batch.call.temperature, 2), bool(batch.expected))
-        # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
-        self._odds = memory.recall(batch.model if self.remembers else None, ("odds", *self._key), MatchOdds)
-        # A prompt may have tokens that the target cannot choose, as in place of images.
         size = vocabulary_size(batch.model)
+        history = settings.history
+        if history is not None:
+            history.check_vocabulary(size)
+        key = (settings.profile_key(), round(batch.call.temperature, 2), bool(batch.expected))
+        self._odds_key = ("odds", *key)
+        # In rejection sampling the text depends on the draft: it must not depend on earlier calls too.
+        self._odds = memory.recall(batch.model if batch.carries_over else None, self._odds_key, MatchOdds)
         sources = batch.call.encoder_texts()
         self._prompts = [source + prompt for source, prompt in zip(sources, batch.state.prompts, strict=True)]
         self._texts: list[RowText] = []
+        # Texts to copy from, the most likely one first: the expected output that was given, the answer whose noise is
+        # used again, and else earlier answers to the prompt.
         repeated = batch.expected or [()] * batch.state.batch
         predictions = expected_outputs(settings.prediction, batch)
         for prompt, prediction, answer in zip(self._prompts, predictions, repeated, strict=True):
             expected = [output for output in (prediction, answer) if output]
-            if settings.history is not None and not answer:
-                expected += settings.history.answers(prompt)
+            if history is not None and not answer:
+                expected += history.answers(prompt)
+            # A prompt may have tokens that the target cannot choose, as in place of images.
             text = [token if token < size else SEPARATOR for token in prompt]
-            row = RowText(text, self._odds, settings.history, settings.min_ngram, settings.max_ngram, expected)
+            row = RowText(text, self._odds, history, settings.min_ngram, settings.max_ngram, expected)
             self._texts.append(row)
 
     def observe(self, result: VerificationResult) -> None:
@@ -158,8 +161,8 @@ class _NgramSession(SearchSession[Sequence[Occurrence]]):
         self._trees = []
 
     def end(self) -> None:
-        if self.remembers:
-            memory.store(self.batch.model, ("odds", *self._key), self._odds)
+        if self.batch.carries_over:
+            memory.store(self.batch.model, self._odds_key, self._odds)
         if self._settings.history is not None:
             for prompt, generated in zip(self._prompts, self._state.generated, strict=True):
                 self._settings.history.add(prompt + generated, len(prompt))
@@ -256,19 +259,20 @@ class RowText:
     def propose(self, depth: int, limits: SearchLimits) -> SearchTree[Sequence[Occurrence]]:
         """The most probable candidate tokens after the text, tagged with the occurrences that propose them."""
 
-        def strength(vote: Vote, depth: int) -> tuple[float, int]:
+        def best_match(vote: Vote, depth: int) -> tuple[float, int]:
+            """The highest odds of the occurrences that propose a token, and the length of that match."""
             return max((self._odds.values[match_class(kind, length + depth)], length) for *_, length, kind in vote[2])
 
         def children(voters: Sequence[Occurrence], depth: int) -> list[Vote]:
             votes = vote(voters, depth, self._odds)
             if limits.is_chain and votes:
                 # Places in repetitions of one passage do not agree independently: the best match counts.
-                return [max(votes, key=lambda one: strength(one, depth))]
+                return [max(votes, key=lambda one: best_match(one, depth))]
             return self._with_frequent(votes) if self._min_ngram == 1 and depth == 0 else votes
 
         occurrences = self._occurrences()
         if limits.is_chain:  # of equal votes the earliest match counts, and places without a match come last
-            occurrences.sort(key=lambda one: one[2] if one[3] else one[1])
+            occurrences.sort(key=lambda occurrence: occurrence[2] if occurrence[3] else occurrence[1])
         return best_first(occurrences, children, depth, limits)
 
     def _with_frequent(self, votes: list[Vote]) -> list[Vote]:
@@ -280,9 +284,9 @@ class RowText:
             self._next_count = len(self.index) + 32
             counts = Counter(self.index.tokens[self._first :]).most_common(FREQUENT_TOKENS)
             self._frequent = [(token, count / len(self.index)) for token, count in counts if token != SEPARATOR]
-        fraction = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
+        remaining = self._odds.values[FREQUENT] * (1.0 - sum([probability for _, probability, _ in votes]))
         proposed = {token for token, _, _ in votes}
-        others: list[Vote] = [(token, fraction * part, []) for token, part in self._frequent if token not in proposed]
+        others: list[Vote] = [(token, remaining * part, []) for token, part in self._frequent if token not in proposed]
         return sorted([*votes, *others], key=lambda one: -one[1])
 
     def _occurrences(self) -> list[Occurrence]:
@@ -291,14 +295,14 @@ class RowText:
         end = len(self.index)
         tail = text[-MAX_MATCH_LENGTH:]
         self._matches = self.index.occurrences(tail, MAX_OCCURRENCES)
-        resumed = [place for source in self._sources for place in source.resumed() if place < end]
-        places = dict.fromkeys(resumed, 0) | self._matches
-        found: list[Occurrence] = [(text, end, place, length, self._kind(place)) for place, length in places.items()]
+        resumed = [position for source in self._sources for position in source.resumed() if position < end]
+        lengths = dict.fromkeys(resumed, 0) | self._matches
+        found: list[Occurrence] = [(text, end, at, length, self._kind(at)) for at, length in lengths.items()]
         if self._history is not None:
             found += self._history.find(tail, MAX_OCCURRENCES)
         return [
-            (text, end, place, min(length, self._max_ngram), kind)
-            for text, end, place, length, kind in found
+            (text, end, position, min(length, self._max_ngram), kind)
+            for text, end, position, length, kind in found
             if max(1, length) >= self._min_ngram or kind >= ALIGNED
         ]
 
@@ -316,11 +320,11 @@ class MatchOdds:
 
     def observe(self, outcomes: Iterable[tuple[int, float, bool]]) -> None:
         """Learn from verified tokens: the class, the expected probability and whether the token was accepted."""
-        for place, expected, accepted in outcomes:
+        for number, expected, accepted in outcomes:
             change = exp(0.2 * (accepted - expected))
-            prior = PRIOR_ODDS[place]
-            self.values[place] = min(prior * 20, max(prior / 20, self.values[place] * change))
-            if place != FREQUENT:
+            prior = PRIOR_ODDS[number]
+            self.values[number] = min(prior * 20, max(prior / 20, self.values[number] * change))
+            if number != FREQUENT:
                 self.new = min(20.0, max(0.05, self.new / change))
 
     def copy(self) -> MatchOdds:

@@ -22,8 +22,7 @@ from hf_specgen.candidates.ngram_index import MAX_MATCH_LENGTH, SEPARATOR, Ngram
 from hf_specgen.random_state import NoiseSeeds
 
 FORMAT = "hf_specgen n-gram history 1"
-MAX_TOKENS_OF_FILE = 2**28
-"""Maximum number of tokens in a file: 20 GB in memory."""
+MAX_TOKENS_OF_FILE = 2**28  # maximum number of tokens in a file: 20 GB in memory
 
 Occurrence = tuple[Sequence[int], int, int, int, int]
 """A place after tokens that equal the last ones of a row: the text, where it ends, the position of the token that
@@ -32,8 +31,7 @@ OWN, NEAR, HISTORY_PROMPT, HISTORY_OUTPUT, ALIGNED, OLDER = range(6)
 """Kinds of occurrences: in the row's own text; in it, close to where tokens were copied from last; in the prompt, or in
 the generated part, of earlier texts; in an expected output, close to where tokens were copied from last: in the first
 one, which is the most likely, or in another."""
-MAX_ANSWERS = 8
-"""Earlier answers of a prompt that drafts are made from, the last ones."""
+MAX_ANSWERS = 8  # earlier answers of a prompt that drafts are made from, the last ones
 
 
 class NgramHistory:
@@ -156,13 +154,13 @@ class NgramHistory:
                     keys.add(key)
             for key in keys:  # an n-gram of many prompts, as of a chat template, counts little for each
                 scores[key] = scores.get(key, 0.0) + 1 / len(keys)
-        for key in sorted(scores, key=scores.__getitem__)[-1:]:
-            other = prompts[key]
-            longer = max(len(prompt), len(other))
-            common = (Counter(prompt) & Counter(other)).total()
-            if longer - common <= min(8, longer // 8):
-                return self._answers.get(key, [])
-        return []
+        if not scores:
+            return []
+        most_similar = max(reversed(scores), key=scores.__getitem__)  # of equal ones the last
+        other = prompts[most_similar]
+        longer = max(len(prompt), len(other))
+        common = (Counter(prompt) & Counter(other)).total()
+        return self._answers.get(most_similar, []) if longer - common <= min(8, longer // 8) else []
 
     def _append(self, tokens: Sequence[int], is_output: bytes | bytearray) -> None:
         """Append whole texts, and enter their answers."""

@@ -18,18 +18,13 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_MATCH_LENGTH = 64
-"""Tokens that are compared at most; drafts after longer matches are accepted as often."""
+MAX_MATCH_LENGTH = 64  # tokens that are compared at most; drafts after longer matches are accepted as often
 ORDERS = (1, 2, 4, 8)
 """Lengths of the n-grams that are indexed, each twice the one before; any other match contains one of them."""
-CONTEXT = ORDERS[-1] - 1
-"""Tokens before a token that its n-grams contain."""
-SEPARATOR = -1
-"""Marker between texts, which is no token id, so that no match spans two texts."""
-MIN_CAPACITY = 1023
-"""Tokens that the first arrays can hold."""
-MAX_BATCH = 2**16
-"""Tokens that are indexed at once, which bounds the memory of intermediate arrays."""
+CONTEXT = ORDERS[-1] - 1  # tokens before a token that its n-grams contain
+SEPARATOR = -1  # marker between texts, which is no token id, so that no match spans two texts
+MIN_CAPACITY = 1023  # tokens that the first arrays can hold
+MAX_BATCH = 2**16  # tokens that are indexed at once, which bounds the memory of intermediate arrays
 BASE = 0x9E3779B1
 """Base of the polynomial hash: a prime close to the golden ratio of 2^32, so that close tokens get distant hashes."""
 POWERS = np.array(
@@ -42,10 +37,7 @@ MAX_SKIPPED = 3
 
 
 class NgramIndex:
-    """An index of the n-grams of one text.
-
-    Attributes:
-        tokens: the text.
+    """An index of the n-grams of one text, `tokens`.
 
     Example:
         >>> index = NgramIndex([1, 2, 3, 9, 2, 3, 7, 2, 3])
@@ -112,10 +104,13 @@ class NgramIndex:
         heads = np.frombuffer(self._heads, np.int32)
         links = np.frombuffer(self._links, np.int32)
         padded = _padded(self.tokens[max(0, first - CONTEXT) : end], CONTEXT + end - first)
-        buckets = self._buckets(padded[np.arange(end - first)[:, None] + np.arange(CONTEXT + 1)]).ravel()
+        windows = padded[np.arange(end - first)[:, None] + np.arange(CONTEXT + 1)]
+        buckets = self._buckets(windows).ravel()
+        # Entries of one bucket side by side, in the order of the text.
         order = np.argsort(buckets, kind="stable")
         buckets = buckets[order]
         entries = (order + (len(ORDERS) * first + 1)).astype(np.int32)
+        # Each links to the one before it in its bucket, the first of them to what was the last of the bucket until now.
         previous = heads[buckets]
         is_same = buckets[1:] == buckets[:-1]
         previous[1:][is_same] = entries[:-1][is_same]
@@ -129,20 +124,13 @@ class NgramIndex:
 
 @dataclass
 class CopySource:
-    """A text in the index of a row that tokens are copied from: an expected output, or the row's own text.
+    """A text in the index of a row that tokens are copied from: an expected output, or the row's own text."""
 
-    Args:
-        kind: of occurrences close to the position.
-        first, end: where the text is.
-        position: that after the token that was copied last, -1 for none.
-        skipped: the differing tokens that were appended since.
-    """
-
-    kind: int
-    first: int
+    kind: int  # of occurrences close to the position
+    first: int  # where the text begins, and ends
     end: float = inf
-    position: int = -1
-    skipped: int = 0
+    position: int = -1  # that after the token that was copied last, -1 for none
+    skipped: int = 0  # the differing tokens that were appended since
 
     def is_near(self, position: int) -> bool:
         """Whether a position is at, or shortly after, the one that was copied from last."""
@@ -152,18 +140,19 @@ class CopySource:
         """Positions at which copying continues, begins, or resumes after a few tokens were replaced or inserted."""
         if self.position < 0 or self.skipped > MAX_SKIPPED:
             return []
-        return [place for place in (self.position + self.skipped, self.position) if place < self.end]
+        return [position for position in (self.position + self.skipped, self.position) if position < self.end]
 
     def follow(self, tokens: Sequence[int], text: Sequence[int], matches: Mapping[int, int]) -> None:
         """Move to the occurrence that begins with most of the new tokens, the nearest one if several do.
 
         `matches` of the end of the row's text have the length of each by its position.
         """
-        matches = {place: length for place, length in matches.items() if self.first <= place < self.end}
-        lengths = dict.fromkeys(self.resumed(), 0) | matches
-        places = [place for place, length in lengths.items() if length != 1 or self.is_near(place)]
-        agreed = {place: common_length(text[place : place + len(tokens)], tokens) for place in places}
-        best = max(places, key=lambda one: (agreed[one], self.is_near(one), lengths[one], one), default=-1)
+        own_matches = {at: length for at, length in matches.items() if self.first <= at < self.end}
+        lengths = dict.fromkeys(self.resumed(), 0) | own_matches
+        # A match of a single token counts only near the position that was copied from last.
+        positions = [at for at, length in lengths.items() if length != 1 or self.is_near(at)]
+        agreed = {at: common_length(text[at : at + len(tokens)], tokens) for at in positions}
+        best = max(positions, key=lambda at: (agreed[at], self.is_near(at), lengths[at], at), default=-1)
         if best >= 0 and agreed[best]:
             self.position = best + agreed[best]
             self.skipped = len(tokens) - agreed[best]
