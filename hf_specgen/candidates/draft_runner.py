@@ -39,25 +39,15 @@ from hf_specgen.tree import DraftTree
 
 @dataclass(frozen=True)
 class LoadedDraft:
-    """A draft model as a call uses it.
-
-    Args:
-        model: the draft model.
-        texts: the prompts in its tokens.
-        compile: whether its passes are captured as CUDA graphs, as for `speculate`.
-        window: the part of the texts that it reads; None: all of it.
-        shared: the tokens that both vocabularies have, of a draft model with another tokenizer.
-        parallel: how it drafts in one pass; None: a pass for each level.
-        token_ids: `[draft vocab]` the target's ids of a restricted draft vocabulary.
-    """
+    """A draft model as a call uses it."""
 
     model: PreTrainedModel
-    texts: Sequence[DraftText]
-    compile: Compile
-    window: DraftWindow | None = None
-    shared: SharedVocabulary | None = None
-    parallel: ParallelDraft | None = None
-    token_ids: torch.Tensor | None = None
+    texts: Sequence[DraftText]  # the prompts in its tokens
+    compile: Compile  # whether its passes are captured as CUDA graphs, as for `speculate`
+    window: DraftWindow | None = None  # the part of the texts that it reads; None: all of it
+    shared: SharedVocabulary | None = None  # the tokens that both vocabularies have, if it has another tokenizer
+    parallel: ParallelDraft | None = None  # how it drafts in one pass; None: a pass for each level
+    token_ids: torch.Tensor | None = None  # [draft vocab] the target's ids of a restricted draft vocabulary
 
     @property
     def reads_target(self) -> bool:
@@ -89,22 +79,11 @@ class _CachedRow:
 
 
 class UncachedText(NamedTuple):
-    """The tokens that a draft model has not processed, for one draft.
+    """The tokens that a draft model has not processed, for one draft."""
 
-    Args:
-        tokens: of each row; one token of rows that do not draft.
-        depths: maximum depth of each row's draft.
-        passes: tokens, over all rows, of the passes that process them, masks included.
-    """
-
-    tokens: list[list[int]]
-    depths: list[int]
-    passes: list[int]
-
-    @property
-    def drafts(self) -> list[bool]:
-        """Whether each row drafts."""
-        return [depth > 0 for depth in self.depths]
+    tokens: list[list[int]]  # of each row; one token of rows that do not draft
+    depths: list[int]  # maximum depth of each row's draft
+    passes: list[int]  # tokens, over all rows, of the passes that process them, masks included
 
     @property
     def width(self) -> int:
@@ -113,17 +92,9 @@ class UncachedText(NamedTuple):
 
 
 class DraftModelDrafter(Drafter[UncachedText]):
-    """Drafts with a model, whose cache holds the beginning of each row's text.
+    """Drafts with a model: `reader` runs its passes, and has the cache, which holds the beginning of each row's text.
 
     A draft model with another tokenizer drafts the tokens that it shares with the target.
-
-    Args:
-        batch: the rows.
-        draft: the model, and what it reads and proposes.
-        k: maximum depth of a draft.
-
-    Attributes:
-        reader: runs the passes; it has the cache.
     """
 
     def __init__(self, batch: DraftBatch, draft: LoadedDraft, k: int):
@@ -157,7 +128,11 @@ class DraftModelDrafter(Drafter[UncachedText]):
         depths = self._limited(max_depths)
         if not any(depths):
             return None
-        self._read_prompts()
+        if not self._has_prompt:  # only now, so that a call that never drafts does not read its prompts
+            features = self._features
+            with nullcontext() if features is None else features.added(features.of_prompts()):
+                self.reader.prefill()
+            self._has_prompt = True
         return self._uncached(depths)
 
     def read(self, text: UncachedText) -> torch.Tensor:
@@ -208,7 +183,8 @@ class DraftModelDrafter(Drafter[UncachedText]):
         if passes is None:
             return None
         if text is not None:
-            passes = passes._replace(store_text=partial(self._store_text, text))
+            tokens = text.tokens
+            passes = passes._replace(store_text=lambda _: self._count_cached(tokens))
         return passes._replace(store_levels=partial(self._store_levels, passes))
 
     def keep_rows(self, kept: Sequence[int]) -> None:
@@ -234,7 +210,11 @@ class DraftModelDrafter(Drafter[UncachedText]):
         self.reader.append_rows(reader)
 
     def _begin(self, rows: Sequence[_CachedRow], restarts: bool = False) -> Target:
-        """A target that processes these texts, those that restart without the last token, or what is in the window."""
+        """A target before its prefill, whose prompts are these texts, or what the window has of them.
+
+        Without the window, unless one of them exceeds it. Texts that restart do so without their last token, which the
+        next pass computes.
+        """
         texts = [row.text.tokens[:-1] if restarts else row.text.tokens for row in rows]
         window = self._window
         if window and not restarts and not window.is_exceeded_by(max(map(len, texts))):
@@ -247,9 +227,8 @@ class DraftModelDrafter(Drafter[UncachedText]):
             raise ValueError(
                 f"the prompt has {longest} tokens, but the draft reads at most {self._max_positions}; use another draft"
             )
-        known = [self._known(tokens) for tokens in prompts]
         model = self._draft.model
-        prompt = draft_prompt(model, self._batch, known)
+        prompt = draft_prompt(model, self._batch, list(map(self._known, prompts)))
         try:
             check_computation(model, TargetRequirements(), *prompt)
         except ValueError as error:
@@ -280,36 +259,34 @@ class DraftModelDrafter(Drafter[UncachedText]):
             limits.append(max(0, self._max_positions - self._length(row)) if complete and has_text else 0)
         return [min(depth, limit) for depth, limit in zip(max_depths, limits, strict=True)]
 
-    def _read_prompts(self) -> None:
-        """Read the prompts, before the first draft, so that a call that never drafts does not."""
-        if not self._has_prompt:
-            features = self._features
-            with nullcontext() if features is None else features.added(features.of_prompts()):
-                self.reader.prefill()
-            self._has_prompt = True
-
     def _uncached(self, depths: list[int]) -> UncachedText:
-        """The tokens of each row that the draft model has not read, in the rows that draft; otherwise one token."""
+        """The tokens that the draft model has not read, of the rows that draft; one token of the others.
+
+        The cache is first brought to the tokens before them.
+        """
         window = self._window
         rows = self._rows
-        self._drafts = [depth > 0 for depth in depths]
+        drafts = [depth > 0 for depth in depths]
+        self._drafts = drafts
         self._expanded = 0
         passes = []
-        pairs = list(zip(rows, self._drafts, strict=True))
-        if window and any(drafts and window.is_exceeded_by(row.length) for row, drafts in pairs):
+        # Where a row exceeds the window, all rows are computed again from what the window has of them.
+        longest = max(row.length for row, row_drafts in zip(rows, drafts, strict=True) if row_drafts)
+        if window and window.is_exceeded_by(longest):
             self.reader = self._begin(rows, restarts=True)
             self.reader.prefill()
             passes.append(sum(row.begin - row.skipped for row in rows))
         self.reader.drop_rows(self._batch.active_rows())
         # The last token of a text is computed anew.
-        kept = [max(row.begin, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
-        if kept != [row.cached for row in rows]:
-            self.reader.rewind([count - row.begin for row, count in zip(rows, kept, strict=True)])
-            for row, count in zip(rows, kept, strict=True):
+        cached = [max(row.begin, min(row.cached, len(row.text.tokens) - 1)) for row in rows]
+        if cached != [row.cached for row in rows]:
+            self.reader.rewind([count - row.begin for row, count in zip(rows, cached, strict=True)])
+            for row, count in zip(rows, cached, strict=True):
                 row.cached = count
-        tokens = [self._known(row.text.tokens[row.cached :]) if drafts else [0] for row, drafts in pairs]
+        uncached = [row.text.tokens[row.cached :] for row in rows]
+        tokens = [self._known(text) if row_drafts else [0] for text, row_drafts in zip(uncached, drafts, strict=True)]
         masks = max(depths) - 1 if self.is_one_pass else 0
-        passes.append(sum(self._drafts) * (max(map(len, tokens)) + masks))
+        passes.append(sum(drafts) * (max(map(len, tokens)) + masks))
         return UncachedText(tokens, depths, passes)
 
     def _extend(self, text: UncachedText, masks: Sequence[int] = ()) -> torch.Tensor:
@@ -325,10 +302,6 @@ class DraftModelDrafter(Drafter[UncachedText]):
         """Count tokens that were added to the cache, in the rows that draft."""
         for row, drafts, tokens in zip(self._rows, self._drafts, added, strict=True):
             row.cached += drafts * len(tokens)
-
-    def _store_text(self, text: UncachedText, results: Sequence[torch.Tensor]) -> None:
-        """Count tokens that a captured function has processed."""
-        self._count_cached(text.tokens)
 
     def _store_levels(self, passes: CapturablePasses, states: torch.Tensor | None, expanded: int) -> None:
         """Count nodes that a captured function has expanded."""

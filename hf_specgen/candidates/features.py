@@ -21,20 +21,13 @@ from hf_specgen.heads.head_text import NewFeatures, StateText
 
 @dataclass
 class _Queue:
-    """The hidden states of a row that the head has not processed, in the order of the text.
+    """The hidden states of a row that the head has not processed, in the order of the text."""
 
-    Args:
-        parts: consecutive states `[positions, layers * hidden]`.
-        position: in the text, of the first of these states.
-        history: with a window, the states that the head has processed: those of the window at the last restart, and
-            those since.
-        history_tokens: the token after each position of `history`.
-    """
-
-    parts: list[torch.Tensor]
-    position: int
+    parts: list[torch.Tensor]  # consecutive states `[positions, layers * hidden]`
+    position: int  # in the text, of the first of these states
+    # With a window, the states that the head has processed: those of the window at the last restart, and those since.
     history: torch.Tensor
-    history_tokens: list[int] = field(default_factory=list)
+    history_tokens: list[int] = field(default_factory=list)  # the token after each of their positions
 
     @property
     def count(self) -> int:
@@ -53,13 +46,7 @@ class _Queue:
 
 
 class FeatureQueue:
-    """The hidden states of accepted tokens that a head has not processed, for its drafter.
-
-    Args:
-        batch: the rows.
-        layers: of the target, whose states are read.
-        window: the part of the texts that the head reads; None: all of it.
-    """
+    """The hidden states of accepted tokens that a head has not processed, for its drafter; of a text in its window."""
 
     def __init__(self, batch: DraftBatch, layers: Sequence[int], window: DraftWindow | None = None):
         self._batch = batch
@@ -177,12 +164,7 @@ class FeatureQueue:
 
 
 class LastStates:
-    """The target's hidden states that chose the last token of each row, for heads that read no other states.
-
-    Args:
-        batch: the rows.
-        layers: of the target, whose states are read.
-    """
+    """The target's hidden states that chose the last token of each row, for heads that read no other states."""
 
     def __init__(self, batch: DraftBatch, layers: Sequence[int]):
         self._batch = batch

@@ -27,8 +27,7 @@ from hf_specgen.tree import DraftTree
 
 DEFAULT_NODES = 16
 """Nodes of an "auto" tree without a latency model: most of the gain at a small cost on memory-bound targets."""
-MAX_RANKS = 10
-"""Tokens that a tree can hold after each node."""
+MAX_RANKS = 10  # tokens that a tree can hold after each node
 Place = tuple[int, int, int]
 """Of a node: its depth, from 0 on, the number of the token before it, and its own number; see `Ranked`."""
 
@@ -41,15 +40,12 @@ def default_size(batch: DraftBatch, size: str | int | None) -> str | int | None:
 class Ranked(NamedTuple):
     """What the host has read of a row: the most preferred tokens of each depth, after each token of the depth before.
 
-    Args:
-        tokens: `[depths, previous, ranks]`, most preferred first.
-        values: the probability that each is accepted, given that the path before it was.
-        numbers: the number of each as a previous token of the next depth, -1 if it has none.
+    All are `[depths, previous, ranks]`, most preferred first.
     """
 
     tokens: NDArray[np.integer[Any]]
-    values: Floats
-    numbers: NDArray[np.integer[Any]]
+    values: Floats  # the probability that each is accepted, given that the path before it was
+    numbers: NDArray[np.integer[Any]]  # of each as a previous token of the next depth, -1 if it has none
 
 
 def one_pass_draft(batch: DraftBatch, drafter: Drafter[T], text: T, tree: str | int | None) -> DraftTree:
@@ -80,15 +76,17 @@ def _ranked(batch: DraftBatch, predicted: DepthLogits, ranks: int) -> tuple[Dept
     if batch.wants_q:
         probability = confidence_by_rank(scores.softmax(dim=-1).amax(dim=-1), index.shape[-1])
     # In one transfer; token ids below 2**24 are exact.
-    parts = [probability, index, *([] if candidates is None else [candidates])]
+    parts = [probability, index]
+    if candidates is not None:
+        parts.append(candidates)
     read = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
     size = index[0].numel()
-    integers = read[:, size:].astype(int)
     values = np.nan_to_num(read[:, :size].reshape(index.shape).astype(np.float64))
     values = np.minimum(values, MAX_PROBABILITY)
-    tokens = integers[:, :size].reshape(index.shape)
+    integers = read[:, size:].astype(int)
+    tokens = integers[:, :size].reshape(index.shape)  # [batch, depths, previous, ranks]
     numbers = np.zeros_like(tokens)
-    if candidates is not None:
+    if candidates is not None:  # the index is one of candidates, of which the first ones are previous tokens
         numbers = np.where(tokens < scores.shape[2], tokens, -1)
         ids = integers[:, size:].reshape(*candidates.shape[:2], 1, -1)
         tokens = np.take_along_axis(ids, tokens, axis=3)
@@ -120,23 +118,16 @@ def best_combinations(ranked: Ranked, depth: int, size: TreeSize, is_sampled: bo
 
 
 def with_q(
-    draft: DraftTree,
-    places: Sequence[NDArray[np.integer[Any]]],
-    predicted: DepthLogits,
-    vocab: int,
+    draft: DraftTree, places: Sequence[NDArray[np.integer[Any]]], predicted: DepthLogits, vocab: int
 ) -> DraftTree:
-    """The draft with the probabilities that each node was drawn with.
-
-    Args:
-        places: of each row's nodes, `[nodes, 3]`.
-        predicted: the scores of each depth.
-        vocab: number of tokens.
-    """
+    """The draft with the probabilities that each node was drawn with; `places` are `[nodes, 3]` for each row."""
     scores, candidates = predicted
     batch, _, previous, size = scores.shape
+    # Of each node its depth, and the index of its distribution among those of all depths and previous tokens.
     index = np.zeros((2, batch, draft.nodes), dtype=np.int64)
     for row, place in enumerate(places):
-        index[:, row, : len(place)] = place[:, 0], place[:, 0] * previous + place[:, 1]
+        depths, befores, _ = place.T
+        index[:, row, : len(place)] = depths, depths * previous + befores
     depth, source = torch.from_numpy(index).to(scores.device)[..., None].expand(-1, -1, -1, size)
     q = scores.flatten(1, 2).gather(1, source).softmax(dim=-1)
     if candidates is not None:

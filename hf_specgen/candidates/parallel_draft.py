@@ -23,10 +23,7 @@ from hf_specgen.heads.source import Source
 
 CONFIG_FIELDS = ("pard_token", "ptd_token_id", "pard2", "pard2_target_layers", "pard2_scale")
 """What the config of a parallel draft model has."""
-SEEN_IN_TENSORS = ("pard2_proj_bias", "pard2_target_dim")
-"""What it says of the projection of PARD-2, and the tensors show."""
-PROJECTION_FILE = "warp_model.bin"
-"""Where a PARD-2 checkpoint holds the projection of the target's hidden states."""
+PROJECTION_FILE = "warp_model.bin"  # where a PARD-2 checkpoint holds the projection of the target's hidden states
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class ParallelDraft:
     mask_token: int
     layers: tuple[int, ...] = ()
     """Indices into `hidden_states` of the target (negative ones from the end) that PARD-2 reads; none for PARD."""
-    scale: float = 0.0
-    """Factor of their projection."""
+    scale: float = 0.0  # factor of their projection
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ParallelDraft | None:
@@ -50,11 +46,9 @@ class ParallelDraft:
             raise ValueError(f"config.json has pard_token {mask}, but the model has {embedding_size(model)} embeddings")
         # Keys that the config class of the model has are read by the model.
         class_keys = type(model.config)().to_dict()
-        values = model.config.to_dict()
-        check_read(
-            {name: value for name, value in values.items() if name not in class_keys},
-            {*CONFIG_FIELDS, *SEEN_IN_TENSORS},
-        )
+        values = {name: value for name, value in model.config.to_dict().items() if name not in class_keys}
+        # The tensors show what the last two say of the projection of PARD-2.
+        check_read(values, {*CONFIG_FIELDS, "pard2_proj_bias", "pard2_target_dim"})
         if not config.flag("pard2"):
             return cls(mask)
         layers = config.get("pard2_target_layers")
@@ -87,12 +81,7 @@ class TargetFeatures:
     Of each token those of the token before it; of the first token zeros, of mask tokens those of the last known token.
     """
 
-    def __init__(
-        self,
-        batch: DraftBatch,
-        draft: PreTrainedModel,
-        settings: ParallelDraft,
-    ):
+    def __init__(self, batch: DraftBatch, draft: PreTrainedModel, settings: ParallelDraft):
         self.queue = FeatureQueue(batch, settings.layers_of(batch.model))
         self._state = batch.state
         self._scale = settings.scale
@@ -111,16 +100,17 @@ class TargetFeatures:
 
     def of_prompts(self) -> torch.Tensor:
         """`[batch, longest prompt, hidden]`; without features: tokens in a given cache, and padding on the left."""
-        later = enumerate(self._state.generated)
-        features = self.queue.remove([self.queue.available(row) - len(tokens) for row, tokens in later])
+        generated = enumerate(self._state.generated)  # whose features are for the first draft
+        features = self.queue.remove([self.queue.available(row) - len(tokens) for row, tokens in generated])
         longest = max(map(len, self._state.prompts))
-        features[0] = nn.functional.pad(features[0], (0, 0, longest - len(features[0]), 0))
+        features[0] = nn.functional.pad(features[0], (0, 0, longest - len(features[0]), 0))  # so that all are padded
         return self._projected(features, "left")
 
     def of_text(self, drafts: Sequence[bool], rows: Sequence[int], masks: int) -> torch.Tensor:
         """`[rows, tokens, hidden]` of all further tokens in the rows that draft, and of `masks` mask tokens."""
-        known = self.queue.remove([inf if row_drafts else 0 for row_drafts in drafts])
-        return self._projected([torch.cat([known[row], known[row][-1:].repeat(masks, 1)]) for row in rows], "right")
+        features = self.queue.remove([inf if row_drafts else 0 for row_drafts in drafts])
+        with_masks = [torch.cat([features[row], features[row][-1:].repeat(masks, 1)]) for row in rows]
+        return self._projected(with_masks, "right")
 
     @contextmanager
     def added(self, values: torch.Tensor) -> Iterator[None]:
@@ -132,8 +122,9 @@ class TargetFeatures:
             nonlocal begin
             if threading.get_ident() != thread:
                 return None
-            begin, end = begin + output.shape[1], begin + output.shape[1]
-            return output + values[:, end - output.shape[1] : end].to(output)
+            added = values[:, begin : begin + output.shape[1]]
+            begin += output.shape[1]
+            return output + added.to(output)
 
         handle = self._embeddings.register_forward_hook(add)
         try:
