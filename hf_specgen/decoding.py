@@ -40,73 +40,51 @@ from hf_specgen.verification.criteria import CustomCriteria
 from hf_specgen.verification.processors import UnrepeatableError
 from hf_specgen.verification.result import TopTokens
 
-STEP_PARTS = ("draft", "forward", "verify")
-"""Parts of a call's wall time that make up the latency of a step."""
-DRAFT_CHANGES = (grammar_drafts, leftmost_chains)
-"""What the drafts of any strategy pass through, in this order: each returns a `DraftChange` for a call, or None."""
+STEP_PARTS = ("draft", "forward", "verify")  # parts of a call's wall time that make up the latency of a step
 
 
 class Scorer(TargetView, Protocol):
-    """The target as `DecodingSteps` use it: limits of drafts, and `commit`; the caller of the steps runs its passes."""
+    """The target as `DecodingSteps` use it: limits of drafts, and what `Target` does after a pass of the caller.
+
+    Attributes:
+        first_positions: the position of each row's first generated token.
+        last_position: the last position that the model can process.
+        slot_limit: how many slots of the cache a row may have.
+        max_draft_tokens: how many draft tokens of a row a pass can take.
+        max_row_skew: how many tokens a row may be ahead of the slowest row.
+    """
 
     @property
-    def first_positions(self) -> Sequence[int]:
-        """The position of each row's first generated token."""
-
+    def first_positions(self) -> Sequence[int]: ...
     @property
-    def last_position(self) -> float:
-        """The last position that the model can process."""
-
+    def last_position(self) -> float: ...
     @property
-    def slot_limit(self) -> float:
-        """How many slots of the cache a row may have."""
-
+    def slot_limit(self) -> float: ...
     @property
-    def max_draft_tokens(self) -> float:
-        """How many draft tokens of a row a pass can take."""
-
+    def max_draft_tokens(self) -> float: ...
     @property
-    def max_row_skew(self) -> float:
-        """How many tokens a row may be ahead of the slowest row."""
-
-    def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor:
-        """Repeat the last pass without its draft, whose states are not finite: `[batch, 1, vocab]` logits."""
-
-    def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
-        """Keep the pending token and the accepted nodes of each row, and nothing of a row whose path is None."""
+    def max_row_skew(self) -> float: ...
+    def forward_again(self, pending: Sequence[int], active: Sequence[bool] | None = None) -> torch.Tensor: ...
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> None: ...
 
 
 class StepOutputs(Protocol):
-    """What receives the tokens of each step."""
+    """What receives the tokens of each step, as an `OutputCollector` does; without custom criteria these are None."""
 
     @property
-    def columns(self) -> int:
-        """How many generated positions have been emitted, which happens once each row has a token there or ended."""
-
+    def columns(self) -> int: ...
     @property
-    def criteria(self) -> CustomCriteria | None:
-        """Custom stopping criteria, at which `VerificationSession.verify` may have to stop; None if there are none."""
-
+    def criteria(self) -> CustomCriteria | None: ...
     @property
-    def needs_plain_steps(self) -> bool:
-        """Whether steps must not draft, see `OutputCollector`."""
-
-    def add(self, result: VerificationResult) -> None:
-        """Receive a step whose tokens have been appended to the state, and stop the rows that end."""
+    def needs_plain_steps(self) -> bool: ...
+    def add(self, result: VerificationResult) -> None: ...
 
 
 class DecodingSteps:
     """Drafts and verifies the steps of one call; the caller runs the passes of the target.
 
-    A step is `plan_step`, `draft_step`, a pass that the caller runs over the draft, `end_step`.
-
-    Args:
-        call: the call.
-        target: has the limits of drafts, and keeps accepted tokens.
-        settings: strategy, policy and monitor, whose sessions are started.
-        verification: the session of the verification mode.
-        outputs: receives the tokens of each step.
-        stack: ends the sessions when it closes, also after an exception.
+    A step is `plan_step`, `draft_step`, a pass that the caller runs over the draft, `end_step`. The sessions of
+    strategy, policy and monitor are started here, and end when the stack closes, also after an exception.
     """
 
     _vocabulary = UNLIMITED
@@ -137,8 +115,9 @@ class DecodingSteps:
         batch = DraftBatch(call, target, self.verification, self.policy)
         start = settings.start or settings.candidates.start
         self.draft_session = start(batch)
-        for change_of in DRAFT_CHANGES:
-            change = change_of(batch, settings.candidates.tree)
+        # The drafts of any strategy pass through these changes, in this order.
+        size = settings.candidates.tree
+        for change in (grammar_drafts(batch, size), leftmost_chains(batch)):
             if change is not None:
                 self.draft_session = WrappedSession(self.draft_session, change)
         stack.callback(self.draft_session.end)

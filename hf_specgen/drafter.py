@@ -40,16 +40,11 @@ T = TypeVar("T", bound=Text)
 
 
 class DepthLogits(NamedTuple):
-    """Logits of several depths that one pass predicts.
+    """Logits of several depths that one pass predicts, after each of the likely tokens of the depth before."""
 
-    Args:
-        logits: `[batch, depths, previous, candidates]` float32, after each of the likely tokens of the depth before;
-            one `previous` for heads that do not read it.
-        candidates: `[batch, depths, candidates]` the tokens that the logits are of, of which the first ones are the
-            previous tokens of the next depth; None: all tokens of the vocabulary.
-    """
-
-    logits: torch.Tensor
+    logits: torch.Tensor  # [batch, depths, previous, candidates] float32; one `previous` for heads that do not read it
+    # [batch, depths, candidates] the tokens that the logits are of, of which the first ones are the previous tokens of
+    # the next depth; None: all tokens of the vocabulary.
     candidates: torch.Tensor | None = None
 
 
@@ -59,12 +54,9 @@ class Drafter(ABC, Generic[T]):
     What the other methods do by default is right for drafters that keep nothing from draft to draft.
     """
 
-    max_depth: float = inf
-    """How many tokens deep a draft can be."""
-    is_one_pass: bool = False
-    """Whether all depths are drafted in one pass, by `read_depths`."""
-    rows_can_change: bool = False
-    """Whether rows can join and leave between steps, by `keep_rows` and `append_rows`."""
+    max_depth: float = inf  # how many tokens deep a draft can be
+    is_one_pass: bool = False  # whether all depths are drafted in one pass, by `read_depths`
+    rows_can_change: bool = False  # whether rows can join and leave between steps, by `keep_rows` and `append_rows`
     token_ids: torch.Tensor | None = None
     """`[draft vocab]` the target's token id of each logit; None if the logits are of all tokens in their order."""
     expanded_nodes_first: bool = False

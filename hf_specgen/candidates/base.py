@@ -32,8 +32,7 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.result import result_for
 
-Depth = int | Literal["auto"]
-"""Maximum depth of a draft; "auto" adapts it to acceptance and latency."""
+Depth = int | Literal["auto"]  # maximum depth of a draft; "auto" adapts it to acceptance and latency
 Tree = int | Literal["auto"] | None
 """Number of draft tokens to verify; "auto" for the fastest tree of each step; None: "auto" if k is, else chains."""
 PLACES = ("revision", "token", "subfolder", "cache_dir", "trust_remote_code")
@@ -69,11 +68,6 @@ class DraftSession(ABC):
     def append_rows(self, new: int) -> None:
         """Add new rows after the present ones; `batch.state` has their texts already."""
 
-    @property
-    def remembers(self) -> bool:
-        """See `DraftBatch.carries_over`."""
-        return self.batch.carries_over
-
     def plan(self, max_depths: Sequence[int]) -> None:
         """Receive the depths of the next `draft` in advance, so that several sessions can share its passes."""
 
@@ -100,12 +94,7 @@ DraftChange = Callable[[DraftTree, Sequence[int]], DraftTree]
 
 
 class WrappedSession(DraftSession):
-    """Changes the drafts of another session, which receives outcomes in terms of its own.
-
-    Args:
-        session: drafts, and observes.
-        change: what is verified instead of its drafts.
-    """
+    """Changes the drafts of another session, which receives outcomes in terms of its own."""
 
     def __init__(self, session: DraftSession, change: DraftChange):
         super().__init__(session.batch)
@@ -130,7 +119,7 @@ class WrappedSession(DraftSession):
         self._session.end()
 
 
-def leftmost_chains(batch: DraftBatch, size: Tree) -> DraftChange | None:
+def leftmost_chains(batch: DraftBatch) -> DraftChange | None:
     """The leftmost chain of each row, where drafts must be chains; None where they need not."""
     return (lambda tree, max_depths: tree.leftmost_chain()) if batch.verifies_chains_only else None
 
@@ -155,9 +144,7 @@ class Candidates(CandidateGenerator, ABC):
     """
 
     k: int = 64
-    """Maximum depth of a draft."""
     policy: Policy = FixedDepth()
-    """Chooses before each step how much of k is used."""
     negligible_draft_cost: bool = False
     """Whether drafting takes a negligible time, so that a draft that is not used costs nothing."""
     uses_prediction: bool = False
@@ -165,7 +152,6 @@ class Candidates(CandidateGenerator, ABC):
     adaptive_tree: bool = False
     """Whether the strategy sizes each draft itself, so that a policy only decides whether to draft."""
     tree: Tree = None
-    """How many draft tokens are verified, see `Tree`; None for strategies that draft chains."""
     latency_kind: str | None = None
     """Under which name a latency file has the passes of the drafter; None: that of the class."""
     arguments: ClassVar[Mapping[str, object]] = {"k": None, "tree": None}
@@ -264,8 +250,7 @@ class Candidates(CandidateGenerator, ABC):
         self.get_candidates(input_ids)
 
 
-StartSession = Callable[[DraftBatch], DraftSession]
-"""What begins a call for a strategy, see `Candidates.start`."""
+StartSession = Callable[[DraftBatch], DraftSession]  # what begins a call for a strategy, see `Candidates.start`
 
 
 class PretrainedCandidates(Candidates):

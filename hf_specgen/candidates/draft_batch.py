@@ -25,93 +25,54 @@ from hf_specgen.verification.processors import ScoreProcessors
 
 
 class Texts(Protocol):
-    """The rows of a draft: their tokens, which every step updates."""
+    """The rows of a draft: their tokens, which every step updates. The members are those of `GenerationState`."""
 
     @property
-    def batch(self) -> int:
-        """The number of rows."""
-
+    def batch(self) -> int: ...
     @property
-    def prompts(self) -> list[list[int]]:
-        """The prompt of each row, without padding."""
-
+    def prompts(self) -> list[list[int]]: ...
     @property
-    def generated(self) -> list[list[int]]:
-        """The tokens generated so far, by row."""
-
+    def generated(self) -> list[list[int]]: ...
     @property
-    def drafts_together(self) -> bool:
-        """Whether rows of other calls share the passes of the drafter, so that rows join and leave."""
-
+    def drafts_together(self) -> bool: ...
     @property
-    def max_new_tokens(self) -> float:
-        """How many tokens a row may generate; may be infinite."""
-
+    def max_new_tokens(self) -> float: ...
     @property
-    def context_length(self) -> int:
-        """Tokens in the longest row so far, prompt included."""
-
-    def has_ended(self, row: int) -> bool:
-        """Whether a row takes no further tokens."""
-
-    def last_token(self, row: int) -> int:
-        """The last token of a row's text."""
-
-    def pending(self) -> list[int]:
-        """The last token of each row, which is not in the target's cache yet."""
+    def context_length(self) -> int: ...
+    def has_ended(self, row: int) -> bool: ...
+    def last_token(self, row: int) -> int: ...
+    def pending(self) -> list[int]: ...
 
 
 class TargetView(Protocol):
-    """What a drafter reads of the target."""
+    """What a drafter reads of the target, see `DraftBatch`, where `rows` are the present ones."""
 
     @property
-    def device(self) -> torch.device:
-        """Where the model reads its input."""
-
+    def device(self) -> torch.device: ...
     @property
-    def rows(self) -> list[int]:
-        """The rows that are computed; the others have ended."""
-
+    def rows(self) -> list[int]: ...
     @property
-    def verifies_chains_only(self) -> bool:
-        """Whether drafts must be chains."""
-
-    def pass_shape(self, tokens: int) -> tuple[int, int]:
-        """How many rows, and tokens of each, a pass over so many tokens of each row computes."""
-
-    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor:
-        """`[batch, aux_layers * hidden]` the hidden states that chose each row's last token."""
-
-    def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
-        """The hidden states `[kept, aux_layers * hidden]` of each row's tokens that the last step has kept."""
+    def verifies_chains_only(self) -> bool: ...
+    def pass_shape(self, tokens: int) -> tuple[int, int]: ...
+    def states_of(self, aux_layers: Sequence[int]) -> torch.Tensor: ...
+    def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]: ...
 
 
 class DraftSampling(Protocol):
-    """What a drafter needs of the verification to sample its tokens."""
+    """What a drafter needs to sample its tokens. The members are those of `VerificationSession`."""
 
     @property
-    def wants_q(self) -> bool:
-        """Whether a draft that was sampled carries the probabilities it was sampled with."""
-
+    def wants_q(self) -> bool: ...
     @property
-    def expected(self) -> Sequence[Sequence[int]]:
-        """Of each row what is likely to be sampled; empty if that is unknown."""
-
+    def expected(self) -> Sequence[Sequence[int]]: ...
     @property
-    def score_processors(self) -> ScoreProcessors:
-        """The logits processors of the call that read the scores alone."""
-
+    def score_processors(self) -> ScoreProcessors: ...
     @property
-    def shares_noise(self) -> bool:
-        """Whether `draft_scores` follow from the scores and `draft_noise` alone."""
-
+    def shares_noise(self) -> bool: ...
     def draft_scores(
         self, scores: torch.Tensor, steps: Sequence[Sequence[int]], tokens: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Scores of each token as a draft token, see `VerificationSession.draft_scores`."""
-
-    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None:
-        """The noise with which the target samples, see `VerificationSession.draft_noise`."""
+    ) -> torch.Tensor: ...
+    def draft_noise(self, steps: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor | None: ...
 
 
 class DraftBatch:
