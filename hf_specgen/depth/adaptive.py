@@ -18,16 +18,12 @@ from hf_specgen.depth.policy import Policy, PolicySession
 from hf_specgen.depth.step_times import PassTimer, learns_from_steps
 from hf_specgen.targets.target import Target
 
-MAX_LOSS = 1.5
-"""Plain steps that drafting may have lost in a call before it pauses; the text may suit it again later."""
-MAX_CREDIT = 10.0
-"""Plain steps gained by drafting that are set against later losses."""
-LOSS_PER_STEP = 0.02
-"""Plain steps that drafting may lose again for every plain step: at most 2% of the time."""
+MAX_LOSS = 1.5  # plain steps that drafting may have lost in a call before it pauses; the text may suit it again later
+MAX_CREDIT = 10.0  # plain steps gained by drafting that are set against later losses
+LOSS_PER_STEP = 0.02  # plain steps that drafting may lose again for every plain step: at most 2% of the time
 MAX_PREFILL = 0.08
 """Time that the drafter may take for the prompt, as a fraction of the call's plain steps; above it, it is not used."""
-FORGETTING = 0.9
-"""Factor by which the weight of earlier drafts in the acceptance rate decreases with every draft."""
+FORGETTING = 0.9  # factor by which the weight of earlier drafts in the acceptance rate decreases with every draft
 
 
 @dataclass
@@ -126,6 +122,7 @@ class AdaptiveSession(PolicySession):
     def __init__(self, policy: AdaptiveDepth, call: Call):
         self._call = call
         drafting = call.drafting
+        # Set by `share`: whether several calls have one loss; whether latencies are those of this call's rows alone.
         self._has_shared_loss = False
         self._is_alone = False
         self._is_measured = policy.latency is None and not (
@@ -229,6 +226,7 @@ class AdaptiveSession(PolicySession):
 
     def observe(self, step: StepRecord) -> None:
         """Use the times of a step; count the loss and the acceptance of one with a draft."""
+        # T(q), where steps time it.
         if self._learns and self._pass_timer is None:
             self._use_steps(PassTimer.of_first_step(self._call, step))
         elif self._timer and self._pass_timer and self._pass_timer.observe(step):
@@ -238,9 +236,10 @@ class AdaptiveSession(PolicySession):
             return
         rows = [row for row in step.rows if row is not None]
         drafted = [row for row in rows if row.drafted]
-        if drafted or step.passes:
+        if drafted or step.passes:  # the drafter has processed the text
             self._uncached = 0
             self._has_drafted = True
+        # The time of drafting, which the first drafts tell; and whether a T(q) that was measured is too long.
         if self._timer is not None:
             if self._pass_timer is None:
                 self._timer.check(step)
@@ -252,6 +251,7 @@ class AdaptiveSession(PolicySession):
             seconds = latency.target.seconds_of(step.pass_rows * step.tokens_per_row)
             self._loss.count(latency, step.pass_rows, seconds, step.passes, emitted)
             memory.store(self._model, self._key, self._loss)
+        # How often a token is accepted, given that those before it are: of each row up to the first rejected one.
         if drafted:
             self._accepted = FORGETTING * self._accepted + sum(row.accepted for row in drafted)
             self._verified = FORGETTING * self._verified + sum(min(row.depth, row.accepted + 1) for row in drafted)

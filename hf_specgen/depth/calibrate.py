@@ -3,9 +3,8 @@
 On a CPU the steps of a call time T(q) (`hf_specgen.depth.step_times`). On accelerators, where steps are asynchronous,
 and for passes that calls share, T(q) is measured after the prefill, on the call's own cache, by passes over chains of a
 few sizes that are rolled back, in the time of eight plain steps, at most twelve. The time of drafting is taken from the
-first drafts. Both are kept as long as the model; another object of the same architecture begins with its T(q). On a
-CPU, T(q) is measured again if a later pass over at most eight tokens takes less than half of it, which proves that
-other processes delayed the measurement. All ranks of a tensor-parallel model use what the first rank measured.
+first drafts. Both are kept as long as the model; another object of the same architecture begins with its T(q). All
+ranks of a tensor-parallel model use what the first rank measured.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ from hf_specgen.targets.target import Target
 from hf_specgen.tree import DraftTree
 
 T = TypeVar("T")
-QUERIES = (1, 8, 2, 24, 1, 64)
-"""Tokens per row of the timed passes, in this order, as far as there is time for them."""
-MIN_SECONDS = 1e-9
-"""Of a pass that takes less than a step of the clock: times are divided by each other."""
+QUERIES = (1, 8, 2, 24, 1, 64)  # tokens per row of the timed passes, in this order, as far as there is time for them
+MIN_SECONDS = 1e-9  # of a pass that takes less than a step of the clock: times are divided by each other
 MAX_PLAIN_STEPS = 8.0
 MAX_FIRST_STEPS = 12.0
 """Plain steps after which no pass is timed again, and after which no further size is timed. Where T(8) is three plain
@@ -112,8 +109,10 @@ def target_curve(call: Call, target: Target) -> CostCurve | None:
 
 def _kept_curve(call: Call, times: dict[int, float]) -> CostCurve:
     """T(q) from measured times, kept for later calls; sizes beyond the timed ones in proportion to their tokens."""
-    delayed = memory.recall(call.model, ("delayed", *curve_key(call)), lambda: None) or times.__getitem__
-    points = {q: min(seconds, delayed(q)) for q, seconds in times.items()}
+    points = dict(times)
+    earlier: CostCurve | None = memory.recall(call.model, ("delayed", *curve_key(call)), lambda: None)
+    if earlier is not None:  # of which some sizes were delayed, and maybe others now: see `DrafterTimer.check`
+        points = {q: min(seconds, earlier(q)) for q, seconds in times.items()}
     largest = max(points)
     if largest < QUERIES[-1]:
         points[QUERIES[-1]] = points[largest] * QUERIES[-1] / largest
@@ -211,7 +210,7 @@ class DrafterTimer:
     def check(self, step: StepRecord) -> None:
         """Have the next call measure T(q) again, where a pass on a CPU takes less than half of it.
 
-        The threads of a pass wait for each other: then other processes delayed some of them in the measurement.
+        Other processes then delayed some of the threads of a measured pass, which wait for each other.
         """
         queries = (step.pass_rows + self._call.state.other_rows) * step.tokens_per_row / self.curve.batch
         seconds = step.seconds.get("forward", inf) if self._is_cpu and self._group is None else inf

@@ -22,12 +22,9 @@ from numpy.typing import NDArray
 
 FORMAT = "hf_specgen latency profile 1"
 Floats = NDArray[np.floating[Any]]
-ANY_DRAFTER = "any"
-"""The entry used for every kind of drafter without an entry of its own."""
-ASSUMED = "assumed"
-"""In place of a latency file: latencies that are the same in every process, see `assumed_latency`."""
-MIN_BATCH_GAIN = 0.02
-"""Relative gain in tokens per second below which a step of several calls verifies no draft."""
+ANY_DRAFTER = "any"  # the entry used for every kind of drafter without an entry of its own
+ASSUMED = "assumed"  # in place of a latency file: latencies that are the same in every process, see `assumed_latency`
+MIN_BATCH_GAIN = 0.02  # relative gain in tokens per second below which a step of several calls verifies no draft
 
 
 def interpolate(size: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
@@ -48,19 +45,12 @@ def _check_curve(sizes: Sequence[float], seconds: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class CostCurve:
-    """T(q): seconds of a forward pass of the target over q tokens per row.
+    """T(q): seconds of a forward pass of the target over q tokens per row."""
 
-    Args:
-        queries: increasing numbers of tokens per row, from 1.
-        seconds: of a pass over that many tokens in each row.
-        context: cached tokens in each row.
-        batch: rows.
-    """
-
-    queries: tuple[int, ...]
-    seconds: tuple[float, ...]
-    context: int
-    batch: int
+    queries: tuple[int, ...]  # increasing numbers of tokens per row, from 1
+    seconds: tuple[float, ...]  # of a pass over that many tokens in each row
+    context: int  # cached tokens in each row
+    batch: int  # rows
 
     def __post_init__(self) -> None:
         _check_curve(self.queries, self.seconds)
@@ -116,16 +106,11 @@ def step_seconds(target: CostCurve, tokens: int) -> Floats:
 
 @dataclass(frozen=True)
 class DraftLatency:
-    """Seconds of drafting.
+    """Seconds of drafting."""
 
-    Args:
-        tokens, seconds: seconds of one forward pass of the drafter over that many tokens, all rows together.
-        overhead: seconds of any draft, empty or not; includes heads that run once per draft.
-    """
-
-    tokens: tuple[float, ...] = (1,)
-    seconds: tuple[float, ...] = (0.0,)
-    overhead: float = 0.0
+    tokens: tuple[float, ...] = (1,)  # of forward passes of the drafter, all rows together
+    seconds: tuple[float, ...] = (0.0,)  # of each of these passes
+    overhead: float = 0.0  # seconds of any draft, empty or not; includes heads that run once per draft
 
     def __post_init__(self) -> None:
         _check_curve(self.tokens, self.seconds)
@@ -155,10 +140,12 @@ class StepLatency(NamedTuple):
 
     def part_of_row(self, rows: int, drafts_together: bool) -> StepLatency:
         """The part of each of `rows` that share passes of the target, and of the drafter if they draft together."""
-        (curve, draft), size = self, rows if drafts_together else 1
-        seconds = tuple(curve.seconds_of(rows * q) / rows for q in curve.queries)
-        drafter = replace(draft, seconds=tuple(one / size for one in draft.seconds), overhead=draft.overhead / size)
-        return StepLatency(replace(curve, seconds=seconds, batch=1), drafter)
+        seconds = tuple(self.target.seconds_of(rows * q) / rows for q in self.target.queries)
+        target = replace(self.target, seconds=seconds, batch=1)
+        if not drafts_together:
+            return StepLatency(target, self.drafter)
+        seconds = tuple(one / rows for one in self.drafter.seconds)
+        return StepLatency(target, replace(self.drafter, seconds=seconds, overhead=self.drafter.overhead / rows))
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,7 @@ fewer, the sizes whose times happen to be short are preferred for ever."""
 CONTRADICTIONS = 3
 """Later steps in a row that take less than half of T(q) and replace it: other processes delayed the first ones. They
 prove it, since the slowdown has a change of the machine's speed after two steps."""
-SAVED_AT = (3, SAMPLES)
-"""Steps of a size at which its times are saved for later processes."""
-SAVED = "latency"
-"""The kind of `saved_results`."""
+SAVED = "latency"  # the kind of `saved_results`
 THREAD = "thread"
 """In the seconds of a step: the time of the thread in the pass of the target, which other processes do not prolong."""
 
@@ -45,16 +42,13 @@ def learns_from_steps(model: Any) -> bool:
 class StepTimes:
     """Seconds of passes by tokens per row, all at one speed of the machine.
 
-    Args:
-        samples: times of each size, in the order of the steps: the first `SAMPLES` of them time it, further ones
-            contradict these. Size 1 has one at least.
-        context: cached tokens in each row.
-        batch: rows.
+    The samples of a size are in the order of the steps: the first `SAMPLES` of them time it, further ones contradict
+    these. Size 1 has one at least.
     """
 
     samples: Mapping[int, tuple[float, ...]]
-    context: int
-    batch: int
+    context: int  # cached tokens in each row
+    batch: int  # rows
 
     def with_sample(self, size: int, seconds: float) -> StepTimes:
         """With another time of a size, where it has fewer than `SAMPLES`.
@@ -134,11 +128,7 @@ class StepTimes:
 
 
 class PassTimer:
-    """Times passes of a target by the steps of one call, and keeps the times for later calls.
-
-    Attributes:
-        times: of all sizes timed so far.
-    """
+    """Times passes of a target by the steps of one call, and keeps the times for later calls."""
 
     def __init__(self, call: Call, times: StepTimes):
         self._call = call
@@ -193,7 +183,7 @@ class PassTimer:
         """Keep the times for later calls, now and then for later processes."""
         memory.store(self._call.model, self._key, self.times)
         memory.store(type(self._call.model), self._shared_key, self.times)
-        if len(self.times.samples[size]) in SAVED_AT:
+        if len(self.times.samples[size]) in (3, SAMPLES):  # saved twice for each size
             samples = {number: times[:SAMPLES] for number, times in self.times.samples.items()}
             saved = {"samples": samples, "context": self.times.context, "batch": self.times.batch}
             saved_results.save(SAVED, self._shared_key, saved)
