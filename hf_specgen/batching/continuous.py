@@ -38,19 +38,13 @@ def _raise(reason: str) -> None:
 
 @dataclass
 class PackedRun:
-    """The settings and callbacks of a `generate_batch` call, or of an attached strategy, for the managers made in it.
+    """Settings and callbacks of a `generate_batch` call, or of an attached strategy, for the managers made in it."""
 
-    Args:
-        settings: None to run plainly, also once a manager has reported that it cannot speculate.
-        add: receives the counters of every request that has ended.
-        report_plain: receives the reason why a manager runs plainly.
-        steps: of each batch processor of a `generate_batch` call, which ends them; unused for other managers.
-    """
-
-    settings: Settings | None
-    add: Callable[[Statistics], None] = lambda _: None
-    report_plain: Callable[[str], None] = _raise
-    steps: list[PackedSteps] = field(default_factory=list)
+    settings: Settings | None  # as the user gave them; None to run plainly
+    add: Callable[[Statistics], None] = lambda _: None  # receives the counters of every request that has ended
+    report_plain: Callable[[str], None] = _raise  # receives the reason why a manager runs plainly
+    is_plain: bool = False  # whether a manager of the call runs plainly; later ones then do too
+    steps: list[PackedSteps] = field(default_factory=list)  # those that the `generate_batch` call ends
 
 
 _run: ContextVar[PackedRun | None] = ContextVar("hf_specgen_packed_run", default=None)
@@ -62,13 +56,10 @@ def generate_batch(
 ) -> Any:
     """`model.generate_batch(*args, **kwargs)` with the keywords of this package, or an attached strategy.
 
-    Raises:
-        ValueError: for keywords that are not valid, and where it cannot speculate, see `_reasons`: there an attached
-            strategy runs plainly instead, unless it is strict.
+    Where it cannot speculate, see `_reasons`, it raises a `ValueError`, or runs an attached strategy plainly.
     """
     begin = perf_counter()
     run = _run_of(kwargs, attachment and attachment.of_thread(model))
-    settings = run.settings
     # Requests add their statistics to a list: together they are reported as one call.
     add_call = run.add
     requests = list[Statistics]()
@@ -81,12 +72,13 @@ def generate_batch(
         for steps in run.steps:
             steps.close()
         run.steps.clear()
-    if settings is not None and run.settings is not None:  # `init_manager` sets it to None to run plainly
+    if run.settings is not None and not run.is_plain:
         rows = [row for request in requests for row in request.rows]
         lengths = [request.emitted for request in requests]
         seconds = {"total": perf_counter() - begin}
-        statistics = Statistics(rows, lengths, seconds, strategy=repr(settings.candidates))
-        settings.candidates.speculation = statistics
+        candidates = run.settings.candidates
+        statistics = Statistics(rows, lengths, seconds, strategy=repr(candidates))
+        candidates.speculation = statistics
         add_call(statistics)
     return results
 
@@ -108,16 +100,22 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
     arguments = by_name(original, args, kwargs)
     of_call = _run.get()  # None for a manager that no `generate_batch` call makes
     run = of_call or _run_of({}, attachment)
-    if run.settings is not None:
+    settings = None if run.is_plain else run.settings
+    if settings is not None:
         # Transformers would choose asynchronous steps and CUDA graphs by itself: here only if they were asked for.
         config = arguments.get("continuous_batching_config") or ContinuousBatchingConfig()
         is_async = config.use_async_batching or False
         config = replace(config, use_async_batching=is_async, use_cuda_graph=config.use_cuda_graph or False)
-        run.settings = _manager_settings(run, run.settings, model, arguments.get("generation_config"), config)
-        if run.settings is not None:
+        settings = settings.for_model(compat.unwrapped(model))
+        if reason := _reason(settings, model, arguments.get("generation_config"), config):
+            run.report_plain(reason)
+            run.is_plain = True
+            settings = None
+        else:
+            policy = _packed_policy(settings.policy, compat.unwrapped(model))
+            settings = replace(settings, policy=policy, compile=False)
             arguments["continuous_batching_config"] = config
     manager = original(model, **arguments)
-    settings = run.settings  # as they are now: a later manager of the call may change those of the run
 
     def make_steps(manager: Any, processor: Any) -> PackedSteps | None:
         if settings is None:
@@ -129,23 +127,6 @@ def init_manager(original: Callable[..., Any], model: Any, args: Any, kwargs: di
 
     transformers_batching.on_batch_processor(manager, make_steps)
     return manager
-
-
-def _manager_settings(
-    run: PackedRun, settings: Settings, model: Any, generation_config: Any, config: ContinuousBatchingConfig
-) -> Settings | None:
-    """The settings with which a new manager speculates; None, after `report_plain`, if it cannot."""
-    target = compat.unwrapped(model)
-    settings = settings.for_model(target)
-    # Transformers returns a manager that it kept, whose config then applies instead of the one passed here.
-    cached = transformers_batching.cached_manager(model)
-    in_use = config if cached is None else cached.continuous_batching_config
-    processors = transformers_batching.packed_processors(model, generation_config or model.generation_config, in_use)
-    reason = next(_reasons(settings, model, in_use, processors), "")
-    if reason:
-        run.report_plain(reason)
-        return None
-    return replace(settings, policy=_packed_policy(settings.policy, target), compile=False)
 
 
 def _packed_policy(policy: Policy, model: Any) -> Policy:
@@ -160,6 +141,15 @@ def _packed_policy(policy: Policy, model: Any) -> Policy:
     with transformers_batching.unpaged_attention(model):
         curve = model_curve(model)
     return FixedDepth(0) if curve is None else SharedDepth(policy, curve=curve)
+
+
+def _reason(settings: Settings, model: Any, generation_config: Any, config: ContinuousBatchingConfig) -> str:
+    """Why a new manager cannot speculate; empty if it can."""
+    # Transformers returns a manager that it kept, whose config then applies instead of the one passed here.
+    cached = transformers_batching.cached_manager(model)
+    in_use = config if cached is None else cached.continuous_batching_config
+    processors = transformers_batching.packed_processors(model, generation_config or model.generation_config, in_use)
+    return next(_reasons(settings, model, in_use, processors), "")
 
 
 def _reasons(settings: Settings, model: Any, config: Any, processors: Sequence[Any]) -> Iterator[str]:
