@@ -30,8 +30,7 @@ from hf_specgen.tree import DraftTree
 from hf_specgen.verification import VerificationResult
 from hf_specgen.verification.base import with_noise
 
-NO_STEP = VerificationResult([None], [[]], [0])
-"""The outcome of a call that took no part in a step."""
+NO_STEP = VerificationResult([None], [[]], [0])  # the outcome of a call that took no part in a step
 
 
 def batched(candidates: Candidates) -> tuple[StartSession, list[SharedDraft]]:
@@ -54,9 +53,6 @@ class SharedDraft:
     """Drafts for several calls together, as rows of one session of a strategy.
 
     If rows cannot join and leave such a session, each call gets a session of its own.
-
-    Args:
-        strategy: whose drafts are shared.
 
     Attributes:
         rows: the sessions of the calls that take part, in the order of the rows.
@@ -157,17 +153,13 @@ class SharedDraft:
 
 
 class RowSession(DraftSession):
-    """The session of one call: a row of a shared session.
-
-    Args:
-        batch: of the call, with one row.
-        shared: drafts for several calls.
+    """The session of one call, whose batch has one row: a row of a shared session.
 
     Attributes:
         tree: its draft.
         result: the outcome of the last step, until `SharedDraft.draft` passes it on.
         is_active: whether the call has not ended.
-        has_joined: whether the call is a row of the shared session.
+        has_joined: whether the call is a row of the shared session, which has drafted since.
     """
 
     def __init__(self, batch: DraftBatch, shared: SharedDraft):
@@ -177,6 +169,11 @@ class RowSession(DraftSession):
         self.result: VerificationResult | None = None
         self.is_active = True
         self.has_joined = False
+
+    @property
+    def has_new_states(self) -> bool:
+        """Whether the target has states that the shared session has not received: of the prompt or the last step."""
+        return not self.has_joined or self.result is not None
 
     def plan(self, max_depths: Sequence[int]) -> None:
         self._shared.planned[self] = max_depths[0]
@@ -203,14 +200,10 @@ class SharedTexts:
     """The `Texts` of several calls, whose steps append to them.
 
     No row has ended here: the row of a call that ends leaves before the next draft.
-
-    Args:
-        rows: the calls.
     """
 
     drafts_together = True
-    max_new_tokens = inf
-    """As calls join at any time, nothing limits how long the session runs."""
+    max_new_tokens = inf  # as calls join at any time, nothing limits how long the session runs
 
     def __init__(self, rows: Sequence[RowSession]):
         self.set_rows(rows)
@@ -238,11 +231,7 @@ class SharedTexts:
 
 
 class SharedTargets:
-    """The `TargetView` of the targets of several calls.
-
-    Args:
-        rows: the calls; the list changes as they join and leave.
-    """
+    """The `TargetView` of the targets of several calls, a list that changes as they join and leave."""
 
     def __init__(self, rows: Sequence[RowSession]):
         first = rows[0].batch
@@ -265,28 +254,18 @@ class SharedTargets:
         return torch.cat([row.batch.last_states(aux_layers) for row in self._rows])
 
     def committed_states(self, aux_layers: Sequence[int]) -> list[torch.Tensor]:
-        """The states of each call: of the last step, or none if it took no part; of the prompt if it is new.
-
-        Read while the session observes a step, as `SharedDraft._observe` resets `RowSession.result` afterwards; and
-        when rows join it, for their prompts.
-        """
+        """The new states of each call, see `RowSession`; none of a call that took no part in the step."""
         committed = []
         for row in self._rows:
             [states] = row.batch.committed_states(aux_layers)
-            took_part = row.result is not None or not row.has_joined
-            committed.append(states if took_part else states[:0])
+            committed.append(states if row.has_new_states else states[:0])
         return committed
 
 
 class SharedSampling:
-    """The `DraftSampling` of several calls: the draft tokens of a row are sampled with the noise of its call.
+    """The `DraftSampling` of several calls, as of `SharedTargets`: a row is sampled with the noise of its call."""
 
-    Args:
-        rows: the calls; the list changes as they join and leave.
-    """
-
-    expected = ()
-    """Unknown, see `DraftSampling`."""
+    expected = ()  # unknown
 
     def __init__(self, rows: Sequence[RowSession]):
         first = rows[0].batch

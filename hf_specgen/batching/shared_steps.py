@@ -28,12 +28,9 @@ from hf_specgen.tree import DraftTree
 class SharedSteps:
     """Plans and drafts the steps of calls, and counts what their drafts lose.
 
-    Args:
-        settings: of the user's call.
-
     Attributes:
-        settings: the same, with sessions that draft together and a policy that shares one `DraftingLoss`; every call
-            is begun with them.
+        settings: of the user's call, with sessions that draft together and a policy that shares one `DraftingLoss`;
+            every call is begun with them.
         latency: for the rows and context of the present step; None if it was not measured, or no row decodes.
         passes: tokens of each forward pass that drafters made for several calls in the step.
     """
