@@ -29,25 +29,15 @@ from hf_specgen.verification import VerificationResult
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """What the requests of a batch processor have in common.
+    """What the requests of a batch processor have in common."""
 
-    Args:
-        model: the target.
-        config: the generation config of the manager.
-        settings: of each call.
-        seed: request ``req_<i>`` is sampled with `seed + i`.
-        aux_layers: the layers whose hidden states drafters read.
-        last_position: the last position that the model and its cache can process.
-        verifies_chains_only: whether the attention takes no mask.
-    """
-
-    model: PreTrainedModel
-    config: GenerationConfig
-    settings: Settings
-    seed: int
-    aux_layers: Sequence[int]
-    last_position: int
-    verifies_chains_only: bool
+    model: PreTrainedModel  # the target
+    config: GenerationConfig  # of the manager
+    settings: Settings  # of each call
+    seed: int  # request ``req_<i>`` is sampled with `seed + i`
+    aux_layers: Sequence[int]  # whose hidden states drafters read
+    last_position: int  # that the model and its cache can process
+    verifies_chains_only: bool  # whether the attention takes no mask
 
 
 class PackedTarget:
@@ -55,24 +45,19 @@ class PackedTarget:
 
     The cache is that of Transformers, which `PackedSteps` rolls back. The hidden states and the accepted path of each
     step are kept here.
-
-    Args:
-        shared: what the requests have in common.
-        prompt: the number of tokens in the prompt.
     """
 
-    def __init__(self, shared: RequestSettings, prompt: int):
+    def __init__(self, shared: RequestSettings, prompt_length: int):
         self.device = compat.input_device(shared.model)
         self.rows = [0]
-        self.first_positions = (prompt,)
+        self.first_positions = (prompt_length,)
         self.last_position = shared.last_position
         self.verifies_chains_only = shared.verifies_chains_only
         # A `Target` may have these limits, packed steps do not.
         self.slot_limit = UNLIMITED
         self.max_draft_tokens = inf
         self.max_row_skew = inf
-        self.path: Sequence[int] = ()
-        """The accepted nodes of the last step."""
+        self.path: Sequence[int] = ()  # the accepted nodes of the last step
         self._step_states = StepStates(tuple(shared.aux_layers))
         self._prompt_states: list[torch.Tensor] = []  # of each chunk of the prompt so far; empty after the prefill
 
@@ -92,18 +77,18 @@ class PackedTarget:
         """
         if not states:
             return
-        # A step after the prompt was committed: the states of the tokens with logits. Those before belong to a request
-        # that was evicted from the cache, whose text is processed again: they are known.
-        if any(self._step_states.kept):
-            if slots:
-                self._step_states = self._step_states.after_pass(_last_states(states, slots))
-            return
-        # A chunk of the prompt. Layer -1, the input of the output matrix, may have fewer tokens than others: those with
-        # logits. All layers are cut to these.
-        self._prompt_states.append(_last_states(states, min(layer.shape[1] for layer in states)))
-        if slots:
-            self._step_states = self._step_states.after_prefill(torch.cat(self._prompt_states, dim=1))
-            self._prompt_states = []
+        has_prompt = any(self._step_states.kept)  # a step was committed
+        if not has_prompt:
+            # A chunk of the prompt. Layer -1, the input of the output matrix, may have fewer tokens than others: those
+            # with logits. All layers are cut to these.
+            self._prompt_states.append(_last_states(states, min(layer.shape[1] for layer in states)))
+            if slots:  # the last chunk
+                self._step_states = self._step_states.after_prefill(torch.cat(self._prompt_states, dim=1))
+                self._prompt_states = []
+        elif slots:
+            # A draft, or the last chunk of a text that is processed again, as the request was evicted from the cache:
+            # the states of the tokens before are known.
+            self._step_states = self._step_states.after_pass(_last_states(states, slots))
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         self.path = paths[0] or []
@@ -140,17 +125,7 @@ class RequestOutputs:
 
 
 class Request:
-    """A request: the steps of its call, and its draft in the present step.
-
-    Args:
-        state: Transformers' `RequestState`.
-        shared: what the requests have in common.
-
-    Attributes:
-        steps: plan, draft and verify.
-        target: has the accepted path of the last step.
-        tree: the draft of the present step.
-    """
+    """A request, Transformers' `RequestState`: the steps of its call, and `tree`, its draft in the present step."""
 
     def __init__(self, state: Any, shared: RequestSettings):
         prompt = transformers_batching.prompt_length(state)

@@ -53,13 +53,9 @@ Moves = dict[str, tuple[list[int], list[int]]]
 class PackedSteps:
     """Adds drafts to the packed steps of one batch processor, and verifies them; called by its thread alone.
 
-    Request ``req_<i>`` is sampled as `torch.manual_seed(seed + i)` and `generate` would sample it alone.
-
-    Args:
-        processor: of Transformers' `ContinuousBatchingManager`.
-        manager: that manager.
-        settings: of each request.
-        finished: receives the counters of every request that has ended.
+    They are Transformers' `ContinuousBatchProcessor` and `ContinuousBatchingManager`; `finished` receives the counters
+    of every request that has ended. Request ``req_<i>`` is sampled as `torch.manual_seed(seed + i)` and `generate`
+    would sample it alone.
     """
 
     def __init__(self, processor: Any, manager: Any, settings: Settings, finished: Callable[[Statistics], None]):
@@ -86,8 +82,7 @@ class PackedSteps:
         )
         self._requests: dict[str, Request] = {}
         # Of the present step:
-        self._step: list[tuple[Any, Request]] = []
-        """`(future, request)` of each request in it: Transformers' `FutureRequestState`, and this package's request."""
+        self._step: list[tuple[Any, Request]] = []  # the requests in it, each after its `FutureRequestState`
         self._decoding = 0  # requests that decode; the others are in their prefill
         self._drafted = 0  # draft tokens
         self._seconds: Floats | None = None  # predicted, with 0, 1, 2, … draft tokens
@@ -194,25 +189,26 @@ class PackedSteps:
             masks = {} if masks is None else dict.fromkeys(self._allocators, masks)
         indices = list[int]()
         futures = list[Any]()
-        end = 0  # of the request's tokens in the step
-        key_ends = dict.fromkeys(masks, 0)  # of its keys, by layer type
+        # Where the tokens of the request end in the step, and by layer type where its keys end in the mask.
+        end = 0
+        key_ends = dict.fromkeys(masks, 0)
         for future, request in self._step:
-            past = future.state.position_offset - future.query_length  # tokens that are cached
+            cached = future.state.position_offset - future.query_length
             end += future.query_length
             for kind in masks:
-                key_ends[kind] += self._allocators[kind].get_seqlen_k(past, future.query_length)
-            # The last tokens of the request, which have logits: the pending token or the last one of a prompt, and the
-            # draft. In the mask they are the last queries and the last keys of the request.
-            size = 1 + request.tree.nodes
+                key_ends[kind] += self._allocators[kind].get_seqlen_k(cached, future.query_length)
+            # Its last tokens, which have logits: the pending token or the last one of a prompt, and the draft.
+            slots = 1 + request.tree.nodes
             if future.has_new_token:
-                indices += range(end - size, end)
-                futures += [future] * size
-            if request.tree.is_chain:
+                indices += range(end - slots, end)
+                futures += [future] * slots
+            if request.tree.is_chain:  # as Transformers has placed it
                 continue
             depths, ancestors = (values[0].to(positions.device) for values in request.tree.structure())
-            positions[end - size : end] = past + depths
+            positions[end - slots : end] = cached + depths
             for kind, mask in masks.items():
-                block = mask[0, 0, end - size : end, key_ends[kind] - size : key_ends[kind]]
+                # Of these tokens as queries, and as the last keys of the request.
+                block = mask[0, 0, end - slots : end, key_ends[kind] - slots : key_ends[kind]]
                 block.masked_fill_(~ancestors, torch.finfo(mask.dtype).min)
         return indices, futures
 

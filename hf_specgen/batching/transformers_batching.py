@@ -41,9 +41,15 @@ def on_batch_processor(manager: Any, make_steps: Callable[[Any, Any], Any]) -> N
 def _hook_packed_steps(processor: Any, steps: Any) -> None:
     """Let `steps` (`PackedSteps`) draft and verify in a `ContinuousBatchProcessor`; None removes the hooks.
 
+    In each step Transformers calls, in this order:
+
+        scheduler.schedule_batch                    then `extend` adds the drafts
+        model_runner.compute_batch                  after `place_drafts`, which gives the drafts positions and masks
+        model_runner._sample                        is `sample`, which keeps the scores
+        inputs_and_outputs.prepare_batch_update     is `commit`, which verifies
+
     The hooks refer to the processor weakly: in a cycle it would keep its cache until the next garbage collection.
-    Symbols: its `scheduler.schedule_batch`; `prepare_batch_update` and `_bulk_input_tensor` of its
-    `inputs_and_outputs`; `model_runner.compute_batch` and `_sample`.
+    Symbols: those above, and `_bulk_input_tensor` of `inputs_and_outputs`.
     """
     scheduler = processor.scheduler
     ios = processor.inputs_and_outputs
