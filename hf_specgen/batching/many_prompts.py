@@ -14,7 +14,7 @@ pass draft for all rows together. Prompts that the common target cannot process 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -166,21 +166,11 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
 
 
 class _PromptCall(Speculation):
-    """The `generate` call of a prompt: prepared as any other; `run` makes its prefill only, `_Batch` its steps.
-
-    Args:
-        index: of the prompt.
-        seed: of the noise that its tokens are sampled with.
-        settings, streamer: as of `Speculation`.
-
-    Attributes:
-        loop: of the call, once it has run.
-        stack: ends its sessions.
-    """
+    """The `generate` call of a prompt: prepared as any other; `run` makes its prefill only, `_Batch` its steps."""
 
     is_row = True
-    loop: DecodingLoop
-    stack: ExitStack
+    loop: DecodingLoop  # once the call has run
+    stack: ExitStack  # ends its sessions
 
     def __init__(self, index: int, seed: int, settings: Settings, streamer: BaseStreamer | None):
         super().__init__(settings, streamer)
@@ -230,11 +220,7 @@ def _prefilled(
 
 
 def _token_ids(prompt: Any) -> torch.Tensor:
-    """The ids `[1, tokens]` of a prompt, which may be the output of a tokenizer.
-
-    Raises:
-        TypeError, ValueError: if it is no ids, or not those of one text.
-    """
+    """The ids `[1, tokens]` of a prompt, which may be the output of a tokenizer; raises for anything else."""
     is_encoding = isinstance(prompt, Mapping) and "input_ids" in prompt
     values = prompt["input_ids"] if is_encoding else getattr(prompt, "ids", prompt)
     try:
@@ -263,12 +249,7 @@ def _errors_with_index(index: int) -> Iterator[None]:
 
 
 class _Batch:
-    """The calls that are in progress, and the common target that runs their passes.
-
-    Args:
-        model: the target.
-        settings: for all calls; the calls get those of `shared`.
-    """
+    """The calls that are in progress, with the settings of `shared`, and the common target that runs their passes."""
 
     def __init__(self, model: Any, settings: Settings):
         self._model = compat.unwrapped(model)
@@ -278,17 +259,13 @@ class _Batch:
         self._calls: list[_PromptCall] = []  # that have not ended, the latest one last
         self._rows: list[_PromptCall] = []  # by row of the common target, calls that ended in the last step included
         self._target: RowTarget
+        self._failure: Exception | None = None  # of a prompt, to be raised once the prompts before it are answered
 
     def run(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
         """Complete all calls, of which `max_rows` are processed at a time."""
-        failure: Exception | None = None
         try:
-            while True:
-                if failure is None:
-                    failure = yield from self._begin(calls, max_rows)
-                if not self._calls:
-                    break
-                # One step of all calls in progress.
+            yield from self._begin(calls, max_rows)
+            while self._calls:
                 with self._decoding():
                     self._exchange_rows()
                     self._step()
@@ -297,21 +274,23 @@ class _Batch:
                         if call.loop.outputs.shows_padding:  # the output may have a cache, of this row alone
                             call.target.leave(self._target, row)
                         yield self._completed(call)
-            if failure is not None:  # now that the prompts before it are answered
-                raise failure
+                yield from self._begin(calls, max_rows)
+            if self._failure is not None:
+                raise self._failure
         finally:
             for call in self._calls:
                 call.stack.close()
             self.shared.close()
             self._candidates.speculation = self.statistics
 
-    def _begin(self, calls: Iterator[_PromptCall], max_rows: int) -> Generator[Completion, None, Exception | None]:
-        """Prefill the next prompts in place of answered ones; yields those that end at once, returns a failure."""
-        while len(self._calls) < max_rows:
+    def _begin(self, calls: Iterator[_PromptCall], max_rows: int) -> Iterator[Completion]:
+        """Prefill the next prompts in place of answered ones, up to one that fails; yields those that end at once."""
+        while self._failure is None and len(self._calls) < max_rows:
             try:
                 call = next(calls, None)
             except Exception as error:
-                return error
+                self._failure = error
+                break
             if call is None:
                 break
             self._calls.append(call)
@@ -320,7 +299,6 @@ class _Batch:
                     call.loop.decode()
             if call.loop.state.all_stopped:
                 yield self._completed(call)
-        return None
 
     def _exchange_rows(self) -> None:
         """Drop the rows of ended calls from the common target, and append those of new calls."""
@@ -385,8 +363,8 @@ class _Batch:
     @contextmanager
     def _decoding(self) -> Iterator[None]:
         """The contexts in which `generate` runs forward passes, for passes after it has returned."""
-        eager, optimized = compat.without_compilation(self._model), compat.optimized_for_decoding(self._model)
-        with torch.no_grad(), eager, optimized, compat.default_device():
+        optimized = compat.optimized_for_decoding(self._model)
+        with torch.no_grad(), compat.without_compilation(self._model), optimized, compat.default_device():
             yield
 
     def _completed(self, call: _PromptCall) -> Completion:
