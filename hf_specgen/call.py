@@ -171,10 +171,8 @@ class GenerationState:
     def prefix(self, columns: int) -> torch.Tensor:
         """The first `columns` columns, as plain `generate` would pass them to processors and stopping criteria.
 
-        A row that has ended, or that has fewer tokens than the longest one, is padded on the right.
-
-        Returns:
-            `[batch, columns]` a copy, on the device of the prompt.
+        `[batch, columns]` a copy, on the device of the prompt. A row that has ended, or that has fewer tokens than the
+        longest one, is padded on the right.
         """
         return torch.from_numpy(self._columns[:, :columns].copy()).to(self.device)
 
@@ -191,32 +189,20 @@ Compile = Literal["auto", "graphs", False] | None
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
-    """The settings of a call that strategies and policies read; names and defaults of the keywords of `generate`.
+    """The settings of a call that strategies and policies read; names and defaults of the keywords of `generate`."""
 
-    Args:
-        compile: whether forward passes after the prefill are captured as CUDA graphs.
-        memory: whether acceptance observed in earlier calls may be used, and that of this call kept.
-        prediction: the expected output, see `NgramCandidates`.
-        grammar_drafts: whether drafts obey the grammars of logits processors, see `hf_specgen.candidates.grammar`.
-        seeds: those of earlier answers, whose noise rejection sampling uses again; None: it uses no noise again.
-    """
-
-    compile: Compile = "auto"
-    memory: bool = True
-    prediction: Prediction | None = None
-    grammar_drafts: bool = True
-    seeds: NoiseSeeds | None = None
+    compile: Compile = "auto"  # whether forward passes after the prefill are captured as CUDA graphs
+    memory: bool = True  # whether acceptance observed in earlier calls may be used, and that of this call kept
+    prediction: Prediction | None = None  # the expected output, see `NgramCandidates`
+    grammar_drafts: bool = True  # whether drafts obey the grammars of logits processors, see `candidates.grammar`
+    seeds: NoiseSeeds | None = None  # of earlier answers, whose noise rejection sampling uses again
 
 
 @dataclass(frozen=True)
 class EncoderInput:
-    """What the encoder of a call's target reads, with one row for each row of the call.
+    """What the encoder of a call's target reads and returns, with one row for each row of the call."""
 
-    Args:
-        values: the main input of the encoder: token ids `[batch, tokens]`, or features of audio or images.
-    """
-
-    values: torch.Tensor
+    values: torch.Tensor  # the main input: token ids `[batch, tokens]`, or features of audio or images
     arguments: dict[str, Any]
     outputs: Any
 
@@ -238,23 +224,14 @@ class EncoderInput:
 
 @dataclass(frozen=True)
 class DraftingSettings:
-    """What a policy or monitor may know of the strategy of a call.
+    """What a policy or monitor may know of the strategy of a call."""
 
-    Args:
-        k: maximum depth of a draft.
-        key: identifies the strategy for what is remembered between calls, see `Candidates.profile_key`.
-        negligible_cost: whether drafting takes a negligible time.
-        has_free_drafts: whether some drafts take a negligible time, as in a combination with n-grams.
-        sizes_trees: whether the strategy sizes each draft itself, so that a policy only decides whether to draft.
-        name: the strategy as text, for log lines.
-    """
-
-    k: int = 64
-    key: tuple[str | int | float | bool, ...] = ("any",)
-    negligible_cost: bool = False
-    sizes_trees: bool = False
-    name: str = ""
-    has_free_drafts: bool = False
+    k: int = 64  # maximum depth of a draft
+    key: tuple[str | int | float | bool, ...] = ("any",)  # see `Candidates.profile_key`
+    negligible_cost: bool = False  # whether drafting takes a negligible time
+    sizes_trees: bool = False  # whether the strategy sizes each draft: a policy then only decides whether to draft
+    name: str = ""  # the strategy as text, for log lines
+    has_free_drafts: bool = False  # whether some drafts take a negligible time, as in a combination with n-grams
 
 
 @dataclass(frozen=True)

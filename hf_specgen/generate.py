@@ -52,15 +52,10 @@ class Speculation:
     """A decoding method for `generate(custom_generate=…)`; made by `speculate`."""
 
     _hf_specgen_speculation = True  # how `hf_specgen.patch` recognises it without importing this module
-    seed: int | None = None
-    """See `Call.seed`."""
-
-    is_row = False
-    """Whether the call may become a row of a common target."""
-    is_prepared = False
-    """Whether `generate` has prepared a call and the checks of this package have begun."""
-    statistics: Statistics | None = None
-    """The statistics of the last call that has passed all checks."""
+    seed: int | None = None  # see `Call.seed`
+    is_row = False  # whether the call may become a row of a common target
+    is_prepared = False  # whether `generate` has prepared a call and the checks of this package have begun
+    statistics: Statistics | None = None  # the statistics of the last call that has passed all checks
 
     def __init__(self, settings: Settings, streamer: BaseStreamer | None = None):
         self.settings = settings
@@ -79,18 +74,26 @@ class Speculation:
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: GenerationConfig | None = None,
-        inputs_tensor: torch.Tensor | None = None,  # `generate` passes the encoder's input under this name
+        inputs_tensor: torch.Tensor | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         heals_tokens: bool = False,
         **model_kwargs: Any,
     ) -> SpeculativeOutput | EncoderDecoderSpeculativeOutput | torch.Tensor:
+        """Run a call that `generate` has prepared; returns what plain `generate` returns.
+
+        `generate` passes the arguments that it finds in this signature, the input of an encoder as `inputs_tensor`; but
+        the tokenizer, and whether it heals the end of the prompt, come from `run`.
+        """
         assert generation_config is not None
         self.is_prepared = True
+        # Arguments that cannot be speculated with.
         check_model(model)
         if problem := next(problems(model, input_ids, generation_config, model_kwargs), ""):
             raise ValueError(problem)
         check_step_arguments(model, input_ids, model_kwargs)
-        input_ids = healed_prompt(model, input_ids, tokenizer) if heals_tokens else input_ids
+        if heals_tokens:
+            input_ids = healed_prompt(model, input_ids, tokenizer)
+        # The call, as plug-ins receive it.
         config = generation_config
         settings = self.settings.for_model(model)
         candidates = settings.candidates
@@ -112,6 +115,7 @@ class Speculation:
             tokenizer=tokenizer,
         )
         with compat.without_compilation(model), compat.default_device(), ExitStack() as stack:
+            # The target and the loop.
             requirements = candidates.target_requirements(model)
             if requirements.aux_hidden_state_layers:
                 call.check_prompt_ids("a draft head")

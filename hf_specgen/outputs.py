@@ -44,16 +44,10 @@ class EncoderDecoderSpeculativeOutput(GenerateEncoderDecoderOutput):
 class OutputCollector:
     """Emits complete columns, stops rows where plain `generate` stops them, and collects scores if they were asked for.
 
-    Args:
-        call: the call.
-        target: processes the padding of ended rows.
-        processors: give the scores of that padding.
-        criteria: asked at every column that is emitted.
-        streamer: receives the prompt, then every column.
+    The target, and the processors of the call, are used for the padding of ended rows.
 
     Attributes:
         columns: how many columns are emitted.
-        criteria: as given.
         shows_padding: whether what the target computes for the padding of ended rows is returned, as cache or scores.
     """
 
@@ -95,8 +89,8 @@ class OutputCollector:
     def stream(self, ids: torch.Tensor) -> None:
         """Pass the prompt or a column to the streamer; raise if that draws the random numbers of later columns."""
         if self._streamer is not None:
-            state, do_sample = self._state, self._call.do_sample
-            with checked([self._streamer], state.prefix(0), do_sample, state.default_device, ValueError):
+            state = self._state
+            with checked([self._streamer], state.prefix(0), self._call.do_sample, state.default_device, ValueError):
                 self._streamer.put(ids)
 
     def add(self, result: VerificationResult) -> None:

@@ -59,17 +59,11 @@ def kept(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class NoiseSeed:
-    """The seed of the noise that a row is sampled with.
-
-    Args:
-        seed: of the noise.
-        answer: what was sampled with it last; empty if nothing was.
-        weights: hashes of the weights that have sampled with it, the last ones last.
-    """
+    """The seed of the noise that a row is sampled with."""
 
     seed: int
-    answer: Sequence[int] = ()
-    weights: tuple[int, ...] = ()
+    answer: Sequence[int] = ()  # what was sampled with it last; empty if nothing was
+    weights: tuple[int, ...] = ()  # hashes of the weights that have sampled with it, the last ones last
 
 
 class NoiseSeeds:

@@ -23,46 +23,25 @@ from hf_specgen.verification import CoupledVerifier, RejectionVerifier, TypicalV
 Verification = Literal["exact", "rejection", "typical"]
 VERIFIERS = {"exact": CoupledVerifier, "rejection": RejectionVerifier, "typical": TypicalVerifier}
 
-History = bool | str | os.PathLike[str] | NgramHistory | None
-"""What `generate(history=…)` takes."""
+History = bool | str | os.PathLike[str] | NgramHistory | None  # what `generate(history=…)` takes
 KEYWORDS = ("verification", "policy", "monitor", "compile", "memory", "prediction", "history", "grammar_drafts")
 """Keywords of `generate` that may accompany `candidate_generator=`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(CallSettings):
-    """The settings of a call that speculates; immutable, so that calls and threads share them.
+    """The settings of a call that speculates; immutable, so that calls and threads share them. `parse` checks them."""
 
-    Made by `parse`, which checks them.
-
-    Args:
-        candidates: the strategy, which proposes draft tokens.
-        verifier: decides which draft tokens are accepted.
-        policy: chooses the draft depth of each step.
-        monitor: receives every step.
-        history: earlier texts for the n-grams of the strategy; True: those that are kept with the target; a file: see
-            `NgramHistory.of_file`.
-        start: begins the session of the strategy, where several calls draft together; None: the strategy itself.
-    """
-
-    candidates: Candidates
+    candidates: Candidates  # the strategy
     verifier: Verifier
     policy: Policy
     monitor: Monitor | None = None
-    history: History = False
-    start: StartSession | None = None
+    history: History = False  # earlier texts for the n-grams of the strategy; True: those that are kept with the target
+    start: StartSession | None = None  # begins sessions, where several calls draft together; None: the strategy does
 
     @classmethod
     def parse(cls, candidate_generator: Any, **keywords: Any) -> Settings:
-        """The settings that a user gave, checked.
-
-        Args:
-            candidate_generator: a strategy, a generator of Transformers, or the name of a preset.
-            keywords: any of `KEYWORDS`.
-
-        Raises:
-            ValueError: for an unknown preset, verification mode or way to compile.
-            TypeError: for a value of another type.
+        """The settings that a user gave by a strategy and any of `KEYWORDS`; raises for those that are not valid.
 
         Example:
             >>> from hf_specgen import NgramCandidates
