@@ -42,11 +42,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def attach(
-    model: M,
-    candidate_generator: CandidateGenerator | Preset = "auto",
-    *,
-    strict: bool = False,
-    **settings: Any,
+    model: M, candidate_generator: CandidateGenerator | Preset = "auto", *, strict: bool = False, **settings: Any
 ) -> M:
     """Make every `model.generate()` speculate, whoever calls it, until `detach(model)`.
 
@@ -186,8 +182,7 @@ _running: ContextVar[frozenset[int]] = ContextVar("hf_specgen_running", default=
 class Attachment:
     """An attached strategy and the statistics of its calls. May be used by several threads."""
 
-    before: Attachment | None = None
-    """What was attached when the block of this one began."""
+    before: Attachment | None = None  # what was attached when the block of this one began
     has_ended = False
 
     def __init__(self, settings: Settings, strict: bool = False):

@@ -18,8 +18,7 @@ import numpy as np
 from hf_specgen.call import Call
 from hf_specgen.call_statistics import RowStep, Statistics, StepRecord
 
-PREFIX = "spec_decode_num_"
-"""Beginning of the names of Prometheus counters, as in vLLM."""
+PREFIX = "spec_decode_num_"  # beginning of the names of Prometheus counters, as in vLLM
 Latency = Callable[[float], float] | None
 
 logger = logging.getLogger("hf_specgen")

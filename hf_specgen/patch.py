@@ -15,8 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-GENERATION = "transformers.generation.utils"
-"""The module that defines `GenerationMixin`."""
+GENERATION = "transformers.generation.utils"  # the module that defines `GenerationMixin`
 ATTACHMENT = "_hf_specgen_attachment"
 """Name of the attribute that holds the strategy attached to a model, see `hf_specgen.attachment`."""
 OWN_KEYWORDS = {"verification", "policy", "monitor", "prediction", "history", "grammar_drafts"}

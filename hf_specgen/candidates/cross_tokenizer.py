@@ -26,10 +26,8 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.encoder_draft import embedding_size
 from hf_specgen.libraries import decoded
 
-INCOMPLETE = "\ufffd"
-"""The replacement character: what a tokenizer decodes the first bytes of a character to."""
-CONTEXT = 8
-"""Tokens of the text before new ones that these are decoded with."""
+INCOMPLETE = "\ufffd"  # the replacement character: what a tokenizer decodes the first bytes of a character to
+CONTEXT = 8  # tokens of the text before new ones that these are decoded with
 
 
 def retokenized_texts(batch: DraftBatch, draft: PreTrainedModel) -> tuple[list[DraftText], SharedVocabulary]:

@@ -27,12 +27,7 @@ from hf_specgen import random_state
 from hf_specgen.call import memory
 from hf_specgen.candidates.base import Depth, DraftSession, PretrainedCandidates, Tree
 from hf_specgen.candidates.draft_batch import DraftBatch
-from hf_specgen.candidates.draft_vocabulary import (
-    DraftVocabulary,
-    check_vocabulary,
-    restricted_head,
-    vocabulary_ids,
-)
+from hf_specgen.candidates.draft_vocabulary import DraftVocabulary, check_vocabulary, restricted_head, vocabulary_ids
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.candidates.features import FeatureQueue, LastStates

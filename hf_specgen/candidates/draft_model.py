@@ -30,12 +30,7 @@ from hf_specgen.candidates.cross_tokenizer import DraftText, load_tokenizer, ret
 from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.candidates.draft_heads import BoundModules
 from hf_specgen.candidates.draft_runner import DraftModelDrafter, LoadedDraft
-from hf_specgen.candidates.draft_vocabulary import (
-    DraftVocabulary,
-    check_vocabulary,
-    restricted_model,
-    vocabulary_ids,
-)
+from hf_specgen.candidates.draft_vocabulary import DraftVocabulary, check_vocabulary, restricted_model, vocabulary_ids
 from hf_specgen.candidates.draft_window import DraftWindowSetting, check_window, draft_window
 from hf_specgen.candidates.drafter_session import DrafterSession
 from hf_specgen.candidates.encoder_draft import check_pair

@@ -18,10 +18,8 @@ from hf_specgen.candidates.draft_batch import Texts
 
 logger = logging.getLogger("hf_specgen")
 
-MIN_DRAFTS = 32
-"""Drafts in texts of a length before its acceptance is compared with that of other lengths."""
-FIRST_TOKENS = 4
-"""First tokens of a window that is given by its recent part, as in the paper."""
+MIN_DRAFTS = 32  # drafts in texts of a length before its acceptance is compared with that of other lengths
+FIRST_TOKENS = 4  # first tokens of a window that is given by its recent part, as in the paper
 DraftWindowSetting = int | tuple[int, int] | Literal["auto"] | None
 """Recent tokens; or first and recent tokens; "auto" beyond the length that the drafter was trained on; None never."""
 

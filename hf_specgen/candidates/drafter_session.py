@@ -25,9 +25,7 @@ class DrafterSession(DraftSession, Generic[T]):
     """The state of one call with a drafter.
 
     Args:
-        batch: the rows.
-        drafter: runs the passes.
-        k, tree: maximum depth and size of a draft.
+        batch, drafter, k, tree: the rows, what runs the passes, and the maximum depth and size of a draft.
         confidence_threshold: nodes whose token has a probability below it are not expanded.
         watches_length: whether to warn where acceptance falls with the length of the texts, as for drafters that could
             have a window.

@@ -32,8 +32,7 @@ from hf_specgen.libraries import GrammarState, grammar_states
 from hf_specgen.targets.early_exit import EarlyExitTarget
 from hf_specgen.tree import DraftTree
 
-FEW_TOKENS = 512
-"""Allowed tokens up to which each of them may be drafted, without a match in the text."""
+FEW_TOKENS = 512  # allowed tokens up to which each of them may be drafted, without a match in the text
 
 
 def states_of_rows(batch: DraftBatch) -> list[GrammarState]:
@@ -123,13 +122,7 @@ class _Node(NamedTuple):
 
 
 class GrammarDrafts:
-    """Extends and filters drafts by the grammar of each row; a `DraftChange`.
-
-    Args:
-        batch: the rows.
-        states: the state of each row's grammar at the beginning of the call.
-        size: of the trees.
-    """
+    """Extends and filters drafts by the grammar of each row, given in its state of the beginning; a `DraftChange`."""
 
     def __init__(self, batch: DraftBatch, states: Sequence[GrammarState], size: Any):
         texts = _Texts(batch.call)

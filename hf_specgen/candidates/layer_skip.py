@@ -104,11 +104,9 @@ class EarlyExitText(NamedTuple):
 
 
 class EarlyExitDrafter(Drafter[EarlyExitText]):
-    """Drafts with the first layers of the target, whose states verification uses again.
+    """Drafts with the first layers of an `EarlyExitTarget`, whose states verification uses again.
 
-    Args:
-        batch: the rows, with an `EarlyExitTarget`.
-        head: turns states into logits; None for the target's own norm and output matrix.
+    The head turns states into logits; None for the target's own norm and output matrix.
     """
 
     expanded_nodes_first = True  # as `EarlyExitTarget.forward` expects

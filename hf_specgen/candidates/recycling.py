@@ -20,10 +20,8 @@ from hf_specgen.candidates.draft_batch import DraftBatch
 from hf_specgen.depth import Policy
 from hf_specgen.verification.result import TopTokens, VerificationResult
 
-SUCCESSORS = 8
-"""Tokens kept after each token, as in the paper: the eighth is accepted in about 1% of the cases."""
-MAX_DEPTH = 8
-"""Maximum depth of k="auto": the template of the paper has 6 levels."""
+SUCCESSORS = 8  # tokens kept after each token, as in the paper: the eighth is accepted in about 1% of the cases
+MAX_DEPTH = 8  # maximum depth of k="auto": the template of the paper has 6 levels
 RECYCLED_FRACTION = 0.45
 """Acceptance of a token over the probability that the target last gave it after the same token, as measured with the
 bundled model. With 1 the projected speed of n-grams and Token Recycling with the latencies of a 300M target on two

@@ -160,10 +160,7 @@ class UnoDrafter(Drafter[HeadText]):
 def adapted(matrices: Matrices, rows: int, length: int) -> Iterator[None]:
     """A context in which passes of this thread over `length` tokens of each row add the adapter to all but the first.
 
-    Layers may read the tokens of all rows one after the other, as routers of experts do.
-
-    Raises:
-        ValueError: inside, if an adapted layer reads another number of tokens.
+    Layers may read the tokens of all rows one after the other, as routers of experts do; but no other number of them.
     """
     thread = threading.get_ident()
 
