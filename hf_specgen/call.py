@@ -39,18 +39,10 @@ class GenerationState:
         stop_ids: a row ends after any of these tokens (EOS).
         max_length: a row ends at that many columns, prompt included.
         pad_id: what plain `generate` writes after the end of a row; None if rows never end before the batch does.
-
-    Attributes:
-        prompts: the prompt of each row, without padding.
-        generated: the tokens generated so far, per row.
-        default_device: where tensors of the user's functions are made that name no device.
-        stopped: whether plain `generate` stops a row at its last emitted column, per row.
-        other_rows: rows of other calls that share the forward passes of the target, see `generate_many`.
-        drafts_together: whether they share the passes of the drafter too.
     """
 
-    other_rows = 0
-    drafts_together = False
+    other_rows = 0  # rows of other calls that share the forward passes of the target, see `generate_many`
+    drafts_together = False  # whether they share the passes of the drafter too
 
     def __init__(
         self,
@@ -65,14 +57,14 @@ class GenerationState:
         if attention_mask is not None:
             is_text = attention_mask[:, attention_mask.shape[1] - self.prompt_length :]
         rows = zip(input_ids.cpu(), is_text.bool().cpu(), strict=True)
-        self.prompts = [ids[mask].tolist() for ids, mask in rows]
-        self.generated: list[list[int]] = [[] for _ in range(self.batch)]
+        self.prompts = [ids[mask].tolist() for ids, mask in rows]  # without padding
+        self.generated: list[list[int]] = [[] for _ in range(self.batch)]  # tokens so far, by row
         self.stop_ids = frozenset(stop_ids)
         self.max_length = max_length
         self.pad_id = pad_id
         self.device = input_ids.device
-        self.default_device = torch.get_default_device()
-        self.stopped = [False] * self.batch
+        self.default_device = torch.get_default_device()  # where the user's functions make tensors
+        self.stopped = [False] * self.batch  # whether plain `generate` stops a row at its last emitted column
         self._columns = input_ids.cpu().numpy().astype(np.int64)  # prompts and texts, padded on the right
 
     @classmethod

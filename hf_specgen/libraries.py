@@ -111,11 +111,8 @@ def _mask(tokens: Sequence[int], vocab: int) -> NDArray[np.bool_]:
 def grammar_states(processor: Any, texts: Sequence[list[int]], vocab: int) -> list[GrammarState]:
     """The states of a processor's grammar: made anew from it, or forked from matchers that it was given.
 
-    One for each row, or one for all; none if the processor has no grammar that is known.
-
-    Args:
-        texts: the prompt of each row, as its processor receives it.
-        vocab: the number of logits.
+    One for each row, or one for all; none if the processor has no grammar that is known. `texts` are the prompts of the
+    rows, as the processor receives them.
     """
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         enforcer = getattr(compat.prefix_function(processor), "token_enforcer", None)

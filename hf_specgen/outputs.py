@@ -45,10 +45,6 @@ class OutputCollector:
     """Emits complete columns, stops rows where plain `generate` stops them, and collects scores if they were asked for.
 
     The target, and the processors of the call, are used for the padding of ended rows.
-
-    Attributes:
-        columns: how many columns are emitted.
-        shows_padding: whether what the target computes for the padding of ended rows is returned, as cache or scores.
     """
 
     def __init__(
@@ -65,7 +61,7 @@ class OutputCollector:
         self._processors = processors
         self.criteria = criteria
         self._streamer = streamer
-        self.columns = 0
+        self.columns = 0  # that are emitted
         # Emitted columns `[batch, vocab]` by name, and those of each row that wait for other rows.
         self._kept: dict[str, list[torch.Tensor]] = {}
         if criteria.scores is not None:
@@ -74,6 +70,7 @@ class OutputCollector:
             self._kept["logits"] = []
         self._waiting = {name: [deque[torch.Tensor]() for _ in range(call.state.batch)] for name in self._kept}
         self._processed_padding = [0] * call.state.batch  # tokens, by row
+        # Whether what the target computes for the padding of ended rows is returned, as cache or scores.
         self.shows_padding = bool(call.config.return_dict_in_generate) or target.returns_cache
 
     @property

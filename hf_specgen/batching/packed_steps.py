@@ -91,12 +91,9 @@ class PackedSteps:
         self._scores: torch.Tensor
 
     def extend(self, scheduled: Sequence[Any], tokens: int, token_budget: int) -> int:
-        """Add draft tokens to the requests of a scheduled step; returns how many.
+        """Add draft tokens to the requests of a scheduled step, Transformers' `FutureRequestState`; returns how many.
 
-        Args:
-            scheduled: Transformers' `FutureRequestState` of each request in the step.
-            tokens: in the step so far.
-            token_budget: tokens of the step at most.
+        The step has so many tokens so far, and at most `token_budget`.
         """
         self._update_requests(scheduled)
         most = max(0, token_budget - tokens) if self._decoding else 0  # draft tokens

@@ -53,11 +53,6 @@ class SharedDraft:
     """Drafts for several calls together, as rows of one session of a strategy.
 
     If rows cannot join and leave such a session, each call gets a session of its own.
-
-    Attributes:
-        rows: the sessions of the calls that take part, in the order of the rows.
-        planned: how deep calls draft in the next draft; those that are not in `rows` join it then.
-        seconds, passes: of the last draft, if one was requested: its time, and the tokens of each pass.
     """
 
     def __init__(self, strategy: Candidates):
@@ -65,8 +60,9 @@ class SharedDraft:
         self._session: DraftSession | None = None
         self._texts: SharedTexts
         self._policy: PolicySession
-        self.rows: list[RowSession] = []
-        self.planned: dict[RowSession, int] = {}
+        self.rows: list[RowSession] = []  # of the calls that take part
+        self.planned: dict[RowSession, int] = {}  # how deep calls draft next; those that are not in `rows` join then
+        # Of the last draft, if one was requested: its time, and the tokens of each pass.
         self.seconds = 0.0
         self.passes: Sequence[int] = ()
 
@@ -153,22 +149,15 @@ class SharedDraft:
 
 
 class RowSession(DraftSession):
-    """The session of one call, whose batch has one row: a row of a shared session.
-
-    Attributes:
-        tree: its draft.
-        result: the outcome of the last step, until `SharedDraft.draft` passes it on.
-        is_active: whether the call has not ended.
-        has_joined: whether the call is a row of the shared session, which has drafted since.
-    """
+    """The session of one call, whose batch has one row: a row of a shared session."""
 
     def __init__(self, batch: DraftBatch, shared: SharedDraft):
         super().__init__(batch)
         self._shared = shared
         self.tree = DraftTree.empty(1)
-        self.result: VerificationResult | None = None
-        self.is_active = True
-        self.has_joined = False
+        self.result: VerificationResult | None = None  # of the last step, until `SharedDraft.draft` passes it on
+        self.is_active = True  # whether the call has not ended
+        self.has_joined = False  # whether the call is a row of the shared session, which has drafted since
 
     @property
     def has_new_states(self) -> bool:

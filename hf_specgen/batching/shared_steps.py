@@ -28,19 +28,16 @@ from hf_specgen.tree import DraftTree
 class SharedSteps:
     """Plans and drafts the steps of calls, and counts what their drafts lose.
 
-    Attributes:
-        settings: of the user's call, with sessions that draft together and a policy that shares one `DraftingLoss`;
-            every call is begun with them.
-        latency: for the rows and context of the present step; None if it was not measured, or no row decodes.
-        passes: tokens of each forward pass that drafters made for several calls in the step.
+    Every call is begun with `settings`: sessions that draft together, and a policy that shares one `DraftingLoss`.
     """
 
     def __init__(self, settings: Settings):
         self._loss = DraftingLoss()
         start, self._drafts = batched(settings.candidates)
         self.settings = replace(settings, start=start, policy=SharedDepth(settings.policy, self._loss))
+        # For the rows and context of the present step; None if it was not measured, or no row decodes.
         self.latency: StepLatency | None = None
-        self.passes = list[int]()
+        self.passes = list[int]()  # tokens of each forward pass that drafters made for several calls in the step
         self._rows = 0
         self._has_draft = False
 
@@ -69,10 +66,7 @@ class SharedSteps:
     def count_loss(self, seconds: float, emitted: int, passes: Sequence[int]) -> None:
         """Count the loss of a step by `DraftingLoss.count`, if latencies are known and a call has planned a draft.
 
-        Args:
-            seconds: of the target's pass, without those for prompts in it; predicted by the latency, not measured.
-            emitted: tokens of all decoding rows.
-            passes: tokens of each forward pass of the drafters.
+        `seconds` are predicted for the target's pass, without those for prompts in it, and `emitted` of all rows.
         """
         if self.latency is not None and self._has_draft:
             self._loss.count(self.latency, self._rows, seconds, passes, emitted / self._rows)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.floating[Any]]
+from hf_specgen.device_tree import Floats
+
 STATES = 6  # states of tokens; in the last one p is at least 1 - 2^-5
 START = STATES  # the state before the first level of a draft
 FORGETTING = 0.9  # factor by which the weight of earlier drafts decreases with every draft
@@ -21,9 +22,6 @@ FORGETTING = 0.9  # factor by which the weight of earlier drafts decreases with 
 
 class DraftLevels:
     """What the host has read of the levels of one draft: how probable each level is, if the level before is accepted.
-
-    Attributes:
-        width: how many nodes of each row were expanded for the next level.
 
     Example:
         >>> levels = DraftLevels()
@@ -35,17 +33,16 @@ class DraftLevels:
     """
 
     def __init__(self) -> None:
-        self.width = 1
+        self.width = 1  # how many nodes of each row were expanded for the next level
         self._level = 0
         self._reached: Floats = np.ones((1, 1))
         self._conditional: list[Floats] = []
         self._conditional_of_all: list[Floats] = []
 
     def add(self, level: int, reached: Floats, of_all: Floats) -> Floats:
-        """Count a level that the host has read, and those since the last read.
+        """Count the level of this depth, which the host has read, and those since the last read.
 
         Args:
-            level: its depth.
             reached: `[rows, widths]` the probability that one of its first 1, 2, … nodes to expand is accepted.
             of_all: `[rows]` the probability that one of its candidates is accepted.
 

@@ -255,8 +255,7 @@ def _check_device(device: Any) -> None:
 def quantised_copy(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     """A copy of a model whose linear layers torchao has quantised; the other weights are the model's own.
 
-    Args:
-        config: of torchao, or Transformers' `TorchAoConfig` around it.
+    The config is torchao's, or Transformers' `TorchAoConfig` around it.
     """
     from torchao.quantization import quantize_
 

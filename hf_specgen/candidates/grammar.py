@@ -80,24 +80,17 @@ class _Texts(dict[int, str | None]):
 
 
 class _Choices:
-    """The tokens that a grammar allows in one of its states.
-
-    Attributes:
-        count: how many there are.
-        few: the tokens, if they are at most `FEW_TOKENS`.
-        forced: if all of them but whitespace are beginnings of one text, whitespace aside: how many of its characters
-            each adds.
-        whitespace: those that are nothing but whitespace.
-    """
+    """The tokens that a grammar allows in one of its states."""
 
     def __init__(self, allowed: NDArray[np.bool_], texts: _Texts):
         self.count = int(allowed.sum())
-        self.few = np.flatnonzero(allowed).tolist() if self.count <= FEW_TOKENS else []
+        self.few = np.flatnonzero(allowed).tolist() if self.count <= FEW_TOKENS else []  # the tokens, if they are few
         known = {token: texts[token] for token in self.few}
         contents = {token: "".join(text.split()) for token, text in known.items() if text is not None}
         longest = max(contents.values(), key=len, default="")
         are_known = len(contents) == len(self.few)
         is_forced = are_known and longest and all(longest.startswith(text) for text in contents.values())
+        # If all of them are whitespace or begin one text, whitespace aside: how many of its characters each adds.
         self.forced = {token: len(text) for token, text in contents.items() if text} if is_forced else {}
         self.whitespace = {token for token, text in contents.items() if text == ""}
         self.spaced = {token for token in self.forced if (known[token] or "").startswith(" ")}

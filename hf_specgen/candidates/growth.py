@@ -65,11 +65,6 @@ class Growth:
         last_tokens: `[rows, 1]` the root of each row's tree.
         depths_on_device: `[rows, 1]` the `max_depths`: needed if levels may exceed all of them, as captured ones may.
 
-    Attributes:
-        drafting_rows: how many rows have a draft.
-        levels: levels of candidates so far, which is also the depth of the last level.
-        expanded: how many nodes of each row are expanded so far.
-
     Example:
         >>> growth = Growth([2], children=2, last_tokens=torch.tensor([[4]]))
         >>> growth.add(torch.tensor([[[5, 6]]]), torch.tensor([[[0.6, 0.3]]]).log())
@@ -90,8 +85,8 @@ class Growth:
         self.max_depths = list(max_depths)
         self.children = children
         self.last_tokens = last_tokens
-        self.levels = 0
-        self.expanded = 0
+        self.levels = 0  # levels of candidates so far, which is also the depth of the last level
+        self.expanded = 0  # how many nodes of each row are expanded so far
         self.drafting_rows = sum(depth > 0 for depth in max_depths)
         self.levels_per_read = 1 if last_tokens.is_cpu else LEVELS_PER_READ
         self.max_depths_on_device = depths_on_device

@@ -30,9 +30,6 @@ class LevelDraft(Generic[T]):
     """A draft while it grows.
 
     The text is what the drafter has taken for this draft, the estimator is that of the call.
-
-    Attributes:
-        passes: tokens, over all rows, of each pass over nodes.
     """
 
     growth: Growth  # the trees; set by `grow`
@@ -57,7 +54,7 @@ class LevelDraft(Generic[T]):
         self._threshold = threshold
         self._qs: list[torch.Tensor] = []  # q after the nodes of each pass, for rejection sampling
         self._is_captured = False  # whether passes can run as captured functions
-        self.passes: list[int] = []
+        self.passes: list[int] = []  # tokens, over all rows, of each pass over nodes
 
     def grow(self) -> DraftTree:
         """Make the passes; the nodes that are verified, with q for rejection sampling."""

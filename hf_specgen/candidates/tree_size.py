@@ -219,9 +219,6 @@ class FastestSize(TreeSize):
         First if of each level the expanded nodes alone are verified, then if all candidates are, beside `present`
         nodes. All numbers of levels are compared, as the second draft token may cost far less than the first one, and a
         run of certain tokens is faster only as a whole.
-
-        Args:
-            reached, conditional: `[rows, widths]`, as in `_fastest_width`.
         """
         widths = np.arange(1, 1 + reached.shape[1])
         levels = np.arange(1, 1 + max(1, max(growth.max_depths) - growth.levels))[:, None]

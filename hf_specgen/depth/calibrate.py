@@ -178,16 +178,11 @@ def wait(device: torch.device) -> None:
 
 
 class DrafterTimer:
-    """Derives the time of drafting from the first drafts with a target: of a pass, or of a draft without passes.
-
-    Attributes:
-        curve: T(q) of the target.
-        fraction: time of a drafter's pass over q tokens / T(q); of a draft without passes / T(1).
-    """
+    """Derives the time of drafting from the first drafts with a target: of a pass, or of a draft without passes."""
 
     def __init__(self, call: Call, curve: CostCurve):
         self._call = call
-        self.curve = curve
+        self.curve = curve  # T(q) of the target
         self._model = cast(PreTrainedModel, call.model)
         self._without_passes = call.drafting.negligible_cost
         self._key = (*curve_key(call), call.drafting.key)
@@ -196,6 +191,7 @@ class DrafterTimer:
         known: float | None = memory.recall(self._model, self._key, lambda: None)
         self.is_known = known is not None
         self._ratios = list[float]()
+        # Time of a drafter's pass over q tokens / T(q); of a draft without passes / T(1).
         self.fraction = known or (0.0 if self._without_passes else 0.3)
 
     def latency(self) -> LatencyModel:

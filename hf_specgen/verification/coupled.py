@@ -148,15 +148,13 @@ class NoiseBuffer:
         batch, vocab: rows, and values of each in a step.
         generators: one, which draws for all rows at once as `torch.multinomial` does; or one for each row.
         dtype: of the probabilities, which is what `torch.multinomial` draws its noise in.
-
-    Attributes:
-        capacity: how many steps the fastest row may be ahead of the slowest, within `MAX_NOISE_BYTES`.
     """
 
     def __init__(
         self, batch: int, vocab: int, generators: Sequence[torch.Generator], dtype: torch.dtype = torch.float32
     ):
         check_multinomial(generators[0].device, dtype)
+        # How many steps the fastest row may be ahead of the slowest.
         self.capacity = max(MIN_BUFFERED_STEPS, MAX_NOISE_BYTES // (4 * batch * vocab))
         self._shape = (batch // len(generators), vocab)  # of what each generator draws for a step
         self._dtype = dtype

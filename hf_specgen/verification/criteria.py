@@ -27,19 +27,15 @@ WITHOUT_SCORES = (MaxTimeCriteria, StopStringCriteria)  # criteria that do not r
 
 
 class CustomCriteria:
-    """The stopping criteria of a call without those that `GenerationState` applies; false if there are none.
-
-    Attributes:
-        scores: processed scores `[batch, vocab]` of the emitted positions, appended by `OutputCollector`; None unless
-            the caller asked for scores, as criteria then receive none.
-        read_scores: whether a criterion may read them.
-    """
+    """The stopping criteria of a call without those that `GenerationState` applies; false if there are none."""
 
     def __init__(self, criteria: Sequence[Any], call: Call):
         self._criteria = StoppingCriteriaList([one for one in criteria if type(one) not in BUILT_IN_CRITERIA])
         self._state = call.state
         self._do_sample = call.do_sample
         self._early_stops: dict[int, list[bool]] = {}  # by position: asked by verification, not emitted yet
+        # Processed scores `[batch, vocab]` of the emitted positions, to which `OutputCollector` appends; None unless
+        # the caller asked for scores, as criteria then receive none. And whether a criterion may read them.
         self.scores: list[torch.Tensor] | None = [] if call.keeps_scores else None
         self.read_scores = not all(isinstance(criterion, WITHOUT_SCORES) for criterion in self._criteria)
 
@@ -49,9 +45,7 @@ class CustomCriteria:
     def stop_early(self, positions: int, chosen_scores: Sequence[torch.Tensor]) -> bool:
         """Whether a row that has not stopped stops after so many generated positions, the last ones not emitted yet.
 
-        Args:
-            positions: how many positions all rows have, with the tokens that verification has chosen.
-            chosen_scores: the scores of those that are not emitted yet.
+        `chosen_scores` are those of the positions that are not emitted yet, whose tokens verification has chosen.
         """
         stops = self._call(positions, chosen_scores)
         self._early_stops[positions] = stops
