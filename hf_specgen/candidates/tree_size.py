@@ -135,11 +135,10 @@ class FastestSize(TreeSize):
         latency: StepLatency,
         rows: int = 1,
         pass_rows: int = 0,
-        children: int = MAX_CHILDREN,
         is_padded: bool = False,
         estimator: AcceptanceEstimator | None = None,
     ):
-        super().__init__(MAX_NODES, children)
+        super().__init__(MAX_NODES, MAX_CHILDREN)
         self._estimator = estimator or AcceptanceEstimator()
         self._levels = DraftLevels()
         self._rows = rows
@@ -150,7 +149,7 @@ class FastestSize(TreeSize):
             latency.target, max(rows, pass_rows), self.max_nodes, is_padded
         )
         # `_pass_seconds[n - 1]` are those of a further pass over n nodes of each row, `_draft_seconds` those so far.
-        self._pass_seconds, self._draft_seconds = _drafter_seconds(latency.drafter, rows, children)
+        self._pass_seconds, self._draft_seconds = _drafter_seconds(latency.drafter, rows)
 
     def first(self, growth: Growth, k: int) -> Plan | None:
         levels = min(_levels_after_first(growth, k), growth.levels_per_read)
@@ -277,9 +276,9 @@ def _target_seconds(target: CostCurve, rows: int, nodes: int, is_padded: bool) -
 
 
 @lru_cache(maxsize=64)
-def _drafter_seconds(drafter: DraftLatency, rows: int, most: int) -> tuple[Floats, float]:
-    """Seconds of the drafter's pass by the nodes of each row, 1 to `most`; and of a draft of the first level alone."""
-    passes = np.maximum.accumulate([drafter.seconds_of(rows * width) for width in range(1, 1 + most)])
+def _drafter_seconds(drafter: DraftLatency, rows: int) -> tuple[Floats, float]:
+    """Seconds of the drafter's pass by the nodes of each row, from 1 on; and of a draft of the first level alone."""
+    passes = np.maximum.accumulate([drafter.seconds_of(rows * width) for width in range(1, 1 + MAX_CHILDREN)])
     return passes, drafter.draft([rows])
 
 
