@@ -200,16 +200,17 @@ class VerificationSession(ABC):
         """
         state = self.call.state
         draft_tokens = tree.token_lists()
-        nodes = [-1] * tree.batch
+        nodes = [-1] * tree.batch  # the last accepted node of each row
         chosen: dict[int, tuple[list[int], list[int]]] = {row: ([], []) for row in range(tree.batch) if active[row]}
         scores = [dict[int, torch.Tensor]() for _ in active]  # by row and slot
         logits_of = [dict[int, torch.Tensor]() for _ in active]
-        walking = list(chosen)
-        is_broken = False
+        walking = list(chosen)  # rows that go on, as their last choice was a draft token
+        must_stop = False  # because of a lockstep processor or a stopping criterion
         columns = list[torch.Tensor]()
         early_criteria = criteria if self.processors.stateful else None
         with state.tentative():
-            while walking and not is_broken:
+            while walking and not must_stop:
+                # The first column that is not decided; the choices count for the rows that have reached it.
                 step = min(len(state.generated[row]) for row in walking)
                 column = torch.stack([logits[row, node + 1] for row, node in enumerate(nodes)])
                 processed = self.processors.column(step, column)
@@ -234,10 +235,10 @@ class VerificationSession(ABC):
                         nodes[row] = child
                     if child is None or has_ended:
                         walking.remove(row)
-                        is_broken |= bool(self.processors.lockstep) and not has_ended
+                        must_stop |= bool(self.processors.lockstep) and not has_ended
                 columns.append(processed)
                 if early_criteria and not any(INVALID in emitted for _, emitted in chosen.values()):
-                    is_broken |= early_criteria.stop_early(1 + step, columns)
+                    must_stop |= early_criteria.stop_early(1 + step, columns)
         return chosen, scores, logits_of
 
     def _steps(self, tree: DraftTree, active: Sequence[bool]) -> list[list[int]]:
