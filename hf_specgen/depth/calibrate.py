@@ -229,6 +229,7 @@ class DrafterTimer:
             seconds *= self.curve.seconds_of(rows * step.tokens_per_row) / max(step.seconds["forward"], MIN_SECONDS)
         self._ratios.append(seconds / (sum(map(self.curve.seconds_of, step.passes)) or self.curve.seconds[0]))
         self.is_known = len(self._ratios) == (5 if self._is_cpu else 16)
+        # Nothing is known by the first draft; on a CPU the median of all counts, but not before the last one.
         if len(self._ratios) == 1 or (self._is_cpu and not self.is_known):
             return False
         taken = median(self._ratios[1:]) if self.is_known else min(self.fraction, *self._ratios[1:])

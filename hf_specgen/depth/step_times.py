@@ -57,9 +57,10 @@ class StepTimes:
         """
         earlier = self.samples.get(size, ())
         times = (*earlier, seconds)
-        if len(earlier) >= SAMPLES and 2 * seconds >= self.medians[size]:  # the size is settled: forget contradictions
+        is_settled = len(earlier) >= SAMPLES
+        if is_settled and 2 * seconds >= self.medians[size]:  # no contradiction: forget those before
             times = earlier[:SAMPLES]
-        elif len(times) == SAMPLES + CONTRADICTIONS:
+        elif len(times) == SAMPLES + CONTRADICTIONS:  # begin anew with the contradictions
             times = times[SAMPLES:]
         return self if times == earlier else replace(self, samples={**self.samples, size: times})
 
