@@ -129,7 +129,9 @@ class _QuantizedLayer(RaggedLayer):
         self._quantizer = copy.copy(layer)
 
     def hand_over(self, layer: Any) -> None:
-        vars(layer).update(vars(self._quantizer), cumulative_length=self.get_seq_length())
+        for name, value in vars(self._quantizer).items():
+            setattr(layer, name, value)
+        layer.cumulative_length = self.get_seq_length()
 
 
 class Fp8Layer(_QuantizedLayer):

@@ -91,4 +91,5 @@ def _copied(values: dict[str, Any]) -> dict[str, Any]:
 
 def _restore(layer: Any, contents: dict[str, Any]) -> None:
     """Set the attributes of a layer."""
-    vars(layer).update(contents)
+    for name, value in contents.items():
+        setattr(layer, name, value)
