@@ -29,7 +29,7 @@ from arguments import launch, option
 from conversations import Batch
 from draft_heads import HeadArguments, HeadDrafter, frequent_tokens, new_layer
 from drafter import Anchors, block_mask, choose_anchors, visible_positions
-from hf_specgen.heads.base import BoundHead
+from hf_specgen.heads.base import BoundHead, HeadInputs
 from hf_specgen.heads.eagle import Eagle3Head, EagleConfig, eagle_layers
 from hf_specgen.targets.model_parts import decoder_layers, output_matrix
 from losses import Drafts
@@ -108,7 +108,7 @@ def training_time_test(
     for step in range(1, depth):
         visible = torch.cat([visible, own], dim=-1)
         tokens = bound.embed(ids[row, (roots + 1 + step).clamp(max=length - 1)])
-        hidden, drafted = head(tokens, hidden, positions + step, visible[:, None], cache)
+        hidden, drafted = head(HeadInputs(tokens, hidden, positions + step, visible[:, None]), cache)
         states.append(drafted[valid])
     return states
 
@@ -130,7 +130,8 @@ def parallel_drafts(
     mask = block_mask(batch, roots, torch.ones(masked, masked, dtype=torch.bool).tril())
     tokens = bound.embed(torch.full((rows, count * masked), head.config.mask_token_id, device=device))
     hidden = head.combine(head.mask_hidden.expand(rows, count * masked, -1))
-    drafted = head(tokens, hidden, positions, mask, cache).output.view(rows, count, masked, -1)[valid]
+    output = head(HeadInputs(tokens, hidden, positions, mask), cache)
+    drafted = output.output.view(rows, count, masked, -1)[valid]
     return [*states, *drafted.unbind(1)]
 
 
@@ -140,7 +141,7 @@ def _known_positions(bound: BoundHead, batch: Batch, features: torch.Tensor, cac
     ids = batch["input_ids"]
     mask = visible_positions(batch, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))[:, None]
     following = bound.embed(ids.roll(-1, dims=1))
-    return head(following, head.combine(features), batch["position_ids"], mask, cache)
+    return head(HeadInputs(following, head.combine(features), batch["position_ids"], mask), cache)
 
 
 def main(arguments: list[str] | None = None) -> tuple[float, int] | None:

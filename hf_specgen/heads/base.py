@@ -61,6 +61,22 @@ class HeadConfig:
             )
 
 
+class HeadInputs(NamedTuple):
+    """The inputs of a pass of a head that drafts step by step.
+
+    Args:
+        embeddings: `[batch, length, hidden]` of the tokens *after* the positions.
+        hidden: `[batch, length, hidden]` combined features, or `HeadOutput.hidden` of the parents.
+        positions: `[batch, length]`.
+        mask: `[batch, 1, length, slots]`, True where a query sees a slot of the cache.
+    """
+
+    embeddings: torch.Tensor
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+
 class HeadOutput(NamedTuple):
     """States `[batch, length, hidden]`: `hidden` for the next draft step, `output` for the output matrix."""
 
@@ -71,9 +87,7 @@ class HeadOutput(NamedTuple):
 class DraftHead(nn.Module):
     """Base class of the heads; a subclass adds its layers, `default_layers`, `combine` and `forward`.
 
-    `forward` of heads that draft step by step takes, each `[batch, length, …]`, embeddings of the tokens *after* the
-    positions, combined features (or `HeadOutput.hidden` of the parents) and positions; then a mask, True where a query
-    sees a slot of the cache (None: all of them), and the cache for keys and values.
+    `forward` of heads that draft step by step takes `HeadInputs` and the cache for keys and values.
     """
 
     lm_head: nn.Module | None

@@ -101,11 +101,7 @@ class BlockHead(DraftHead):
             cache.update(*attention.keys_values(context, rotary), attention.layer_index)
 
     def forward(
-        self,
-        embeddings: torch.Tensor,
-        position_ids: torch.Tensor,
-        cache: Cache,
-        lengths: Sequence[int],
+        self, embeddings: torch.Tensor, position_ids: torch.Tensor, cache: Cache, lengths: Sequence[int]
     ) -> HeadOutput:
         """One pass over a block, `[batch, block, hidden]`, after a context of so many entries in each row."""
         block = embeddings.shape[1]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_specgen.device_tree import Frontier
 from hf_specgen.drafter import DepthLogits, Drafter
-from hf_specgen.heads.base import BoundHead, HeadOutput
+from hf_specgen.heads.base import BoundHead, HeadInputs, HeadOutput
 from hf_specgen.heads.head_text import FeatureSource, HeadText, NewFeatures
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import RaggedCache
@@ -173,7 +173,8 @@ class HeadDrafter(Drafter[HeadText]):
 
     def _run(self, inputs: HeadInputs) -> HeadOutput:
         """One pass of the head, which appends to the cache."""
-        return run_head(self.bound.head, inputs, self.cache)
+        output: HeadOutput = self.bound.head(inputs, self.cache)
+        return output
 
     def _places(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The positions of `count` tokens after those in the cache, and their mask."""
@@ -202,18 +203,3 @@ def padded(rows: Sequence[torch.Tensor], parts: Sequence[slice]) -> torch.Tensor
     if len(rows) == 1:
         return rows[0][parts[0]][None]
     return pad_sequence([row[part] for row, part in zip(rows, parts, strict=True)], batch_first=True)
-
-
-class HeadInputs(NamedTuple):
-    """The inputs of a pass, as for `Eagle3Head.forward`."""
-
-    embeddings: torch.Tensor
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor
-
-
-def run_head(head: Any, inputs: HeadInputs, cache: Any) -> HeadOutput:
-    """One pass of a head over the entries of a cache."""
-    output: HeadOutput = head(*inputs, cache)
-    return output

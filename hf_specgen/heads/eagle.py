@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput
+from hf_specgen.heads.base import DraftHead, HeadConfig, HeadInputs, HeadOutput
 from hf_specgen.heads.head_file import HeadFile
 from hf_specgen.heads.layers import DecoderLayer, LayerConfig, RotaryEmbedding
 
@@ -63,19 +63,12 @@ class Eagle1Head(DraftHead):
         self.layers[0].input_layernorm = nn.Identity()
         self.rotary = RotaryEmbedding(config.layer)
 
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> HeadOutput:
-        """One pass; see `DraftHead.forward`."""
-        states = self.fc(torch.cat((embeddings, hidden), dim=-1))
-        rotary = self.rotary(states, position_ids)
+    def forward(self, inputs: HeadInputs, cache: Cache | None = None) -> HeadOutput:
+        """One pass over known positions, one draft step, or one level of a draft tree."""
+        states = self.fc(torch.cat((inputs.embeddings, inputs.hidden), dim=-1))
+        rotary = self.rotary(states, inputs.positions)
         for layer in self.layers:
-            states = layer(states, rotary, attention_mask, cache)
+            states = layer(states, rotary, inputs.mask, cache)
         return HeadOutput(states, states)
 
 
@@ -116,19 +109,12 @@ class Eagle3Head(DraftHead):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(features) if self.config.projects_features else features
 
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> HeadOutput:
-        """One pass over known positions, one draft step, or one level of a draft tree; see `DraftHead.forward`."""
-        rotary = self.rotary(hidden, position_ids)
-        states: Any = (embeddings * self.config.input_embedding_scale, hidden)
+    def forward(self, inputs: HeadInputs, cache: Cache | None = None) -> HeadOutput:
+        """As `Eagle1Head.forward`."""
+        rotary = self.rotary(inputs.hidden, inputs.positions)
+        states: Any = (inputs.embeddings * self.config.input_embedding_scale, inputs.hidden)
         for layer in self.layers:
-            states = layer(states, rotary, attention_mask, cache)
+            states = layer(states, rotary, inputs.mask, cache)
         normed = self.norm(states)
         return HeadOutput(normed if self.config.norm_output else states, normed)
 

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from hf_specgen.call import Compile
 from hf_specgen.device_tree import Frontier
-from hf_specgen.heads.base import BoundHead, HeadOutput
-from hf_specgen.heads.drafter import HeadDrafter, HeadInputs, padded, run_head
+from hf_specgen.heads.base import BoundHead, HeadInputs, HeadOutput
+from hf_specgen.heads.drafter import HeadDrafter, padded
 from hf_specgen.heads.head_text import FeatureSource, HeadText
 from hf_specgen.targets import masks
 from hf_specgen.targets.cache import padded_width
@@ -83,12 +83,12 @@ class EagleDrafter(HeadDrafter):
         """One pass of the head, which appends to the cache; as a graph if it is short."""
         batch, length = inputs.positions.shape
         if self._graphs is None or not self._graphs.is_active or length > MAX_CAPTURED or not self.cache.lengths:
-            return run_head(self.bound.head, inputs, self.cache)
+            return super()._run(inputs)
         width = padded_width(length)
         lengths = self.cache.lengths
         capacity = self._graphs.capacity(self.cache, width)
         if not capacity:
-            return run_head(self.bound.head, inputs, self.cache)
+            return super()._run(inputs)
         more = (0, width - length)
         mask = inputs.mask.new_zeros(batch, 1, width, capacity)
         mask[:, :, :length, : inputs.mask.shape[3]] = inputs.mask
@@ -96,7 +96,7 @@ class EagleDrafter(HeadDrafter):
         embeddings, hidden = (pad(part, (0, 0, *more)) for part in (inputs.embeddings, inputs.hidden))
         padded = HeadInputs(embeddings, hidden, pad(inputs.positions, more), mask)
         eager = padded._replace(mask=mask[..., : max(lengths) + width])
-        eager_pass = partial(run_head, self.bound.head, eager, self.cache)
+        eager_pass = partial(super()._run, eager)
         output = self._graphs.run(HeadPass(), padded, self.cache, width, eager_pass)
         self.cache.set_lengths([before + length for before in lengths])
         return HeadOutput(*(part[:, :length] for part in output))
@@ -161,10 +161,10 @@ class EagleDrafter(HeadDrafter):
 
 @dataclass(frozen=True)
 class HeadPass(Capturable[HeadInputs, HeadOutput]):
-    """`run_head` as a function that can be captured."""
+    """A pass of a head as a function that can be captured."""
 
     def __call__(self, module: nn.Module, inputs: HeadInputs, cache: Cache) -> HeadOutput:
-        return run_head(module, inputs, cache)
+        return cast(HeadOutput, module(inputs, cache))
 
 
 @dataclass(frozen=True)
@@ -191,5 +191,5 @@ class EagleLevel:
         positions = layout.depths[:, -tokens.shape[1] :] + layout.starts
         assert states is not None
         states = bound.head.combine(states) if is_text else states
-        output = run_head(module, HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
+        output = module(HeadInputs(bound.embed(tokens), states, positions, masks.full_mask(layout)), cache)
         return LevelOutput(bound.logits(output.output), output.hidden, output.output)

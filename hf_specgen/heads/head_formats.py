@@ -49,8 +49,10 @@ from hf_specgen.heads.mtp import has_mtp_layers
 from hf_specgen.heads.quantised import dequantised
 from hf_specgen.heads.source import Source
 
-NORM_OF_STATES = "layers.0.hidden_norm.weight"
+STATES_NORM = "layers.0.hidden_norm.weight"
 """Only the first layer of EAGLE-3 normalises embedding and state beside each other."""
+MASK_STATE = "mask_hidden"
+QUERIES = "layers.0.self_attn.q_proj.weight"
 
 
 class Format(NamedTuple):
@@ -64,68 +66,30 @@ class Format(NamedTuple):
     keys: Set[str] = config_keys.HEAD  # that are read in the config beside those of the layers
 
 
+def _has(*names: str) -> Callable[[HeadFile], bool]:
+    """Recognises a checkpoint with tensors of these names in our modules."""
+    return lambda file: file.has(*names)
+
+
+def _is_block(*types: str) -> Callable[[HeadFile], bool]:
+    """Recognises a block head of one of these types; without any, every block head."""
+    return lambda file: block_type(file) in types if types else block_type(file) is not None
+
+
 FORMATS = (
     Format("Medusa heads", "MedusaCandidates", load_medusa, is_medusa, keys=config_keys.MEDUSA),
     Format("MTP layers", "MTPCandidates", None, lambda file: has_mtp_layers(file.checkpoint), "mtp"),
+    Format("P-EAGLE", "PEagleCandidates", load_eagle3, _has(STATES_NORM, MASK_STATE), "peagle", config_keys.EAGLE3),
+    Format("EAGLE-3", "EagleCandidates", load_eagle3, _has(STATES_NORM), "eagle3", config_keys.EAGLE3),
+    Format("DSpark", "DFlashCandidates", load_dspark, _is_block("dspark"), "dspark", config_keys.DSPARK),
+    Format("DFlash2", "DFlashCandidates", load_dflash2, _is_block("dflash2"), "dflash2", config_keys.DFLASH2),
+    Format("LiLiCorr", "DFlashCandidates", load_lilicorr, _is_block("lilicorr"), keys=config_keys.LILICORR),
+    Format("Domino", "DFlashCandidates", load_domino, _is_block("domino"), keys=config_keys.DOMINO),
+    Format("DFlash, JetSpec", "DFlashCandidates", load_block, _is_block(), "dflash", config_keys.BLOCK),
     Format(
-        "P-EAGLE",
-        "PEagleCandidates",
-        load_eagle3,
-        lambda file: file.has(NORM_OF_STATES, "mask_hidden"),
-        "peagle",
-        config_keys.EAGLE3,
+        "EAGLE-1, EAGLE-2, HASS", "EagleCandidates", load_eagle1, _has("fc.weight", QUERIES), keys=config_keys.EAGLE1
     ),
-    Format(
-        "EAGLE-3", "EagleCandidates", load_eagle3, lambda file: file.has(NORM_OF_STATES), "eagle3", config_keys.EAGLE3
-    ),
-    Format(
-        "DSpark",
-        "DFlashCandidates",
-        load_dspark,
-        lambda file: block_type(file) == "dspark",
-        "dspark",
-        config_keys.DSPARK,
-    ),
-    Format(
-        "DFlash2",
-        "DFlashCandidates",
-        load_dflash2,
-        lambda file: block_type(file) == "dflash2",
-        "dflash2",
-        config_keys.DFLASH2,
-    ),
-    Format(
-        "LiLiCorr",
-        "DFlashCandidates",
-        load_lilicorr,
-        lambda file: block_type(file) == "lilicorr",
-        keys=config_keys.LILICORR,
-    ),
-    Format(
-        "Domino", "DFlashCandidates", load_domino, lambda file: block_type(file) == "domino", keys=config_keys.DOMINO
-    ),
-    Format(
-        "DFlash, JetSpec",
-        "DFlashCandidates",
-        load_block,
-        lambda file: block_type(file) is not None,
-        "dflash",
-        config_keys.BLOCK,
-    ),
-    Format(
-        "EAGLE-1, EAGLE-2, HASS",
-        "EagleCandidates",
-        load_eagle1,
-        lambda file: file.has("fc.weight", "layers.0.self_attn.q_proj.weight"),
-        keys=config_keys.EAGLE1,
-    ),
-    Format(
-        "Gemma 4 assistant",
-        "GemmaAssistantCandidates",
-        load_assistant,
-        is_assistant,
-        keys=config_keys.ASSISTANT,
-    ),
+    Format("Gemma 4 assistant", "GemmaAssistantCandidates", load_assistant, is_assistant, keys=config_keys.ASSISTANT),
 )
 """All formats, in the order in which they are tried."""
 

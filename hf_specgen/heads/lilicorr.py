@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, normalize, scaled_dot_product_attention, silu
+from torch.nn.functional import normalize, silu
 
 from hf_specgen.drafter import DepthLogits
 from hf_specgen.heads.base import BoundHead
@@ -66,24 +66,6 @@ def two_layers(width: int, inner: int, out: int) -> nn.Module:
     return nn.Sequential(OrderedDict(up_proj=nn.Linear(width, inner), act=nn.SiLU(), down_proj=nn.Linear(inner, out)))
 
 
-class LatticeAttention(nn.Module):
-    """Full attention over all candidates, with the parameters of `nn.MultiheadAttention`."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.in_proj_weight = nn.Parameter(torch.zeros(3 * width, width))
-        self.in_proj_bias = nn.Parameter(torch.zeros(3 * width))
-        self.out_proj = nn.Linear(width, width)
-        self._heads = heads
-
-    def forward(self, rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """`[batch, rows, width]` to the same; `bias` `[heads, rows, rows]` is added to the scores."""
-        projected = linear(rows, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, self._heads, -1))
-        queries, keys, values = projected.permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
-        return self.out_proj(attended.transpose(1, 2).flatten(2))
-
-
 class LatticeLayer(nn.Module):
     """A layer of the transformer over the candidates."""
 
@@ -91,13 +73,14 @@ class LatticeLayer(nn.Module):
         super().__init__()
         width = config.lattice_size
         self.attn_norm = nn.RMSNorm(width, eps=config.layer.rms_norm_eps)
-        self.attn = LatticeAttention(width, config.num_heads)
+        self.attn = nn.MultiheadAttention(width, config.num_heads, batch_first=True)
         self.mlp_norm = nn.RMSNorm(width, eps=config.layer.rms_norm_eps)
         self.mlp = two_layers(width, int(width * config.mlp_ratio), width)
 
     def forward(self, rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """`[batch, rows, width]` to the same."""
-        rows = rows + self.attn(self.attn_norm(rows), bias)
+        """`[batch, rows, width]` to the same; `bias` `[batch * heads, rows, rows]` is added to attention scores."""
+        normed = self.attn_norm(rows)
+        rows = rows + self.attn(normed, normed, normed, attn_mask=bias, need_weights=False)[0]
         return rows + self.mlp(self.mlp_norm(rows))
 
 
@@ -145,7 +128,7 @@ class CandidateLattice(nn.Module):
         rows = self.token_proj(embeddings) + self.pass_hidden_proj(hidden)[:, :, None]
         rows = rows + self.feature_mlp(self.feature_norm(_features(log_probabilities).to(rows)))
         rows = (rows + self.slot_embedding[:positions] + self.rank_embedding).flatten(1, 2)
-        bias = self._bias(positions, count)
+        bias = self._bias(positions, count).repeat(len(rows), 1, 1)
         for layer in self.layers:
             rows = layer(rows, bias)
         rows = self.output_norm(rows)

@@ -28,7 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specgen import compat
-from hf_specgen.heads.base import DraftHead, HeadConfig, HeadOutput, check_target
+from hf_specgen.heads.base import DraftHead, HeadConfig, HeadInputs, HeadOutput, check_target
 from hf_specgen.heads.checkpoint import Checkpoint, Fields, TensorInfo, named_errors, open_checkpoint
 from hf_specgen.heads.config_keys import HEAD, check_keys
 from hf_specgen.heads.head_file import check_tensor
@@ -68,23 +68,15 @@ class MTPHead(DraftHead):
         self.layers = nn.ModuleList(layers)
         self.rotary = rotary
 
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        step: int = 0,
-    ) -> HeadOutput:
+    def forward(self, inputs: HeadInputs, cache: Cache | None = None, step: int = 0) -> HeadOutput:
         """One pass of one layer; its output after its final norm is for the next step and for the output matrix."""
         layer = cast(Any, self.layers[step % len(self.layers)])
-        states = layer.eh_proj(torch.cat((layer.enorm(embeddings), layer.hnorm(hidden)), dim=-1))
+        states = layer.eh_proj(torch.cat((layer.enorm(inputs.embeddings), layer.hnorm(inputs.hidden)), dim=-1))
         states = layer.block(
             states,
-            position_embeddings=self.rotary(states, position_ids),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+            position_embeddings=self.rotary(states, inputs.positions),
+            attention_mask=inputs.mask,
+            position_ids=inputs.positions,
             **{compat.CACHE: cache},
         )
         normed = layer.final_norm(states[0] if isinstance(states, tuple) else states)

@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 import torch
 
 from hf_specgen.device_tree import Frontier
-from hf_specgen.heads.base import BoundHead
+from hf_specgen.heads.base import BoundHead, HeadInputs
 from hf_specgen.heads.drafter import HeadDrafter, padded
 from hf_specgen.heads.head_text import FeatureSource
 from hf_specgen.heads.mtp import MTPHead
@@ -85,7 +85,7 @@ class LayeredDrafter(HeadDrafter):
         for layer in range(self.layers):
             ahead = [row[part.start + layer : part.stop + layer] for row, part in zip(tokens, parts, strict=True)]
             read = torch.tensor([[*row, *[0] * (count - len(row))] for row in ahead])
-            hidden = head(self.bound.embed(read), hidden, *places, self.cache, step=layer).hidden
+            hidden = head(HeadInputs(self.bound.embed(read), hidden, *places), self.cache, step=layer).hidden
             outputs.append(hidden)
         return outputs
 
@@ -106,8 +106,8 @@ class LayeredDrafter(HeadDrafter):
         itself = (place.div(depth, rounding_mode="floor") == owners) & (place % depth <= steps[:, None])
         mask = ((place < 0) | itself)[:, None]
         self.cache.set_lengths(starts)
-        embeddings = self.bound.embed(self._paths.flatten(1))
-        output = head(embeddings, states.flatten(1, 2), first + steps, mask, self.cache, step=depth)
+        inputs = HeadInputs(self.bound.embed(self._paths.flatten(1)), states.flatten(1, 2), first + steps, mask)
+        output = head(inputs, self.cache, step=depth)
         self.cache.set_lengths(self.lengths)
         self._hidden = output.hidden.unflatten(1, (nodes, depth))
         return self.bound.target_logits(self._hidden[:, :, -1])

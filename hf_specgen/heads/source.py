@@ -11,15 +11,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub import constants
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import constants, errors
 
 DOWNLOAD_PATTERNS = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.txt", "*.jinja")
 """Files of a repository that are downloaded: configs, tensors and tokenizers; no code."""
@@ -96,17 +88,17 @@ class Source:
                     huggingface_hub.hf_hub_url(self.path_or_id, inside, revision=self.revision), token=self.token
                 )
             return Path(huggingface_hub.hf_hub_download(self.path_or_id, name, **options))
-        except GatedRepoError:
+        except errors.GatedRepoError:
             raise
-        except (HFValidationError, RepositoryNotFoundError):
+        except (errors.HFValidationError, errors.RepositoryNotFoundError):
             raise FileNotFoundError(f"{self.path_or_id} is neither a folder nor a repository of the Hub") from None
-        except LocalEntryNotFoundError:
+        except errors.LocalEntryNotFoundError:
             self._cached_folder()
             return None
-        except EntryNotFoundError:
+        except errors.EntryNotFoundError:
             return None
         except Exception as error:  # every HTTP library has its own type for "no connection"
-            if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
                 raise
             found = self._cached_folder(f" ({first_line(error)})") / inside
             return found if found.is_file() else None
@@ -116,7 +108,7 @@ class Source:
         where: Any = {"revision": self.revision, "cache_dir": self.cache_dir}
         try:
             return Path(huggingface_hub.snapshot_download(self.path_or_id, local_files_only=True, **where))
-        except LocalEntryNotFoundError:
+        except errors.LocalEntryNotFoundError:
             hint = offline_hint(self.path_or_id)
             message = f"{self} is not in the local cache, and the Hub cannot be reached{reason}{hint}"
             raise FileNotFoundError(message) from None
@@ -141,7 +133,7 @@ class Source:
                     cache_dir=self.cache_dir,
                     allow_patterns=[f"{subfolder}/{kind}" if subfolder else kind for kind in patterns],
                 )
-            except LocalEntryNotFoundError:
+            except errors.LocalEntryNotFoundError:
                 raise FileNotFoundError(
                     f"{self} is not in the local cache, and the Hub cannot be reached{offline_hint(name)}"
                 ) from None

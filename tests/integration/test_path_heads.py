@@ -15,6 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 
 from hf_specgen import DFlashCandidates, MTPCandidates
+from hf_specgen.heads.base import HeadInputs
 from hf_specgen.heads.block_drafter import BlockDrafter
 from hf_specgen.heads.head_formats import load_head
 from hf_specgen.heads.head_text import HeadText
@@ -210,8 +211,9 @@ def test_deepspec_heads_with_layers_of_gemma_have_their_outputs(name: str, tmp_p
     rotary = model.rotary_emb(states, positions, "full_attention")
     for layer in model.layers:
         states = layer(states, position_embeddings=rotary, attention_mask=mask, shared_kv_states={})
-    read = [hidden, positions, mask] if is_eagle else [positions, RaggedCache(), [0]]
-    output = head(head.embed_tokens(ids), *read).output
+    embedded = head.embed_tokens(ids)
+    read = [HeadInputs(embedded, hidden, positions, mask)] if is_eagle else [embedded, positions, RaggedCache(), [0]]
+    output = head(*read).output
     torch.testing.assert_close(output, model.norm(states), atol=1e-4, rtol=1e-4)
     logits = head.lm_head(output)
     torch.testing.assert_close(head.scale_logits(logits), 30 * (logits / 30).tanh())
